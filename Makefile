@@ -1,0 +1,36 @@
+# `make run` and `make test` do all their own set-up in .venv; nothing else is needed but Python and a compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test check donor wheel clean
+
+run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
+	$(BIN)/python -m toyexp recipe=warm
+
+test: $(INSTALLED) check  ## lint, types, and the default test suite
+	$(BIN)/python -m pytest $(PYTEST)
+
+check: $(INSTALLED)  ## lint and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+donor: $(INSTALLED)  ## train the shipped donor again and put it into the package
+	$(BIN)/python tests/make_donor.py
+
+bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop
+	$(BIN)/python tests/benchmarks/overhead.py
+
+wheel: $(INSTALLED)  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[all,test]'
+	touch $(INSTALLED)
+
+clean:  ## remove what was built; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

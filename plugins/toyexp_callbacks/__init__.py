@@ -1,0 +1,25 @@
+"""The callbacks that ship with toyexp."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_callbacks(register: Register) -> None:
+    """Schedules, what a person watches, what is recorded and exported, and what ends a run."""
+    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb
+
+    for cls in (
+        schedules.Constant,
+        schedules.Linear,
+        schedules.Cosine,
+        schedules.WarmupStableDecay,
+        progress.Progress,
+        events.Events,
+        wandb.Wandb,
+        export.GGUFExport,
+        sample.Sample,
+        plots.Plots,
+        stopping.EarlyStop,
+        stopping.QualityGate,
+    ):
+        register(cls)

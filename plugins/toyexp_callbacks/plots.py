@@ -1,0 +1,66 @@
+"""Loss and learning-rate curves as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, Run, Unavailable, hookimpl
+
+
+@dataclass(eq=False)
+class Plots(Callback):
+    """Draws the loss and learning-rate curves to plots/curves.png."""
+
+    name: ClassVar[str] = "plots"
+
+    def check(self) -> None:
+        """Raises Unavailable without matplotlib."""
+        if importlib.util.find_spec("matplotlib") is None:
+            raise Unavailable("callbacks.plots needs matplotlib: pip install 'toyexp[plots]'")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Starts with empty curves."""
+        self._steps: list[tuple[int, float, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+
+    @hookimpl
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes a point."""
+        self._steps.append((step, metrics["loss"], metrics["lr"]))
+
+    @hookimpl
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes a held-out point."""
+        self._held_out.append((step, metrics["loss"]))
+
+    @hookimpl
+    def on_end(self, run: Run) -> None:
+        """Draws what there is."""
+        if not self._steps:
+            return
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and no global state
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        FigureCanvasAgg(figure)
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        steps, losses, lrs = zip(*self._steps, strict=True)
+        loss.plot(steps, losses, linewidth=0.8, alpha=0.6, label="training batch")
+        if self._held_out:
+            loss.plot(*zip(*self._held_out, strict=True), marker="o", markersize=3, label="held-out")
+        loss.set_ylabel("loss (nats per target)")
+        loss.set_title(f"{run.name} on {run.engine}, seed {run.seed}")
+        loss.legend(frameon=False)
+        rate.plot(steps, lrs, color="tab:gray")
+        rate.set_ylabel("learning rate")
+        rate.set_xlabel("step")
+        for axes in (loss, rate):
+            axes.grid(alpha=0.2)
+        path = run.dir / "plots" / "curves.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=120)
+        run.emit("export", path=str(path), what="plot")

@@ -1,0 +1,72 @@
+"""Text from the model while it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Callback, Run, UserError, hookimpl
+from toyexp.data import stream
+
+
+@dataclass(eq=False)
+class Sample(Callback):
+    """Lets the model write some text, at the end and every so many steps."""
+
+    name: ClassVar[str] = "sample"
+
+    every: int = 0  # steps between samples; 0: only at the end
+    prompt: str = "def "  # text to continue
+    tokens: int = 48  # tokens to write
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 40  # choose among this many likeliest tokens; 0: all
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        if self.every < 0 or self.top_k < 0:
+            raise UserError("callbacks.sample: every and top_k must be 0 or above")
+        if self.tokens < 1:
+            raise UserError(f"callbacks.sample.tokens={self.tokens}: must be at least 1")
+        if not 0 <= self.temperature < 100:
+            raise UserError(f"callbacks.sample.temperature={self.temperature}: must be from 0 to 100")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Encodes the prompt, so that one the tokenizer cannot take is refused before training."""
+        if run.dataset.tokenizer is None:
+            raise UserError("callbacks.sample needs a tokenizer: give data.tokenizer=..., or drop '~callbacks.sample'")
+        self._prompt = run.dataset.tokenizer.encode(self.prompt).tolist() or [run.dataset.tokenizer.eos]
+
+    @hookimpl
+    def on_step(self, run: Run, step: int) -> None:
+        """Samples when it is time."""
+        if step == run.steps or (self.every and step % self.every == 0):
+            run.emit("sample", step=step, prompt=self.prompt, text=self._write(run, step))
+
+    def _write(self, run: Run, step: int) -> str:
+        tokenizer = run.dataset.tokenizer
+        assert tokenizer is not None
+        words = stream(run.seed, "sample", step)
+        context = run.plan.inputs["tokens"].shape[0]
+        ids = list(self._prompt)
+        for _ in range(self.tokens):
+            window = np.array([ids[-context:]], np.int32)
+            logits = run.session.logits({"tokens": window})[0, -1, : tokenizer.vocab]
+            uniform = float(words.random_raw()) / 2**64
+            token = choose_token(logits, self.temperature, self.top_k, uniform)
+            if token == tokenizer.eos:
+                break
+            ids.append(token)
+        return tokenizer.decode(ids[len(self._prompt) :])
+
+
+def choose_token(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> int:
+    """A token drawn from softmax(logits / temperature) over the `top_k` largest, by a number from [0, 1)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    scaled = logits[order].astype(np.float64) / temperature
+    cumulative = np.exp(scaled - scaled[0]).cumsum()
+    return int(order[min(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), len(order) - 1)])

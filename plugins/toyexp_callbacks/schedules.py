@@ -1,0 +1,113 @@
+"""Learning-rate schedules: pure functions of the step, scaled by the run's base lr."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Schedule, UserError
+
+
+def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float:
+    """The original's ToyLR.cosine: linear warm-up to `high`, then half a cosine down to `low`; `step` from 0."""
+    if step < warmup:
+        return high * (step + 1) / warmup
+    if steps <= warmup:
+        return low
+    progress = min((step - warmup) / (steps - warmup), 1)
+    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(eq=False)
+class WarmupSchedule(Schedule):
+    """What the schedules with a warm-up share."""
+
+    warmup: int = 0  # steps in which the rate rises linearly to its base value
+
+    def check(self) -> None:
+        """Raises UserError for negative numbers."""
+        if self.warmup < 0:
+            raise UserError(f"callbacks.{self.name}.warmup={self.warmup}: must be 0 or above")
+
+
+def check_ratio(name: str, key: str, value: float) -> None:
+    """Raises UserError unless the value is between 0 and 1."""
+    if not 0 <= value <= 1:
+        raise UserError(f"callbacks.{name}.{key}={value}: must be between 0 and 1")
+
+
+@dataclass(eq=False)
+class Constant(WarmupSchedule):
+    """Learning rate: always the base value."""
+
+    name: ClassVar[str] = "constant"
+
+    def factor(self, step: int, steps: int) -> float:
+        """1 after the warm-up."""
+        return min((step + 1) / self.warmup, 1.0) if self.warmup else 1.0
+
+
+@dataclass(eq=False)
+class Linear(WarmupSchedule):
+    """Learning rate: a straight line down."""
+
+    name: ClassVar[str] = "linear"
+
+    floor: float = 0.0  # final rate, as a share of the base value
+
+    def check(self) -> None:
+        """Raises UserError for values out of range."""
+        super().check()
+        check_ratio(self.name, "floor", self.floor)
+
+    def factor(self, step: int, steps: int) -> float:
+        """From 1 after the warm-up to `floor` at the end."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if steps <= self.warmup:
+            return self.floor
+        return 1 - (1 - self.floor) * min((step - self.warmup) / (steps - self.warmup), 1)
+
+
+@dataclass(eq=False)
+class Cosine(WarmupSchedule):
+    """Learning rate: warm-up, then half a cosine down."""
+
+    name: ClassVar[str] = "cosine"
+
+    warmup: int = 5  # steps in which the rate rises linearly to its base value
+    floor: float = 0.01  # final rate, as a share of the base value
+
+    def check(self) -> None:
+        """Raises UserError for values out of range."""
+        super().check()
+        check_ratio(self.name, "floor", self.floor)
+
+    def factor(self, step: int, steps: int) -> float:
+        """The cosine between 1 and `floor`."""
+        return cosine(step, steps, 1.0, self.floor, self.warmup)
+
+
+@dataclass(eq=False)
+class WarmupStableDecay(WarmupSchedule):
+    """Learning rate: warm-up, a long plateau, then a straight line down (Hu et al. 2024)."""
+
+    name: ClassVar[str] = "wsd"
+
+    decay: float = 0.2  # share of the run that the final descent takes
+    floor: float = 0.0  # final rate, as a share of the base value
+
+    def check(self) -> None:
+        """Raises UserError for values out of range."""
+        super().check()
+        check_ratio(self.name, "decay", self.decay)
+        check_ratio(self.name, "floor", self.floor)
+
+    def factor(self, step: int, steps: int) -> float:
+        """1 on the plateau, `floor` at the last step's end."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        length = self.decay * steps
+        left = steps - step
+        return 1.0 if left >= length else self.floor + (1 - self.floor) * left / length

@@ -1,0 +1,88 @@
+"""What ends a run early, and what judges it at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, Run, RunFailed, UserError, hookimpl
+
+
+@dataclass(eq=False)
+class EarlyStop(Callback):
+    """Ends the run when the held-out loss no longer falls."""
+
+    name: ClassVar[str] = "early_stop"
+
+    patience: int = 3  # looks at the held-out data without improvement
+    min_delta: float = 0.0  # what counts as improvement
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        if self.patience < 1:
+            raise UserError(f"callbacks.early_stop.patience={self.patience}: must be at least 1")
+        if not self.min_delta >= 0:
+            raise UserError(f"callbacks.early_stop.min_delta={self.min_delta}: must be 0 or above")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Starts without a best loss."""
+        self._best, self._waited = math.inf, 0
+
+    @hookimpl
+    def on_eval(self, metrics: Mapping[str, float]) -> None:
+        """Counts the looks since the best one."""
+        improved = metrics["loss"] < self._best - self.min_delta
+        self._waited = 0 if improved else self._waited + 1
+        self._best = min(self._best, metrics["loss"])
+
+    @hookimpl
+    def stop_reason(self) -> str | None:
+        """Once patience has run out."""
+        if self._waited < self.patience:
+            return None
+        return f"early_stop: {self._waited} looks without a held-out loss below {self._best:.4f}"
+
+
+@dataclass(eq=False)
+class QualityGate(Callback):
+    """Fails the run (exit 1) when its held-out loss did not fall enough."""
+
+    name: ClassVar[str] = "quality_gate"
+
+    max_ratio: float = 0.95  # largest final / initial held-out loss that passes
+    max_loss: float | None = None  # largest final held-out loss that passes; null: any
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        if not self.max_ratio > 0:
+            raise UserError(f"callbacks.quality_gate.max_ratio={self.max_ratio}: must be above 0")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Refuses a run without held-out looks: there would be nothing to judge."""
+        if not run.config["eval_every"]:
+            raise UserError("callbacks.quality_gate needs held-out looks: eval_every must be above 0")
+        self._losses: list[float] = []
+
+    @hookimpl
+    def on_eval(self, metrics: Mapping[str, float]) -> None:
+        """Notes the held-out loss."""
+        self._losses.append(metrics["loss"])
+
+    @hookimpl
+    def on_end(self, run: Run, reason: str) -> None:
+        """Judges a finished run; raises RunFailed when it misses the gate."""
+        if reason not in ("completed", "aborted"):
+            return
+        first, last = self._losses[0], self._losses[-1]
+        judged = [("loss_ratio", last / first, self.max_ratio)]
+        if self.max_loss is not None:
+            judged.append(("loss", last, self.max_loss))
+        metric, value, threshold = max(judged, key=lambda j: j[1] / j[2])
+        passed = value <= threshold
+        run.emit("quality_gate", passed=passed, metric=metric, value=value, threshold=threshold)
+        if not passed:
+            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be at most {threshold:g}")

@@ -1,0 +1,109 @@
+"""Weights & Biases as a listener that can never hurt a run.
+
+Everything goes through a queue to a thread of its own; whatever wandb raises there ends the listening with one
+warning. events.jsonl stays the record.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Callback, Run, Unavailable, UserError, hookimpl
+from toyexp.errors import choose
+
+log = logging.getLogger("toyexp")
+
+MODES = ("offline", "online")
+FINISH_SECONDS = 30.0
+QUEUE_LIMIT = 10_000  # records; beyond it new ones are dropped, never waited for
+
+
+@dataclass(eq=False)
+class Wandb(Callback):
+    """Logs the run to Weights & Biases, offline unless told otherwise."""
+
+    name: ClassVar[str] = "wandb"
+
+    mode: str = "offline"  # offline | online
+    project: str = "toyexp"  # where the run appears
+    group: str | None = None  # runs that belong together
+    every: int = 1  # steps between points
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work, Unavailable without wandb."""
+        if self.mode not in MODES:
+            raise UserError(f"callbacks.wandb.mode={self.mode}: {choose(self.mode, MODES)}")
+        if self.every < 1:
+            raise UserError(f"callbacks.wandb.every={self.every}: must be at least 1")
+        if importlib.util.find_spec("wandb") is None:
+            raise Unavailable("callbacks.wandb needs wandb: pip install 'toyexp[wandb]'")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Starts the listening thread; wandb itself is imported and started there."""
+        self._queue: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._listen, args=(run,), name="wandb", daemon=True)
+        self._thread.start()
+
+    def _listen(self, run: Run) -> None:
+        try:
+            # wandb falls back to a temporary directory in silence when this one cannot be written.
+            if not os.access(run.dir, os.W_OK):
+                raise OSError(f"{run.dir} cannot be written")
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            os.environ.setdefault("WANDB_SILENT", "true")
+            import wandb
+
+            record = wandb.init(
+                project=self.project,
+                group=self.group,
+                name=f"{run.name}-{run.seed}",
+                dir=str(run.dir),
+                mode="online" if self.mode == "online" else "offline",
+                config=dict(run.config),
+                reinit="create_new",  # each job of a sweep is its own run
+                settings=wandb.Settings(init_timeout=20, console="off", save_code=False, disable_git=True),
+            )
+            while (item := self._queue.get()) is not None:
+                record.log(item[0], step=item[1])
+            record.finish()
+        except Exception as error:
+            log.warning("wandb gave up, the run goes on: %s", " ".join(str(error).split())[:200])
+            while self._queue.get() is not None:
+                pass
+
+    def _put(self, fields: Mapping[str, Any], step: int) -> None:
+        try:
+            self._queue.put_nowait((dict(fields), step))
+        except queue.Full:
+            log.debug("wandb is too slow; a record was dropped")
+
+    @hookimpl
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a point."""
+        if step % self.every == 0:
+            self._put({f"train/{k}": v for k, v in metrics.items()}, step)
+
+    @hookimpl
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a held-out point."""
+        self._put({f"held_out/{k}": v for k, v in metrics.items()}, step)
+
+    @hookimpl
+    def on_end(self) -> None:
+        """Waits for wandb to finish, but not for ever."""
+        try:
+            self._queue.put(None, timeout=FINISH_SECONDS)
+        except queue.Full:
+            log.warning("wandb does not keep up; its record of this run is incomplete")
+            return
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            log.warning("wandb did not finish within %.0f s; its record of this run may be incomplete", FINISH_SECONDS)

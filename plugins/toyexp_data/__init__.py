@@ -1,0 +1,14 @@
+"""The data that ships with toyexp."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_data(register: Register) -> None:
+    """stdlib, text and tokens."""
+    from toyexp_data.text import Stdlib, Text
+    from toyexp_data.tokens import Tokens
+
+    register(Stdlib)
+    register(Text)
+    register(Tokens)

@@ -1,0 +1,37 @@
+"""Tokens of texts that were tokenized before, so that the second run starts at once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+
+def cache_dir() -> Path:
+    """$TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG)."""
+    own = os.environ.get("TOYEXP_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toyexp"
+
+
+def cached_tokens(key: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    """The two arrays kept under `key`, or what `make` returns, kept for next time.
+
+    A cache that cannot be read or written is only slower: it never fails a run.
+    """
+    path = cache_dir() / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+    with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as kept:
+        return [kept["train"], kept["held_out"]]
+    train, held_out = make()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, train=train, held_out=held_out)
+        temporary.replace(path)
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+    return [train, held_out]

@@ -1,0 +1,132 @@
+"""Text, tokenized: the standard library's own source, and anybody's files."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
+from toyexp.data import read_text, split_documents, text_files
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.tokenizer import BPE, Bytes, Characters
+from toyexp_data.cache import cached_tokens
+
+KINDS = ("auto", "byte", "char", "bpe")
+NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
+
+
+@dataclass
+class TextData(Data):
+    """What all text shares: a tokenizer, and the last part of every document held out."""
+
+    gives: ClassVar[str] = "tokens"
+
+    tokenizer: str = "auto"  # auto (the donor's or base's) | byte | char | bpe (trained on this text) | a GGUF file
+    bpe_vocab: int = 1024  # tokens that tokenizer=bpe learns
+    val_fraction: float = 0.05  # the last part of every document, held out from training
+    max_mb: float = 4.0  # megabytes of text to read at most, from the start; 0: all
+    eval_batches: int = 16  # batches that one look at the held-out part takes
+
+    @abstractmethod
+    def files(self) -> Iterable[Path]:
+        """The documents, in a fixed order."""
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work and a tokenizer that is not there."""
+        if self.tokenizer not in KINDS and not self.tokenizer.endswith(".gguf"):
+            raise UserError(f"data.tokenizer={self.tokenizer}: {choose(self.tokenizer, (*KINDS, 'a .gguf file'))}")
+        if self.tokenizer.endswith(".gguf") and not Path(self.tokenizer).is_file():
+            raise UserError(f"data.tokenizer={self.tokenizer}: not found")
+        check_split(self.val_fraction, self.eval_batches)
+        if not self.max_mb >= 0:
+            raise UserError(f"data.max_mb={self.max_mb}: must be 0 (all) or above")
+
+    def open(self, vocabulary: Path | None) -> TokenDataset:
+        """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
+        texts = self._texts()
+        train, held_out = split_documents(texts, self.val_fraction)
+        tokenizer = self._tokenizer(texts, train, vocabulary)
+        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        key = f"{digest}-{tokenizer.fingerprint()}-{self.val_fraction!r}"
+        parts = cached_tokens(key, lambda: [tokenizer.encode_documents(train), tokenizer.encode_documents(held_out)])
+        facts = {
+            "documents": len(texts),
+            "text_sha256": digest,
+            "tokenizer": tokenizer.kind,
+            "tokenizer_digest": tokenizer.fingerprint(),
+        }
+        return TokenDataset(parts[0], parts[1], tokenizer, tokenizer.vocab, self.eval_batches, facts)
+
+    def _texts(self) -> list[str]:
+        room = int(self.max_mb * 1e6) or None
+        texts = []
+        for path in self.files():
+            text = read_text(path)
+            texts.append(text if room is None else text[:room])
+            if room is not None:
+                room -= len(text)
+                if room <= 0:
+                    break
+        if not any(texts):
+            raise UserError(f"data={self.name}: there is no text to learn from")
+        return texts
+
+    def _tokenizer(self, texts: list[str], train: list[str], vocabulary: Path | None) -> Tokenizer:
+        if self.tokenizer == "char":
+            return Characters.of(texts)
+        if self.tokenizer == "bpe":
+            return BPE.train(train, self.bpe_vocab)
+        source = Path(self.tokenizer) if self.tokenizer.endswith(".gguf") else vocabulary
+        if self.tokenizer == "byte" or source is None:
+            return Bytes()
+        with GGUFFile(source) as file:
+            return read_tokenizer(file)
+
+
+def check_split(val_fraction: float, eval_batches: int) -> None:
+    """Raises UserError for a split that cannot work."""
+    if not 0 < val_fraction < 1:
+        raise UserError(f"data.val_fraction={val_fraction}: must be above 0 and below 1")
+    if eval_batches < 1:
+        raise UserError(f"data.eval_batches={eval_batches}: must be at least 1")
+
+
+@dataclass
+class Stdlib(TextData):
+    """The source of this Python's standard library: real text on every machine."""
+
+    name: ClassVar[str] = "stdlib"
+
+    def files(self) -> Iterable[Path]:
+        """Every .py file of the library but its tests, in path order."""
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [f for f in root.rglob("*.py") if not NOT_CODE & set(f.relative_to(root).parts)]
+        return sorted(found, key=lambda f: f.relative_to(root).as_posix())
+
+
+@dataclass
+class Text(TextData):
+    """Text files of your own: one file, or a folder of them."""
+
+    name: ClassVar[str] = "text"
+
+    path: str = ""  # a text file, or a folder
+    suffixes: str = ".txt .md .py"  # which files of a folder
+
+    def check(self) -> None:
+        """Raises UserError when there is no such file or folder."""
+        super().check()
+        if not self.path:
+            raise UserError("data=text needs a file or folder: data.path=...")
+        if not Path(self.path).exists():
+            raise UserError(f"data.path={self.path}: not found (looked in {Path.cwd()})")
+
+    def files(self) -> Iterable[Path]:
+        """The file, or the folder's files in path order."""
+        return text_files(Path(self.path), self.suffixes.split())

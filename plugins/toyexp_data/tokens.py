@@ -1,0 +1,82 @@
+"""Packed token files: little-endian uint16 or int32, with or without the original's TOYC header."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp_data.text import check_split
+
+DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
+MAGIC = b"TOYC"
+
+
+@dataclass
+class Tokens(Data):
+    """A file of packed token ids: uint16 or int32, little-endian."""
+
+    name: ClassVar[str] = "tokens"
+    gives: ClassVar[str] = "tokens"
+
+    path: str = ""  # the token file
+    dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32)
+    tokenizer: str = ""  # a GGUF whose tokenizer made the ids, for samples and the export; empty: ids only
+    val_fraction: float = 0.05  # the last part of the file, held out from training
+    eval_batches: int = 16  # batches that one look at the held-out part takes
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work and files that are not there."""
+        if not self.path:
+            raise UserError("data=tokens needs a token file: data.path=...")
+        for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
+            if path and not Path(path).is_file():
+                raise UserError(f"data.{key}={path}: not found (looked in {Path.cwd()})")
+        if self.dtype not in DTYPES:
+            raise UserError(f"data.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
+        check_split(self.val_fraction, self.eval_batches)
+
+    def open(self, vocabulary: Path | None) -> TokenDataset:
+        """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
+        ids, vocab = read_tokens(Path(self.path), self.dtype)
+        tokenizer: Tokenizer | None = None
+        if self.tokenizer:
+            with GGUFFile(self.tokenizer) as file:
+                tokenizer = read_tokenizer(file)
+            if tokenizer.vocab < vocab:
+                raise UserError(
+                    f"{self.path}: its ids go up to {vocab - 1}, {self.tokenizer} has {tokenizer.vocab} tokens"
+                )
+            vocab = tokenizer.vocab
+        cut = len(ids) - int(len(ids) * self.val_fraction)
+        facts = {"path": self.path}
+        return TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
+
+
+def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
+    """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
+    raw = path.read_bytes()
+    declared, body = 0, raw
+    if raw[:4] == MAGIC:
+        if len(raw) < 16:
+            raise UserError(f"{path}: a TOYC header has 16 bytes, the file {len(raw)}")
+        version, declared, _ = struct.unpack("<III", raw[4:16])
+        if version != 1:
+            raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
+        body, dtype = raw[16:], "int32"
+    kind = np.dtype(DTYPES[dtype])
+    if not body or len(body) % kind.itemsize:
+        raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; try data.dtype=")
+    ids = np.frombuffer(body, kind).astype(np.int32)
+    if ids.min() < 0:
+        raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")
+    top = int(ids.max()) + 1
+    if declared and top > declared:
+        raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
+    return ids, declared or top

@@ -1,0 +1,77 @@
+"""GPT-2: LayerNorm, learned positions, tanh GELU, biases everywhere (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Constant, Normal, Ops, Params, TensorSpec
+from toyexp.ops import Tensor
+from toyexp.optim import LORA
+from toyexp_models.language import LanguageModel
+
+
+@dataclass
+class GPT2(LanguageModel):
+    """GPT-2 family: LayerNorm, learned positions, GELU, biases."""
+
+    name: ClassVar[str] = "gpt2"
+    optim_mode: ClassVar[str | None] = LORA
+
+    d_ff: int = 256  # width inside the feed-forward layer
+
+    def tensors(self) -> list[TensorSpec]:
+        """Matrices N(0, 0.02), norms 1, biases 0."""
+        d, ff, small = self.d_model, self.d_ff, Normal(0.02)
+
+        def linear(name: str, outputs: int, inputs: int) -> list[TensorSpec]:
+            return [
+                TensorSpec(f"{name}.weight", (outputs, inputs), small),
+                TensorSpec(f"{name}.bias", (outputs,), Constant(0)),
+            ]
+
+        def norm(name: str) -> list[TensorSpec]:
+            return [TensorSpec(f"{name}.weight", (d,), Constant(1)), TensorSpec(f"{name}.bias", (d,), Constant(0))]
+
+        specs = [
+            TensorSpec("token_embd.weight", (self.vocab, d), small),
+            TensorSpec("position_embd.weight", (self.context, d), small),
+        ]
+        for i in range(self.n_layers):
+            specs += norm(f"blk.{i}.attn_norm")
+            specs += linear(f"blk.{i}.attn_qkv", 3 * d, d)
+            specs += linear(f"blk.{i}.attn_output", d, d)
+            specs += norm(f"blk.{i}.ffn_norm")
+            specs += linear(f"blk.{i}.ffn_up", ff, d)
+            specs += linear(f"blk.{i}.ffn_down", d, ff)
+        specs += norm("output_norm")
+        if not self.tied:
+            specs.append(TensorSpec("output.weight", (self.vocab, d), small))
+        return specs
+
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+
+        def linear(x: Tensor, b: Params, name: str) -> Tensor:
+            return ops.linear(x, b[f"{name}.weight"], b[f"{name}.bias"])
+
+        def norm(x: Tensor, b: Params, name: str) -> Tensor:
+            return ops.layer_norm(x, b[f"{name}.weight"], b[f"{name}.bias"], self.norm_eps)
+
+        length = batch["tokens"].shape[-1]
+        x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
+        x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
+        for i in range(self.n_layers):
+            b = p.block(i)
+            qkv = ops.split(linear(norm(x, b, "attn_norm"), b, "attn_qkv"), 3)  # 3 times [B, T, d]
+            q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
+            x = ops.add(x, linear(ops.attention(q, k, v), b, "attn_output"))
+            h = ops.gelu(linear(norm(x, b, "ffn_norm"), b, "ffn_up"))  # [B, T, d_ff]
+            x = ops.add(x, linear(h, b, "ffn_down"))
+        x = norm(x, p, "output_norm")
+        return ops.linear(x, p["token_embd.weight" if self.tied else "output.weight"])
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The keys llama.cpp reads for architecture gpt2."""
+        return {**super().gguf_metadata(), "attention.layer_norm_epsilon": self.norm_eps}

@@ -1,0 +1,13 @@
+"""The recipes that ship with toyexp."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_recipes(register: Register) -> None:
+    """Scratch and warm."""
+    from toyexp_recipes.scratch import Scratch
+    from toyexp_recipes.warm import Warm
+
+    register(Scratch)
+    register(Warm)

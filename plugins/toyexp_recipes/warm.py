@@ -1,0 +1,156 @@
+"""Warm start: the token embedding comes from a donor GGUF, read through a lens, and the rest from random values.
+
+The seed's WarmStartMetal: the donor's rows fill a table [vocab, d_donor]; a trainable projection, the lens
+[d_model, d_donor], brings them to the model's width, x = lens e. The table is frozen unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose
+from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp_recipes.scratch import DONOR
+
+log = logging.getLogger("toyexp")
+
+TABLE = "token_embd.weight"
+PROJECTION = "lens.proj.weight"
+LENSES = ("pca", "random", "none")
+
+
+class DonorError(UserError):
+    """A donor that cannot warm this model, with its path, what was expected and what it has."""
+
+
+@dataclass
+class Warm(Recipe):
+    """Embeddings from a donor GGUF, the rest from random values."""
+
+    name: ClassVar[str] = "warm"
+
+    donor: str | None = None  # GGUF whose token embedding is used; null: the small one that ships with toyexp
+    lens: str = "pca"  # projection to d_model: pca | random | none (the widths must then be equal)
+    freeze_donor: bool = True  # keep the donor's rows as they are
+
+    @property
+    def path(self) -> Path:
+        """The donor's path."""
+        return Path(self.donor) if self.donor else DONOR
+
+    def check(self) -> None:
+        """Raises UserError for an unknown lens, and DonorError when the donor is not there."""
+        if self.lens not in LENSES:
+            raise UserError(f"recipe.lens={self.lens}: {choose(self.lens, LENSES)}")
+        donor_embed_width(self.path)
+
+    def vocabulary(self) -> Path | None:
+        """The donor, whose rows only mean something with its own tokens."""
+        return self.path
+
+    def plan(self, model: Model, setup: Setup) -> Plan:
+        """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""
+        specs = {t.name: t for t in model.tensors()}
+        if TABLE not in specs:
+            raise UserError(f"recipe=warm replaces {TABLE}, which model={model.name} does not have")
+        (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)
+        tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in specs.values()}
+        trainable = not self.freeze_donor
+        if self.lens == "none":
+            if width != d_model:
+                raise DonorError(
+                    f"{self.path}: width mismatch: expected {d_model} (model.d_model), the donor has {width}; "
+                    f"use recipe.lens=pca, or model.d_model={width}"
+                )
+            tensors[TABLE] = replace(tensors[TABLE], trainable=trainable)
+            self._check_rows(vocab, width)
+            return setup.plan(model, list(tensors.values()))
+        if "output.weight" not in specs:
+            raise UserError(
+                "recipe=warm with a lens needs an output layer of its own: add model.tied=false (or recipe.lens=none)"
+            )
+        if self.lens == "pca" and d_model > width:
+            raise UserError(
+                f"recipe.lens=pca keeps at most the donor's {width} directions, model.d_model={d_model} wants more; "
+                "use recipe.lens=random"
+            )
+        self._check_rows(vocab, width)
+        tensors[TABLE] = PlanTensor(TABLE, (vocab, width), Normal(0.02), trainable)
+        lens = PlanTensor(PROJECTION, (d_model, width), Normal(1 / math.sqrt(width)))
+        return setup.plan(model, [*tensors.values(), lens], [Lens(TABLE, PROJECTION)])
+
+    def _check_rows(self, vocab: int, width: int) -> None:
+        with _open(self.path) as file:
+            _check_table(file, vocab, width)
+
+    def warm(self, session: Session) -> None:
+        """Reads the donor's first rows and uploads them, and the lens; the seed's realize_warm."""
+        vocab, width = session.plan.tensor(TABLE).shape
+        with _open(self.path) as file:
+            _check_table(file, vocab, width)
+            try:
+                rows = file.read(TABLE, rows=vocab)
+            except GGUFError as error:
+                raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        session.upload(TABLE, rows, source=str(self.path))
+        if self.lens == "pca":
+            projection, explained = pca(rows, session.plan.tensor(PROJECTION).shape[0])
+            log.info("pca lens keeps %.1f%% of the donor's variance", 100 * explained)
+            session.upload(PROJECTION, projection, source=str(self.path))
+
+
+def donor_embed_width(path: Path) -> int:
+    """The donor's embedding width, from `<architecture>.embedding_length`; raises DonorError."""
+    with _open(path) as file:
+        return _width(file)
+
+
+def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
+    """The `directions` main axes of `rows` [n, d] as a matrix [directions, d], and the share of variance they keep.
+
+    Eigenvectors of the covariance of the centred rows in float64, largest first (Pearson 1901). The sign of each
+    axis is fixed, its largest entry positive, so that every machine gets the same lens.
+    """
+    centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
+    values, vectors = np.linalg.eigh(centred.T @ centred / max(len(rows) - 1, 1))
+    axes = vectors[:, ::-1][:, :directions].T
+    signs = np.sign(axes[np.arange(len(axes)), np.abs(axes).argmax(axis=1)])
+    explained = float(values[::-1][:directions].sum() / values.sum())
+    return (axes * signs[:, None]).astype(np.float32), explained
+
+
+def _open(path: Path) -> GGUFFile:
+    if not path.exists():
+        raise DonorError(f"{path}: donor GGUF not found")
+    try:
+        return GGUFFile(path)
+    except GGUFError as error:
+        raise DonorError(f"donor {error}") from None
+
+
+def _width(file: GGUFFile) -> int:
+    key = f"{file.architecture}.embedding_length"
+    width = file.metadata.get(key)
+    if not isinstance(width, int) or width <= 0:
+        raise DonorError(f"{file.path}: the donor has no {key}")
+    return width
+
+
+def _check_table(file: GGUFFile, vocab: int, width: int) -> None:
+    """Raises DonorError unless the donor's table has `vocab` rows of `width`."""
+    got = _width(file)
+    if got != width:
+        raise DonorError(f"{file.path}: width mismatch: expected {width}, the donor's embedding_length is {got}")
+    info = file.tensors.get(TABLE)
+    if info is None:
+        raise DonorError(f"{file.path}: the donor has no {TABLE}")
+    if len(info.shape) != 2 or info.shape[1] != width:
+        raise DonorError(f"{file.path}: {TABLE} has the shape {list(info.shape)}, expected rows of {width}")
+    if info.shape[0] < vocab:
+        raise DonorError(f"{file.path}: {TABLE} has too few rows: expected at least {vocab}, it has {info.shape[0]}")

@@ -1,0 +1,13 @@
+"""PyTorch on the CPU, on NVIDIA GPUs and on Apple silicon."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_engines(register: Register) -> None:
+    """cpu, cuda and mps."""
+    from toyexp_torch.engines import TorchCPU, TorchCUDA, TorchMPS
+
+    register(TorchCPU)
+    register(TorchCUDA)
+    register(TorchMPS)

@@ -1,0 +1,108 @@
+"""The three torch engines: their settings, and whether they work here. torch itself is imported only when used."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from toyexp import Engine, Plan, Session, Unavailable, UserError, choose
+
+if TYPE_CHECKING:
+    import types
+
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def import_torch() -> types.ModuleType:
+    """torch, or Unavailable with what to install."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Unavailable(f"PyTorch cannot be imported ({error}); install it: pip install 'toyexp[torch]'") from None
+    return torch
+
+
+@dataclass
+class TorchEngine(Engine):
+    """What the torch devices share."""
+
+    device: ClassVar[str]
+
+    dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
+    compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
+    deterministic: bool = False  # only kernels that repeat to the bit; some are slower
+
+    def _check_settings(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"engine.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
+
+    def realize(self, plan: Plan) -> Session:
+        """A session on this device; raises Unavailable when the device is not here."""
+        self._check_settings()
+        self.check()
+        from toyexp_torch.session import TorchSession
+
+        return TorchSession(plan, self)
+
+
+@dataclass
+class TorchCPU(TorchEngine):
+    """PyTorch on the CPU."""
+
+    name: ClassVar[str] = "cpu"
+    device: ClassVar[str] = "cpu"
+    priority: ClassVar[int] = 20
+
+    threads: int = 0  # cores to use; 0: all that this process may use
+
+    def check(self) -> str:
+        """The version and the number of cores."""
+        if self.threads < 0:
+            raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
+        return f"torch {import_torch().__version__}, {available_cores()} cores"
+
+
+@dataclass
+class TorchCUDA(TorchEngine):
+    """PyTorch on an NVIDIA GPU."""
+
+    name: ClassVar[str] = "cuda"
+    device: ClassVar[str] = "cuda"
+    priority: ClassVar[int] = 40
+
+    tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
+
+    def check(self) -> str:
+        """The version and the GPU's name."""
+        torch = import_torch()
+        if not torch.cuda.is_available():
+            why = "this PyTorch is built without CUDA" if not torch.version.cuda else "it finds no NVIDIA GPU"
+            raise Unavailable(f"torch {torch.__version__}: {why}; use engine=cpu, or install a CUDA build of PyTorch")
+        return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+
+
+@dataclass
+class TorchMPS(TorchEngine):
+    """PyTorch on the GPU of Apple silicon."""
+
+    name: ClassVar[str] = "mps"
+    device: ClassVar[str] = "mps"
+    priority: ClassVar[int] = 30
+
+    def check(self) -> str:
+        """The version and the machine."""
+        if self.dtype == "float64":
+            raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
+        if platform.system() != "Darwin":
+            raise Unavailable(f"MPS needs macOS on Apple silicon; this is {platform.system()}. Use engine=cpu")
+        torch = import_torch()
+        if not torch.backends.mps.is_available():
+            raise Unavailable(f"torch {torch.__version__}: no MPS device here; use engine=cpu")
+        return f"torch {torch.__version__}, {platform.machine()}"
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

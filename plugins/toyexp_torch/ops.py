@@ -1,0 +1,72 @@
+"""The op vocabulary in PyTorch; autograd supplies the gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toyexp import Ops
+
+
+class TorchOps(Ops):
+    """Every op on torch tensors of one device."""
+
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table)
+
+    def first_rows(self, table: Tensor, n: int) -> Tensor:
+        return table[:n]
+
+    def matmul(self, x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), w, b, eps)
+
+    def heads(self, x: Tensor, n: int) -> Tensor:
+        return x.unflatten(-1, (n, x.shape[-1] // n))
+
+    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        return x.chunk(n, dim=-1)
+
+    def rope(self, x: Tensor, base: float) -> Tensor:
+        cos, sin = _rotations(x.shape[1], x.shape[3], base, x.device, torch.promote_types(x.dtype, torch.float32))
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2] each
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+        return turned.to(x.dtype)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(-2)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
+        return (losses * weights.flatten()).sum()
+
+
+@lru_cache(maxsize=16)
+def _rotations(length: int, size: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cos and sin [T, 1, D/2] of position * base^(-2i/D), worked out in float64."""
+    frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)[:, None]
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)

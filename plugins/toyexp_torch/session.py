@@ -1,0 +1,220 @@
+"""One run's tensors and training step in PyTorch.
+
+All trainable tensors are views of one flat vector, and their gradients of another: zeroing, the norm, clipping and
+AdamW are then each a single pass over contiguous memory, whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
+from toyexp_torch.engines import TorchCPU, TorchCUDA, available_cores
+from toyexp_torch.ops import TorchOps
+
+if TYPE_CHECKING:
+    from toyexp_torch.engines import TorchEngine
+
+ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
+NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused kernel's own bias correction
+
+
+class TorchSession(Session):
+    """A Plan on one torch device."""
+
+    def __init__(self, plan: Plan, engine: TorchEngine):
+        self._engine = engine
+        self._device = torch.device(engine.device)
+        self._dtype = torch.float64 if engine.dtype == "float64" else torch.float32
+        self._ops = TorchOps()
+        self._settings = _Settings(engine)
+        # Matrices first: what decays is then one contiguous part of the vector.
+        order = sorted(plan.trainable, key=lambda t: not t.decays)
+        sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
+        self._decaying = sum(n for t, n in zip(order, sizes, strict=True) if t.decays)
+        self._flat, self._grad, self._m, self._v = (self._zeros(sum(sizes)) for _ in range(4))
+        self._tensors: dict[str, Tensor] = {}
+        start = 0
+        for tensor, size in zip(order, sizes, strict=True):
+            here = slice(start, start + tensor.size)
+            leaf = self._flat[here].view(tensor.shape).detach().requires_grad_()
+            leaf.grad = self._grad[here].view(tensor.shape)
+            self._tensors[tensor.name] = leaf
+            start += size
+        for tensor in plan.tensors:
+            if not tensor.trainable:
+                self._tensors[tensor.name] = self._zeros(tensor.shape)
+        super().__init__(plan)
+
+    def _zeros(self, shape: int | tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def describe(self) -> dict[str, Any]:
+        """Device, precision and threads."""
+        return {
+            "framework": f"torch {torch.__version__}",
+            "device": self._engine.check(),
+            "dtype": self._engine.dtype,
+            "compile": self._engine.compile,
+            "threads": torch.get_num_threads(),
+        }
+
+    # -- the contract -------------------------------------------------------------------------------------------
+
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        with torch.no_grad():
+            self._tensors[tensor.name].copy_(torch.from_numpy(array))
+
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        return self._tensors[tensor.name].detach().to("cpu", torch.float32, copy=True).numpy()
+
+    def do_build(self) -> None:
+        self._params = self.plan.params(self._tensors)
+        self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
+        self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
+        if self._engine.compile:
+            self._loss = torch.compile(self._loss, dynamic=False)
+            self._forward = torch.compile(self._forward, dynamic=False)
+
+    def _logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.plan.model.forward(self._ops, self._params, batch)
+
+    def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self._ops.cross_entropy(self._logits(batch), batch["targets"], batch["weights"])
+
+    def do_reset_moments(self) -> None:
+        self._m.zero_()
+        self._v.zero_()
+
+    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+        with self._settings.applied():
+            loss = self._backward(micros)
+            norm = torch.linalg.vector_norm(self._grad)
+            if self.plan.grad_clip:
+                self._grad.mul_((self.plan.grad_clip / (norm + 1e-6)).clamp_(max=1.0))
+            self._update([float(x) for x in hp])
+            loss_and_norm = torch.stack((loss, norm.to(loss.dtype))).tolist()  # one transfer, one wait
+        return StepMetrics(*loss_and_norm)
+
+    def _backward(self, micros: Sequence[Batch]) -> Tensor:
+        """Leaves the summed gradient in the flat vector and returns the summed loss."""
+        self._grad.zero_()
+        losses = []
+        for micro in micros:
+            with self._autocast():
+                loss = self._loss(self._upload_batch(micro))
+            loss.backward()
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _update(self, hp: list[float]) -> None:
+        weight_decay = hp[4]
+        parts = [(slice(0, self._decaying), weight_decay), (slice(self._decaying, None), 0.0)]
+        if weight_decay == 0:
+            parts = [(slice(None), 0.0)]
+        for part, decay in parts:
+            if self._flat[part].numel():
+                adamw(self._flat[part], self._grad[part], self._m[part], self._v[part], [*hp[:4], decay, *hp[5:]])
+
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        with self._settings.applied():
+            self._backward(micros)
+        return {t.name: _host(self._tensors[t.name].grad) for t in self.plan.trainable}
+
+    def do_loss(self, micro: Batch) -> float:
+        with self._settings.applied(), torch.no_grad(), self._autocast():
+            return float(self._loss(self._upload_batch(micro)))
+
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        with self._settings.applied(), torch.no_grad(), self._autocast():
+            return _host(self._forward(self._upload_batch(micro))[:rows])
+
+    def do_close(self) -> None:
+        self._tensors.clear()
+        self._params = self._forward = self._loss = None  # type: ignore[assignment]
+        self._flat = self._grad = self._m = self._v = None  # type: ignore[assignment]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._engine.dtype != "bfloat16":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _upload_batch(self, micro: Batch) -> dict[str, Tensor]:
+        batch = {}
+        for name in self.plan.inputs:
+            host = torch.from_numpy(micro[name])
+            if self._device.type == "cuda":
+                host = host.pin_memory()  # lets the copy run beside the host's work
+            dtype = self._dtype if host.is_floating_point() else host.dtype
+            batch[name] = host.to(self._device, dtype, non_blocking=True)
+        return batch
+
+
+def _host(tensor: Tensor | None) -> np.ndarray:
+    assert tensor is not None
+    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
+
+
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hp: Sequence[float]) -> None:
+    """AdamW in place on flat tensors, from the seven numbers of toyexp.optim, through torch's fused kernel.
+
+    The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
+    and the slots are folded into its other numbers:
+    lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
+    """
+    lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
+    if weight_decay:
+        w.mul_(1 - lr * weight_decay)
+    root = slot6**0.5
+    steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
+    torch._fused_adamw_(
+        [w], [g], [m], [v], [], [steps],
+        lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+class _Settings:
+    """The process-wide switches a session wants, in force only while it computes.
+
+    Sessions of other settings live in the same process (sweeps, parity), so nothing is left changed behind.
+    """
+
+    def __init__(self, engine: TorchEngine):
+        self._threads = (engine.threads or available_cores()) if isinstance(engine, TorchCPU) else None
+        self._tf32 = engine.tf32 if isinstance(engine, TorchCUDA) else None
+        self._deterministic = engine.deterministic
+        if self._deterministic and engine.device == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Sets what differs, and puts it back."""
+        undo: list[Callable[[], object]] = []
+        threads = torch.get_num_threads()
+        if self._threads is not None and threads != self._threads:
+            torch.set_num_threads(self._threads)
+            undo.append(lambda: torch.set_num_threads(threads))
+        if self._deterministic and not torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(True)
+            undo.append(lambda: torch.use_deterministic_algorithms(False))
+        matmul = torch.backends.cuda.matmul
+        if self._tf32 is not None and matmul.allow_tf32 != self._tf32:
+            matmul.allow_tf32 = self._tf32
+            undo.append(lambda: setattr(matmul, "allow_tf32", not self._tf32))
+        try:
+            yield
+        finally:
+            for put_back in undo:
+                put_back()

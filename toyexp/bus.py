@@ -1,0 +1,117 @@
+"""The callback bus of one run: who hears what, in config order."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pluggy
+
+from toyexp.errors import UserError
+from toyexp.hooks import RunHooks, hookimpl
+
+if TYPE_CHECKING:
+    from toyexp.data import Dataset
+    from toyexp.engine import Session
+    from toyexp.plan import Plan
+
+log = logging.getLogger("toyexp")
+
+
+@dataclass(eq=False)
+class Callback(ABC):
+    """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
+
+    Its hook methods, marked `@hookimpl`, are named after `toyexp.hooks.RunHooks`. It observes or answers; whatever
+    two callbacks would have to share belongs to the loop.
+    """
+
+    name: ClassVar[str]  # what `callbacks=[...]` takes
+
+    def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
+        """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
+
+
+@dataclass(eq=False)
+class Schedule(Callback):
+    """Base of the callbacks that always answer `lr`; a run has one at most."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
+        raise NotImplementedError
+
+    @hookimpl
+    def lr(self, run: Run, step: int, steps: int) -> float:
+        """The base learning rate times `factor`."""
+        return run.lr * self.factor(step, steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What callbacks know about the run they are in."""
+
+    name: str
+    dir: Path
+    seed: int
+    steps: int
+    lr: float  # the base learning rate
+    config: Mapping[str, Any]  # the resolved configuration
+    engine: str  # the engine's name; with engine=auto the one that was picked
+    plan: Plan
+    session: Session
+    dataset: Dataset
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
+    bus: Bus | None = field(default=None, repr=False)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Tells every callback (events.jsonl among them) that something happened."""
+        if self.bus is not None:
+            self.bus.say(self, kind, fields)
+
+
+class Bus:
+    """Delivers hooks to the callbacks of one run."""
+
+    def __init__(self, callbacks: Mapping[str, Callback]):
+        schedules = [name for name, c in callbacks.items() if isinstance(c, Schedule)]
+        if len(schedules) > 1:
+            raise UserError(
+                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{schedules[1]}'"
+            )
+        self._manager = pluggy.PluginManager("toyexp")
+        self._manager.add_hookspecs(RunHooks)
+        for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
+            self._manager.register(callback, name)
+        self.hook = self._manager.hook
+        self.artifacts: list[Path] = []
+
+    def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
+        """Delivers an event; one of kind `export` also notes its path as a result of the run."""
+        if kind == "export":
+            self.artifacts.append(Path(fields["path"]))
+        self.hook.on_event(run=run, kind=kind, fields=fields)
+
+    def end(self, run: Run, reason: str, error: BaseException | None) -> list[Exception]:
+        """Calls on_end of every callback, one by one, so that a failing one silences no other.
+
+        Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
+        at the end. Returns what was raised.
+        """
+        failures: list[Exception] = []
+        impls = list(reversed(self.hook.on_end.get_hookimpls()))
+        for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
+            arguments = {"run": run, "reason": reason, "error": error}
+            try:
+                impl.function(*[arguments[name] for name in impl.argnames])
+            except Exception as failure:
+                log.error("callback %s failed at the end of the run: %s", impl.plugin_name, failure)
+                failures.append(failure)
+        return failures
+
+    def names(self) -> Sequence[str]:
+        """The callbacks, in config order."""
+        return [name for name, _ in reversed(self._manager.list_name_plugin())]

@@ -1,0 +1,204 @@
+"""Data as batches of numpy arrays, where batch k is a function of (seed, k) alone.
+
+So every engine sees the same data, micro-batches cut the same rows, and a saved position is one integer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from toyexp.engine import Batch
+from toyexp.errors import UserError
+from toyexp.plan import InputSpec
+from toyexp.tokenizer import Tokenizer
+
+
+@dataclass
+class Data(ABC):
+    """Base of all data plugins: a dataclass whose fields say which data and how to split it."""
+
+    name: ClassVar[str]  # what `data=` takes
+    gives: ClassVar[str]  # the kind of data: "tokens" or "images"
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work and files that are not there."""
+
+    @abstractmethod
+    def open(self, vocabulary: Path | None) -> Dataset:
+        """Reads the data. `vocabulary` is the GGUF whose tokenizer the recipe would like to share, if any."""
+
+
+class Dataset(ABC):
+    """Opened data: what it is, and its batches."""
+
+    tokenizer: Tokenizer | None = None
+    vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What run_start records: sizes and a digest of the contents."""
+
+    @abstractmethod
+    def batches(self, context: int, rows: int, seed: int) -> Batches:
+        """Batches of `rows` examples, `context` positions each where that applies."""
+
+
+class Batches(ABC):
+    """A stream of training batches with random access, and the fixed held-out batches."""
+
+    inputs: Mapping[str, InputSpec]
+
+    @abstractmethod
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`, counted from 0 without end."""
+
+    @abstractmethod
+    def held_out(self) -> Sequence[Batch]:
+        """The batches that evaluation uses, the same every time."""
+
+
+class TokenDataset(Dataset):
+    """Token ids in two parts, one to train on and one held out."""
+
+    def __init__(
+        self,
+        train: np.ndarray,
+        held_out: np.ndarray,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        eval_batches: int,
+        facts: Mapping[str, Any],
+    ):
+        self.train, self.held_out = train, held_out
+        self.tokenizer, self.vocab = tokenizer, vocab
+        self._eval_batches = eval_batches
+        digest = hashlib.sha256(train.tobytes())
+        digest.update(held_out.tobytes())
+        self._facts = {
+            **facts,
+            "train_tokens": len(train),
+            "held_out_tokens": len(held_out),
+            "tokens_sha256": digest.hexdigest(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Token counts and a digest over both parts."""
+        return self._facts
+
+    def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
+        """Windows of `context` tokens and their next tokens."""
+        for part, ids in (("training", self.train), ("held-out", self.held_out)):
+            if len(ids) <= context:
+                raise UserError(
+                    f"model.context={context} is longer than the {part} part of the data "
+                    f"({len(ids)} tokens; a window needs {context + 1}): give more data or a smaller context"
+                )
+        return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
+
+
+class TokenBatches(Batches):
+    """Every epoch visits each window of `context` tokens once, in an order drawn from (seed, epoch).
+
+    Window boundaries move from epoch to epoch by a random offset, so that no target stays at an edge.
+    """
+
+    def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
+        self._train, self._held_out = train, held_out
+        self._context, self._rows, self._seed = context, rows, seed
+        self._eval_batches = eval_batches
+        self._span = np.arange(context + 1)
+        # One window fewer than fit, so that any offset below `context` leaves room; a tiny corpus keeps one.
+        self._windows = max((len(train) - 1) // context - 1, 1)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        shape = (context,)
+        self.inputs = {
+            "tokens": InputSpec(shape, "int32"),
+            "targets": InputSpec(shape, "int32"),
+            "weights": InputSpec(shape, "float32"),
+        }
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Start positions of the epoch's windows, shuffled."""
+        words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
+        spare = len(self._train) - 1 - self._windows * self._context
+        offset = int(words[-1] % np.uint64(min(spare, self._context - 1) + 1))
+        return np.argsort(words[:-1], kind="stable") * self._context + offset
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        first = k * self._rows
+        starts: list[int] = []
+        while len(starts) < self._rows:  # a batch may cross into the next epoch, more than once on a tiny corpus
+            epoch, place = divmod(first + len(starts), self._windows)
+            starts.extend(self._order(epoch)[place : place + self._rows - len(starts)])
+        return _windows(self._train, np.array(starts), self._span)
+
+    def held_out(self) -> Sequence[Batch]:
+        """At most `eval_batches` batches spread evenly over the held-out part; the last rows may weigh nothing."""
+        count = (len(self._held_out) - 1) // self._context
+        wanted = min(count, self._eval_batches * self._rows)
+        starts = np.arange(wanted) * count // wanted * self._context
+        batches = []
+        for first in range(0, wanted, self._rows):
+            part = starts[first : first + self._rows]
+            spare = self._rows - len(part)  # repeated rows fill the shape and weigh nothing
+            batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches
+
+
+def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
+    window = ids[starts[:, None] + span]  # [rows, context + 1]: each token's target is the one after it
+    return {
+        "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
+        "targets": np.ascontiguousarray(window[:, 1:], np.int32),
+        "weights": np.ones((len(starts), len(span) - 1), np.float32),
+    }
+
+
+def stream(seed: int, name: str, index: int) -> np.random.Philox:
+    """A counter-based stream of 64-bit words for (seed, name, index); numpy promises it never changes."""
+    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+
+
+def split_documents(documents: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:
+    """Each document's first part, and its last `fraction`: held-out text is of the same kind as the rest."""
+    cuts = [len(d) - int(len(d) * fraction) for d in documents]
+    return [d[:c] for d, c in zip(documents, cuts, strict=True)], [d[c:] for d, c in zip(documents, cuts, strict=True)]
+
+
+def batch_digest(batch: Batch) -> str:
+    """16 hex digits that identify a batch, for comparing the data order of two runs."""
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        digest.update(batch[name].tobytes())
+    return digest.hexdigest()[:16]
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def text_files(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
+    """`path` itself, or the files below it with one of the suffixes, in a fixed order."""
+    if path.is_dir():
+        yield from sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in suffixes)
+    else:
+        yield path

@@ -1,0 +1,248 @@
+"""Engine and Session: the contract between a Plan and the numbers, with its states and its errors.
+
+A session is REALIZED when its tensors exist and may still be replaced (the warm window), BUILT once `build()` has
+baked the training step, and CLOSED at the end. Every public method here checks the state, the names and the
+shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
+
+from toyexp.errors import SessionError, choose
+from toyexp.plan import Plan, PlanTensor
+
+Batch = Mapping[str, np.ndarray]
+
+
+class State(Enum):
+    """Where a session is in its life."""
+
+    REALIZED = "realized"
+    BUILT = "built"
+    CLOSED = "closed"
+
+
+class StepMetrics(NamedTuple):
+    """What a training step reports: the batch's loss before the update, and the gradient's global norm."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class Engine(ABC):
+    """A way to run a Plan: subclass it as a dataclass whose fields are the engine's settings."""
+
+    name: ClassVar[str]  # what `engine=` takes
+    priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
+
+    @abstractmethod
+    def check(self) -> str:
+        """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+
+    @abstractmethod
+    def realize(self, plan: Plan) -> Session:
+        """A session whose tensors hold the plan's initial values."""
+
+
+class Session(ABC):
+    """A realized plan. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.state = State.REALIZED
+        self._by_name = {t.name: t for t in plan.tensors}
+        self._moments_are_set = False
+        for tensor in plan.tensors:
+            self.do_upload(tensor, plan.initial(tensor))
+
+    # -- the life of a session ----------------------------------------------------------------------------------
+
+    @final
+    def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
+        """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
+        if self.state is not State.REALIZED:
+            raise SessionError(f"upload of {name} from {source}: the warm window closed at build(); upload before it")
+        tensor = self._tensor(name, f"upload from {source}")
+        if tuple(array.shape) != tensor.shape:
+            raise SessionError(
+                f"upload of {name} from {source}: expected shape {list(tensor.shape)}, got {list(array.shape)}"
+            )
+        self.do_upload(tensor, np.ascontiguousarray(array, np.float32))
+
+    @final
+    def build(self) -> None:
+        """Closes the warm window and bakes forward, loss, backward and AdamW into the training step."""
+        self._require(State.REALIZED, "build()")
+        self.do_build()
+        self.state = State.BUILT
+
+    @final
+    def step(self, batch: Batch, hp: np.ndarray) -> StepMetrics:
+        """One AdamW step on `batch` with the seven numbers `hp`; the first call starts from zero moments."""
+        self._require(State.BUILT, "step()")
+        if hp.shape != (7,):
+            raise SessionError(f"step(): hp has the shape {list(hp.shape)}, expected [7]")
+        micros = self._micro_batches(batch)
+        if not self._moments_are_set:
+            self.do_reset_moments()
+            self._moments_are_set = True
+        return self.do_step(micros, hp)
+
+    @final
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over all weighted targets of `batches`; changes nothing."""
+        self._require(State.BUILT, "evaluate()")
+        total = weight = 0.0
+        for batch in batches:
+            for micro in self._cut(batch):
+                total += self.do_loss(micro)
+                weight += float(micro["weights"].sum(dtype=np.float64))
+        if weight == 0:
+            raise SessionError("evaluate(): no target carries any weight")
+        return total / weight
+
+    @final
+    def logits(self, batch: Batch) -> np.ndarray:
+        """The float32 logits of the inputs in `batch`, [rows, ..., V].
+
+        Fewer rows or shorter rows than the plan's are padded for the computation and cut off again.
+        """
+        self._require(State.BUILT, "logits()")
+        padded, kept = self._pad(batch)
+        return np.ascontiguousarray(self.do_logits(padded, len(kept[0]))[tuple(slice(len(k)) for k in kept)])
+
+    @final
+    def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The gradient of the batch's loss for every trainable tensor, before clipping; changes nothing."""
+        self._require(State.BUILT, "gradients()")
+        return self.do_gradients(self._micro_batches(batch))
+
+    @final
+    def download(self, name: str) -> np.ndarray:
+        """A tensor's present values, float32."""
+        if self.state is State.CLOSED:
+            raise SessionError(f"download of {name}: the session is closed")
+        return self.do_download(self._tensor(name, "download"))
+
+    @final
+    def close(self) -> None:
+        """Frees everything; closing twice is harmless."""
+        if self.state is not State.CLOSED:
+            self.state = State.CLOSED
+            self.do_close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What run_start records about the engine: device, threads, precision."""
+        return {}
+
+    # -- what an engine implements ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        """Stores a contiguous float32 array as the tensor's values; called for every tensor on creation."""
+
+    @abstractmethod
+    def do_build(self) -> None:
+        """Prepares the training step."""
+
+    @abstractmethod
+    def do_reset_moments(self) -> None:
+        """Sets both AdamW moments to zero."""
+
+    @abstractmethod
+    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1."""
+
+    @abstractmethod
+    def do_loss(self, micro: Batch) -> float:
+        """The weighted sum of the losses of one micro-batch, without training."""
+
+    @abstractmethod
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        """The logits of the first `rows` rows of a micro-batch."""
+
+    @abstractmethod
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        """The summed gradient of every trainable tensor, by name."""
+
+    @abstractmethod
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        """A float32 copy of the tensor's values."""
+
+    @abstractmethod
+    def do_close(self) -> None:
+        """Frees what the session holds."""
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _require(self, state: State, call: str) -> None:
+        if self.state is state:
+            return
+        advice = "; call build() first" if self.state is State.REALIZED else ""
+        raise SessionError(f"{call}: the session is {self.state.value}, expected {state.value}{advice}")
+
+    def _tensor(self, name: str, what: str) -> PlanTensor:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise SessionError(f"{what}: no tensor {name!r} in the plan; {choose(name, self._by_name)}") from None
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
+        micros = self._cut(batch)
+        total = batch["weights"].sum(dtype=np.float64)
+        if not total > 0:
+            raise SessionError("a batch whose targets carry no weight has no loss")
+        return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        rows = self.plan.rows
+        self._check_batch(batch)
+        count = len(batch["targets"])
+        if count % rows:
+            raise SessionError(f"a batch of {count} rows does not divide into micro-batches of {rows}")
+        return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)]
+
+    def _check_batch(self, batch: Batch) -> None:
+        for name, spec in self.plan.inputs.items():
+            if name not in batch:
+                raise SessionError(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+            array = batch[name]
+            if array.shape[1:] != spec.shape or array.dtype != spec.dtype:
+                raise SessionError(
+                    f"batch[{name!r}]: expected [rows, {', '.join(map(str, spec.shape))}] {spec.dtype}, "
+                    f"got {list(array.shape)} {array.dtype}"
+                )
+
+    def _pad(self, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
+        """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
+        padded: dict[str, np.ndarray] = {}
+        kept: tuple[range, ...] = ()
+        for name, spec in self.plan.inputs.items():
+            full = np.zeros((self.plan.rows, *spec.shape), spec.dtype)
+            if name in batch:
+                part = np.asarray(batch[name])
+                if part.ndim != full.ndim or any(p > f for p, f in zip(part.shape, full.shape, strict=True)):
+                    raise SessionError(
+                        f"logits(): {name} {list(part.shape)} does not fit the plan's {list(full.shape)}"
+                    )
+                full[tuple(slice(n) for n in part.shape)] = part
+                kept = tuple(range(n) for n in part.shape[:2]) if name == "tokens" else (range(part.shape[0]),)
+            padded[name] = full
+        if not kept:
+            raise SessionError(f"logits(): the batch holds none of {', '.join(self.plan.inputs)}")
+        return padded, kept

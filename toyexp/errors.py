@@ -1,0 +1,51 @@
+"""The errors a person can meet, and the words they are told in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ToyexpError(Exception):
+    """Any error toyexp raises on purpose; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UserError(ToyexpError):
+    """Bad input, found before anything is built: what was asked, what is true, what to type."""
+
+    exit_code = 2
+
+
+class Unavailable(UserError):
+    """An engine or an optional package that was asked for and is not here, with the remedy in the text."""
+
+
+class SessionError(ToyexpError):
+    """A session used out of order or with a wrong tensor: names what was expected and what came."""
+
+
+class RunFailed(ToyexpError):
+    """A run that started and could not go on, such as one whose loss became NaN."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when nothing is close."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def choose(word: str, choices: Iterable[str]) -> str:
+    """A hint that ends an error: the nearest choice, or all of them when none is near."""
+    names = sorted(choices)
+    best = nearest(word, names)
+    if best:
+        return f"did you mean {best}?"
+    return f"there is: {', '.join(names)}" if names else "there is none"
+
+
+def printable(text: str, limit: int = 60) -> str:
+    """Text from a stranger's file, made safe to print: ASCII, no control characters, at most `limit` characters."""
+    safe = ascii(text)[1:-1]
+    return safe if len(safe) <= limit else safe[: limit - 3] + "..."

@@ -1,0 +1,121 @@
+"""Writes a trained model as a GGUF file that stock llama.cpp loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.errors import RunFailed, UserError, choose
+from toyexp.model import Model
+from toyexp.plan import Lens, Plan
+from toyexp.tokenizer import Tokenizer
+
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type of llama.cpp
+UNUSED = 5  # token type of a row that no text produces
+
+
+def check_type(kind: str) -> None:
+    """Raises UserError unless `kind` is a type that can be written."""
+    if kind not in FILE_TYPES:
+        raise UserError(f"type={kind}: {choose(kind, FILE_TYPES)}")
+
+
+def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The model's own tensors from the run's: the lens is folded into an ordinary embedding, E' = E W^T."""
+    out = dict(values)
+    for adapter in plan.adapters:
+        if isinstance(adapter, Lens):
+            lens = out.pop(adapter.projection).astype(np.float64)
+            out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
+    return {spec.name: out[spec.name] for spec in plan.model.tensors()}
+
+
+def write_model(
+    path: Path,
+    model: Model,
+    tensors: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer | None,
+    kind: str = "f32",
+    general: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
+
+    `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys; without a tokenizer
+    the file holds ids only, which llama.cpp loads as `no_vocab`.
+    """
+    from gguf import GGUFWriter  # deferred: training never needs it
+
+    check_type(kind)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    writer = GGUFWriter(temporary, model.name)
+    try:
+        writer.add_type("model")
+        writer.add_file_type(FILE_TYPES[kind])
+        writer.add_quantization_version(2)
+        for key, value in (general or {}).items():
+            _add(writer, f"general.{key}", value)
+        for key, value in model.gguf_metadata().items():
+            _add(writer, f"{model.name}.{key}", value)
+        rows = len(tensors["token_embd.weight"])
+        for key, value in _vocabulary(tokenizer, rows).items():
+            _add(writer, f"tokenizer.ggml.{key}", value)
+        for name, array in tensors.items():
+            _add_tensor(writer, name, array, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk is full'}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
+    """The tokenizer's keys, padded to the rows of the embedding, as llama.cpp requires."""
+    if tokenizer is None:
+        return {"model": "no_vocab"}
+    keys = tokenizer.gguf_metadata()
+    spare = range(len(keys["tokens"]), rows)
+    keys["tokens"] = [*keys["tokens"], *(f"<unused{i}>" for i in spare)]
+    keys["token_type"] = [*keys["token_type"], *(UNUSED for _ in spare)]
+    return keys
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """One key in the type llama.cpp insists on: UINT32, FLOAT32, BOOL, STRING, or an array."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_tensor(writer: Any, name: str, array: np.ndarray, kind: str) -> None:
+    """Matrices in `kind`; norms, biases and positions stay F32, and rows Q8_0 cannot cut into 32s become F16."""
+    from gguf import GGMLQuantizationType as Type
+    from gguf import quants
+
+    array = np.ascontiguousarray(array, np.float32)
+    if array.ndim < 2 or name == "position_embd.weight" or kind == "f32":
+        writer.add_tensor(name, array)
+        return
+    if kind == "q8_0" and array.shape[-1] % 32:
+        kind = "f16"
+    if kind == "f16":
+        writer.add_tensor(name, array.astype(np.float16))
+        return
+    target = {"bf16": Type.BF16, "q8_0": Type.Q8_0}[kind]
+    writer.add_tensor(name, quants.quantize(array, target), raw_dtype=target)

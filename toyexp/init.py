@@ -1,0 +1,73 @@
+"""Initial values, drawn on the host by name and seed, so that every engine starts from the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Values of a normal distribution with mean 0 and standard deviation `std`."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values that are already here: a float32 array of the tensor's shape."""
+
+    array: Array
+
+    def __repr__(self) -> str:
+        return f"Given(array{list(self.array.shape)})"
+
+
+@dataclass(frozen=True)
+class FromGGUF:
+    """A tensor of a GGUF file; an engine may map it in place instead of copying it.
+
+    `rows` takes the first rows only; None takes them all.
+    """
+
+    path: str
+    tensor: str
+    rows: int | None = None
+
+
+Values = Normal | Constant | Given | FromGGUF
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """The random stream that belongs to `name` under `seed`.
+
+    Philox is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a stream is a
+    function of its key alone, so no draw depends on which other tensors were drawn before it.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def draw(values: Values, shape: tuple[int, ...], seed: int, name: str) -> Array:
+    """The float32 array of `shape` that `values` describes for the tensor `name`."""
+    if isinstance(values, Normal):
+        return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(values.std)
+    if isinstance(values, Constant):
+        return np.full(shape, values.value, np.float32)
+    if isinstance(values, Given):
+        return np.ascontiguousarray(values.array, np.float32)
+    from toyexp.gguf.read import GGUFFile  # deferred: runs that read no GGUF do not pay for the reader
+
+    with GGUFFile(values.path) as file:
+        return file.read(values.tensor, rows=values.rows)

@@ -1,0 +1,84 @@
+"""The training loop, once, for every recipe and engine. It trains correctly with no callback at all."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from toyexp.bus import Bus, Run
+from toyexp.data import Batches
+from toyexp.engine import Batch
+from toyexp.errors import RunFailed
+from toyexp.optim import AdamW
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended."""
+
+    steps: int  # steps taken
+    reason: str  # completed, aborted (a callback asked for it), or interrupted
+    train_loss: float | None  # of the last batch
+    eval_loss: float | None  # of the held-out data, last evaluated
+    first_eval_loss: float | None
+    seconds: float
+    tokens_per_second: float | None
+    why: str | None = None  # the sentence of the callback that ended it
+
+
+def train(
+    run: Run, bus: Bus, batches: Batches, adamw: AdamW, eval_every: int, stopped: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Takes `run.steps` steps, evaluating before the first, every `eval_every` steps (0: never) and at the end.
+
+    `stopped` is asked after every step, and ends the run early as interrupted. Raises RunFailed when the loss is no
+    longer a finite number.
+    """
+    session = run.session
+    held_out: Sequence[Batch] = batches.held_out() if eval_every else ()
+    outcome = Outcome(0, "completed", None, None, None, 0.0, None)
+    tokens = 0
+    training = 0.0  # seconds spent in steps, without evaluation
+
+    def evaluate(step: int) -> float:
+        loss = session.evaluate(held_out)
+        bus.hook.on_eval(run=run, step=step, metrics={"loss": loss, "ppl": math.exp(min(loss, 700))})
+        return loss
+
+    began = time.perf_counter()
+    if held_out:
+        loss = evaluate(0)
+        outcome = replace(outcome, eval_loss=loss, first_eval_loss=loss)
+
+    for step in range(run.steps):
+        started = time.perf_counter()
+        answer = bus.hook.lr(run=run, step=step, steps=run.steps)
+        lr = run.lr if answer is None else answer
+        batch = batches.batch(step)
+        loss, grad_norm = session.step(batch, replace(adamw, lr=lr).hp_for_step(step))
+        seconds = time.perf_counter() - started
+
+        done = step + 1
+        count = int(batch["weights"].astype(bool).sum())
+        tokens, training = tokens + count, training + seconds
+        metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": count, "wall_us": seconds * 1e6}
+        bus.hook.on_step(run=run, step=done, metrics=metrics)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RunFailed(
+                f"step {done}: the loss is {loss} and the gradient norm {grad_norm}; "
+                f"try a lower lr (it was {lr:g}) or optim.grad_clip=1"
+            )
+
+        why = bus.hook.stop_reason(run=run, step=done, metrics=metrics)
+        reason = "interrupted" if stopped() else "aborted" if why else "completed"
+        last = done == run.steps or reason != "completed"
+        if held_out and reason != "interrupted" and (last or done % eval_every == 0):
+            outcome = replace(outcome, eval_loss=evaluate(done))
+        if last:
+            outcome = replace(outcome, steps=done, reason=reason, train_loss=loss, why=why)
+            break
+
+    rate = tokens / training if training else None
+    return replace(outcome, seconds=time.perf_counter() - began, tokens_per_second=rate)

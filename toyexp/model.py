@@ -1,0 +1,69 @@
+"""A model: one readable function over the op vocabulary, and the table of its tensors."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from toyexp.errors import UserError
+from toyexp.init import Values
+from toyexp.ops import Ops, Params, Tensor
+
+if TYPE_CHECKING:
+    from toyexp.data import Dataset
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a model under its GGUF name; a matrix is [out, in], as numpy and torch order it."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Values
+
+
+@dataclass
+class Model(ABC):
+    """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
+
+    name: ClassVar[str]  # what `model=` takes, and the GGUF architecture
+    reads: ClassVar[str]  # the kind of data it learns from: "tokens" or "images"
+    optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
+
+    @abstractmethod
+    def tensors(self) -> list[TensorSpec]:
+        """Every tensor, in the order of the forward pass."""
+
+    @abstractmethod
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """The logits of a batch: [B, T, V] for tokens [B, T]."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work, before anything is allocated."""
+
+    def fit(self, dataset: Dataset) -> Model:
+        """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
+        return self
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The architecture's own keys of the GGUF it is exported to, without the `<name>.` prefix."""
+        raise UserError(f"model={self.name} has no GGUF form")
+
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(math.prod(t.shape) for t in self.tensors())
+
+    def require_positive(self, *names: str) -> None:
+        """Raises UserError unless each named field is a finite number above zero."""
+        for name in names:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"model.{name}={value}: must be above 0")
+
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

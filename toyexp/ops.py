@@ -1,0 +1,147 @@
+"""The op vocabulary: what a model may use, and what an engine must implement, once each.
+
+Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens.
+Tensors are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes.
+Weights follow GGUF: a linear's weight is [out, in].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with what the recipe put around it: a low-rank update, or a lens behind an embedding table."""
+
+    base: Tensor
+    low_rank: LowRank | None = None
+    lens: Tensor | None = None
+
+
+class Params(Mapping[str, Tensor]):
+    """A model's tensors by GGUF name; `block(i)` is the view whose names start with `blk.i.`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
+        self._tensors = tensors
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def block(self, i: int) -> Params:
+        """The tensors of block `i`, under their names inside the block."""
+        return Params(self._tensors, f"{self._prefix}blk.{i}.")
+
+
+class Ops(ABC):
+    """One engine's implementation of the vocabulary."""
+
+    # -- what models call, the same for every engine ------------------------------------------------------------
+
+    @final
+    def embed(self, table: Tensor | Adapted, ids: Tensor) -> Tensor:
+        """Rows of `table` [V, d] at integer `ids` [...] -> [..., d]; with a lens L [d', d]: [..., d'] = row L^T."""
+        if not isinstance(table, Adapted):
+            return self.rows(table, ids)
+        x = self.rows(table.base, ids)
+        return x if table.lens is None else self.matmul(x, table.lens)
+
+    @final
+    def linear(self, x: Tensor, w: Tensor | Adapted, bias: Tensor | None = None) -> Tensor:
+        """X [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
+        if isinstance(w, Adapted):
+            y = self.matmul(x, w.base)
+            if w.low_rank is not None:
+                update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
+                y = self.add(y, self.scale(update, w.low_rank.scale))
+        else:
+            y = self.matmul(x, w)
+        return y if bias is None else self.add(y, bias)
+
+    # -- what an engine implements ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
+
+    @abstractmethod
+    def first_rows(self, table: Tensor, n: int) -> Tensor:
+        """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor, w: Tensor) -> Tensor:
+        """X [..., in], w [out, in] -> x w^T [..., out]."""
+
+    @abstractmethod
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """A [..., d] plus b, where b has a's shape or misses some of its leading axes."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """X times a constant."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        """X / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+
+    @abstractmethod
+    def heads(self, x: Tensor, n: int) -> Tensor:
+        """X [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+
+    @abstractmethod
+    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        """X [..., n*d] -> n tensors [..., d], in order."""
+
+    @abstractmethod
+    def rope(self, x: Tensor, base: float) -> Tensor:
+        """Rotates pairs (x[2i], x[2i+1]) of x [B, T, H, D] by position * base^(-2i/D) (Su et al. 2021).
+
+        This is GGUF's interleaved ("NORM") form; positions count from 0 along T.
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v for q [B, T, H, D] and k, v [B, T, Hkv, D] -> [B, T, H*D].
+
+        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions.
+        """
+
+    @abstractmethod
+    def gelu(self, x: Tensor) -> Tensor:
+        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
+
+    @abstractmethod
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, where silu(z) = z * sigmoid(z) (Shazeer 2020)."""
+
+    @abstractmethod
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Sum over positions of weight * -log softmax(logits)[target]: a scalar.
+
+        logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean.
+        """

@@ -1,0 +1,121 @@
+"""A Plan: what will be trained, as plain data that any engine can realize."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toyexp.errors import UserError
+from toyexp.init import Values, draw
+from toyexp.model import Model
+from toyexp.ops import Adapted, LowRank, Params, Tensor
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    """One tensor of the run: where its values come from, and whether training changes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: Values
+    trainable: bool = True
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, never to norms and biases."""
+        return len(self.shape) > 1
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """A low-rank update of the linear `target`, by the plan's tensors `<target>.lora_a` and `<target>.lora_b`."""
+
+    target: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Lens:
+    """The embedding table `target` is read through the plan's tensor `projection` [d_model, d_table]."""
+
+    target: str
+    projection: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One array of a batch, without its leading batch axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine needs to know; it names no engine and no file format of one."""
+
+    model: Model
+    tensors: tuple[PlanTensor, ...]
+    inputs: Mapping[str, InputSpec]  # of a batch; always with integer `targets` and float `weights`
+    rows: int  # examples in a micro-batch
+    accumulate: int = 1  # micro-batches in a step
+    grad_clip: float = 0.0  # largest global gradient norm; 0: none
+    adapters: tuple[LoraAdapter | Lens, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = [t.name for t in self.tensors]
+        repeated = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
+        if repeated:
+            raise UserError(f"plan: tensor {min(repeated)} is listed twice")
+        for adapter in self.adapters:
+            needed = [adapter.target]
+            needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)
+            for name in needed:
+                if name not in names:
+                    raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
+
+    def tensor(self, name: str) -> PlanTensor:
+        """The tensor of that name; KeyError when there is none."""
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    @property
+    def trainable(self) -> tuple[PlanTensor, ...]:
+        """The tensors that training changes."""
+        return tuple(t for t in self.tensors if t.trainable)
+
+    def initial(self, tensor: PlanTensor) -> np.ndarray:
+        """The float32 values that `tensor` starts from."""
+        array = draw(tensor.values, tensor.shape, self.seed, tensor.name)
+        if array.shape != tensor.shape:
+            raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
+        return array
+
+    def params(self, values: Mapping[str, Tensor]) -> Params:
+        """`values` as a model sees them: each adapted tensor together with its adapter."""
+        seen: dict[str, Any] = dict(values)
+        for adapter in self.adapters:
+            base = values[adapter.target]
+            if isinstance(adapter, Lens):
+                seen[adapter.target] = Adapted(base, lens=values[adapter.projection])
+            else:
+                a, b = (values[name] for name in lora_names(adapter.target))
+                seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale))
+        return Params(seen)
+
+
+def lora_names(target: str) -> list[str]:
+    """The names of an adapter's two tensors, as llama.cpp reads them."""
+    return [f"{target}.lora_a", f"{target}.lora_b"]

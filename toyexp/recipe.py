@@ -1,0 +1,73 @@
+"""A recipe: what is trained and from where. It returns a Plan and knows no engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from toyexp.engine import Engine, Session
+from toyexp.model import Model
+from toyexp.optim import FROM_SCRATCH
+from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe's plan takes over from the run."""
+
+    inputs: Mapping[str, InputSpec]
+    rows: int  # examples in a micro-batch
+    accumulate: int = 1
+    grad_clip: float = 0.0
+    seed: int = 0
+
+    def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
+        """A Plan of these tensors with this setup."""
+        return Plan(
+            model=model,
+            tensors=tuple(tensors),
+            inputs=self.inputs,
+            rows=self.rows,
+            accumulate=self.accumulate,
+            grad_clip=self.grad_clip,
+            adapters=tuple(adapters),
+            seed=self.seed,
+        )
+
+
+@dataclass
+class Recipe(ABC):
+    """Base of all recipes: subclass it as a dataclass whose fields are its settings."""
+
+    name: ClassVar[str]  # what `recipe=` takes
+    optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
+    reads: ClassVar[tuple[str, ...]] = ("tokens",)  # kinds of model it can train
+
+    @abstractmethod
+    def plan(self, model: Model, setup: Setup) -> Plan:
+        """The tensors of `model` and where their values come from; raises UserError for what cannot work."""
+
+    def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
+        """Raises UserError for settings that cannot work and files that are not there."""
+
+    def vocabulary(self) -> Path | None:
+        """The GGUF file whose tokenizer the data should use, if the recipe has one."""
+        return None
+
+    def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
+        """Replaces values while the warm window is open."""
+
+
+def start(recipe: Recipe, engine: Engine, plan: Plan) -> Session:
+    """The recipe's life up to its first step: realize, the warm window, build. Closes the session on any error."""
+    session = engine.realize(plan)
+    try:
+        recipe.warm(session)
+        session.build()
+    except BaseException:
+        session.close()
+        raise
+    return session

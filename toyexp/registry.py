@@ -1,0 +1,227 @@
+"""Finds plugins, keeps the broken ones apart, and answers "what is there?"."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+import pluggy
+
+from toyexp.bus import Callback
+from toyexp.data import Data
+from toyexp.engine import Engine
+from toyexp.errors import UserError, choose
+from toyexp.hooks import Registration, RunHooks
+from toyexp.model import Model
+from toyexp.recipe import Recipe
+
+GROUP = "toyexp"  # of entry points
+OWN = "toyexp"  # the distribution whose names nobody can take over
+
+KINDS: dict[str, tuple[type, str]] = {
+    "engine": (Engine, "register_engines"),
+    "recipe": (Recipe, "register_recipes"),
+    "model": (Model, "register_models"),
+    "data": (Data, "register_data"),
+    "callbacks": (Callback, "register_callbacks"),
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One thing a plugin offers."""
+
+    kind: str
+    name: str
+    cls: type
+    plugin: str
+    package: str
+
+    @property
+    def help(self) -> str:
+        """The first line of its docstring."""
+        return (self.cls.__doc__ or "").strip().splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A plugin that could not be used, and what it would have offered as far as it came."""
+
+    plugin: str
+    package: str
+    reason: str
+    offered: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class Registry:
+    """Everything that can be asked for by name."""
+
+    offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    problems: list[Problem] = field(default_factory=list)
+
+    def get(self, kind: str, name: str) -> type:
+        """The class of that name; raises UserError with the nearest name, and with the broken plugin that had it."""
+        offer = self.offers[kind].get(name)
+        if offer is not None:
+            return offer.cls
+        raise UserError(f"{self.missing(kind, name)}; {choose(name, self.offers[kind])}")
+
+    def missing(self, kind: str, name: str) -> str:
+        """Why nothing of that name is there."""
+        for problem in self.problems:
+            if (kind, name) in problem.offered:
+                return f"{kind}={name} comes from plugin {problem.plugin}, which is broken: {problem.reason}"
+        broken = ", ".join(p.plugin for p in self.problems)
+        note = f" (broken plugins may have offered it: {broken}; see `toyexp plugins`)" if broken else ""
+        return f"{kind}={name}: there is none of that name{note}"
+
+
+def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
+    """All installed plugins, and then the local `modules`.
+
+    A broken installed plugin becomes a Problem; a broken module of `modules` was asked for, so it raises UserError.
+    `installed` replaces the installed plugins, as (entry point, package) pairs.
+    """
+    registry = Registry()
+    for entry, package in _installed() if installed is None else installed:
+        problem = _add(registry, entry.name, package, entry.load)
+        if problem:
+            registry.problems.append(problem)
+    if modules:
+        here = str(Path.cwd())
+        sys.path.insert(0, here)  # a console script does not look beside the user's files
+        try:
+            for name in modules:
+                problem = _add(registry, name, "local module", partial(importlib.import_module, name))
+                if problem:
+                    raise UserError(f"plugins=[{name}]: {problem.reason}")
+        finally:
+            sys.path.remove(here)
+    return registry
+
+
+def _installed() -> list[tuple[EntryPoint, str]]:
+    """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once."""
+    found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
+    for entry in entry_points(group=GROUP):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?"
+        found.setdefault((entry.name, entry.value), (entry, package))
+    return sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
+
+
+def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], ModuleType]) -> Problem | None:
+    """Takes a plugin in whole, or not at all."""
+    staged: list[Offer] = []
+    try:
+        manager = pluggy.PluginManager("toyexp")
+        manager.add_hookspecs(Registration)
+        module = importer()
+        manager.register(module, plugin)
+        manager.check_pending()
+        for kind, (base, hook) in KINDS.items():
+            for impl in getattr(manager.hook, hook).get_hookimpls():
+                impl.function(_registrar(registry, staged, kind, base, plugin, package))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
+        offered = tuple((o.kind, o.name) for o in staged)
+        return Problem(plugin, package, _reason(error), offered)
+    for offer in staged:
+        registry.offers[offer.kind][offer.name] = offer
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def _registrar(
+    registry: Registry, staged: list[Offer], kind: str, base: type, plugin: str, package: str
+) -> Callable[[type], None]:
+    def register(cls: type) -> None:
+        offer = Offer(kind, getattr(cls, "name", "?"), cls, plugin, package)
+        staged.append(offer)
+        check_class(cls, kind, base)
+        taken = registry.offers[kind].get(offer.name)
+        if taken is not None:
+            raise UserError(f"{kind}={offer.name} is already offered by {taken.plugin} ({taken.package})")
+        if sum((o.kind, o.name) == (kind, offer.name) for o in staged) > 1:
+            raise UserError(f"{kind}={offer.name} is registered twice")
+
+    return register
+
+
+def check_class(cls: type, kind: str, base: type) -> None:
+    """Raises UserError when a registered class breaks a rule of its kind, with the rule in the text."""
+    label = getattr(cls, "__qualname__", repr(cls))
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise UserError(f"{label} is no subclass of toyexp.{base.__name__}")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"{label}.name is {name!r}; it must be lower-case letters, digits and underscores")
+    if "__dataclass_fields__" not in vars(cls):
+        raise UserError(f"{label} is not decorated with @dataclass")
+    if cls.__doc__ is None or cls.__doc__.startswith(f"{cls.__name__}("):
+        raise UserError(f"{label} has no docstring; its first line is the help people see")
+    if inspect.isabstract(cls):
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        raise UserError(f"{label} does not implement {', '.join(missing)}")
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise UserError(f"{label}.{f.name} has no default")
+    if issubclass(cls, Callback):
+        _check_callback(cls, label)
+
+
+def _check_callback(cls: type[Callback], label: str) -> None:
+    if cls.__eq__ is not object.__eq__:
+        raise UserError(f"{label} must be a @dataclass(eq=False): two callbacks with equal settings are two callbacks")
+    hooks = {n for n in vars(RunHooks) if not n.startswith("_")}
+    for name, member in inspect.getmembers(cls, inspect.isfunction):
+        marked = getattr(member, "toyexp_impl", None) is not None
+        if marked and name not in hooks:
+            raise UserError(f"{label}.{name} is marked @hookimpl but is no hook; {choose(name, hooks)}")
+        if not marked and name in hooks:
+            raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl")
+        if marked:
+            known = set(inspect.signature(getattr(RunHooks, name)).parameters)
+            for argument in set(inspect.signature(member).parameters) - known:
+                raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {choose(argument, known)}")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a plugin's dataclass, as help shows it."""
+
+    name: str
+    type: str
+    default: object
+    comment: str
+
+
+def settings_of(cls: type) -> list[Setting]:
+    """The settings of a plugin class, each with the comment that stands behind it in the source."""
+    comments: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(part):
+            for line in inspect.getsource(part).splitlines():
+                match = re.fullmatch(r" {4}(\w+): .*?# (.+)", line)
+                if match:
+                    comments[match[1]] = match[2]
+    shown = []
+    for f in dataclasses.fields(cls):
+        default = f.default_factory() if callable(f.default_factory) else f.default
+        kind = f.type if isinstance(f.type, str) else f.type.__name__
+        shown.append(Setting(f.name, kind, default, comments.get(f.name, "")))
+    return shown

@@ -35,6 +35,9 @@ class Callback(ABC):
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
         """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
 
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
+
 
 @dataclass(eq=False)
 class Schedule(Callback):
@@ -99,17 +102,26 @@ class Bus:
         """Calls on_end of every callback, one by one, so that a failing one silences no other.
 
         Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
-        at the end. Returns what was raised.
+        at the end, who are told the first failure as the error of a run that had none. Returns what was raised;
+        an interruption of one callback (a second Ctrl-C) is raised again once all were called.
         """
         failures: list[Exception] = []
+        interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
-            arguments = {"run": run, "reason": reason, "error": error}
+            last = getattr(impl.plugin, "closes_last", False)
+            known = error or interruption or (failures[0] if failures else None)
+            arguments = {"run": run, "reason": reason, "error": known if last else error}
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
             except Exception as failure:
                 log.error("callback %s failed at the end of the run: %s", impl.plugin_name, failure)
                 failures.append(failure)
+            except BaseException as stop:
+                log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
+                interruption = stop
+        if interruption is not None:
+            raise interruption
         return failures
 
     def names(self) -> Sequence[str]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import os
 import platform
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from toyexp.errors import ToyexpError, Unavailable, UserError
+from toyexp.errors import ToyexpError, Unavailable, UserError, choose
 from toyexp.registry import KINDS, Registry, load, settings_of
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
+    from toyexp.config import Source
     from toyexp.experiment import Result
 
 log = logging.getLogger("toyexp")
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return COMMANDS[words[0]](words[1:])
         if "-h" in words or "--help" in words:
             return show_help()
+        if "--version" in words:
+            return show_version()
         return run(words)
     except ToyexpError as error:
         print(f"toyexp: error: {error}", file=sys.stderr)
@@ -46,123 +50,136 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # -- running --------------------------------------------------------------------------------------------------------
 
+SHORT = {
+    "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info", "-sc": "--shell-completion",
+    "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir",
+}  # fmt: skip
+# What a flag takes: None is nothing, () anything, and otherwise one of these words.
+FLAGS: dict[str, tuple[str, ...] | None] = {
+    "--multirun": None,
+    "--cfg": ("job", "hydra", "all"),
+    "--resolve": None,
+    "--package": (),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--config-path": (),
+    "--config-name": (),
+    "--config-dir": (),
+    "--shell-completion": None,
+    "--hydra-help": None,
+}
+SHELLS = ("bash", "fish", "zsh")
 
-def run(words: list[str]) -> int:
+
+def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
+    flags, settings = split(words)
     from toyexp import config  # deferred: Hydra takes a third of a second that help and plugins do not need
 
-    settings = [w for w in words if not w.startswith("-")]
-    _refuse_commands(settings)
-    flags = [w for w in words if w.startswith("-")]
-    modules = [] if flags else _modules(config.parse(settings))
-    modules = modules or _modules(config.parse([w for w in settings if w.startswith("plugins=")]))
+    parsed = config.parse(settings)
+    modules = _modules(parsed)
     registry = load(modules)
     config.store_schemas(registry)
-    if flags:
-        return _through_hydra(words, registry, modules)
-    cfg, directory = compose(settings, registry)
-    result = experiment(cfg, registry, modules, directory)
+    source = config.Source.of(flags.get("--config-path"), flags.get("--config-name"), flags.get("--config-dir"))
+    for flag in ("--resolve", "--package"):
+        if flag in flags and "--cfg" not in flags:
+            raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
+    if flags.keys() & {"--cfg", "--info", "--shell-completion", "--hydra-help"}:
+        return inspect(flags, settings, registry, source)
+    if "--multirun" in flags:
+        return sweep(parsed, registry, modules, source)
+    cfg = config.compose(settings, registry, source)
+    result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"))
     print_result(result)
     return 0
 
 
-def _refuse_commands(settings: Sequence[str]) -> None:
-    for word in settings:
-        if "=" not in word and word[:1] not in "~+-":
-            near = difflib.get_close_matches(word, COMMANDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; commands: {', '.join(COMMANDS)}; settings: key=value"
-            raise UserError(f"{word!r} is neither a command nor a setting{hint}")
+def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The flags with their values, by their long names, and the settings; UserError for what is neither."""
+    flags: dict[str, str] = {}
+    settings: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            if "=" not in word and word[:1] not in "~+":
+                near = difflib.get_close_matches(word, COMMANDS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}; settings: key=value"
+                raise UserError(f"{word!r} is neither a command nor a setting; {hint}")
+            settings.append(word)
+            continue
+        given, equals, value = word.partition("=")
+        flag = SHORT.get(given, given)
+        if flag not in FLAGS:
+            if equals:
+                raise UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
+            raise UserError(f"{word}: there is no such option; {choose(word, FLAGS)}")
+        takes = FLAGS[flag]
+        if equals or takes is None or (flag == "--info" and (not left or left[0] not in takes)):
+            if equals and takes is None:
+                raise UserError(f"{word}: {flag} takes no value")
+            value = value or "all"
+        elif not left:
+            raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
+        else:
+            value = left.pop(0)
+        if takes and value not in takes:
+            raise UserError(f"{given} {value}: {choose(value, takes)}")
+        flags[flag] = value
+    return flags, settings
 
 
-def _modules(parsed: Sequence[Any]) -> list[str]:
+def _modules(parsed: Sequence[Override]) -> list[str]:
     """The modules of `plugins=[...]` on this command line."""
     for override in parsed:
         if override.key_or_group == "plugins":
-            value = override.value()
-            names = value if isinstance(value, list) else [value]
-            for name in names:
-                if not isinstance(name, str) or not name.replace(".", "_").isidentifier():
-                    raise UserError(f"plugins={name}: not the name of a Python module")
+            value = None if override.is_sweep_override() else override.value()
+            names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+            if value is None or not all(name.replace(".", "_").isidentifier() for name in names):
+                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[my_module]")
             return names
     return []
 
 
-def compose(overrides: Sequence[str], registry: Registry) -> tuple[DictConfig, Path]:
-    """The configuration of one run, and the run directory that Hydra's settings give it."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
-    from toyexp import config
-
-    with hydra.initialize_config_dir(str(config.conf_dir()), version_base="1.3", job_name="toyexp"):
-        try:
-            cfg = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
-        except config.COMPOSITION_ERRORS as error:
-            raise config.explain(error, overrides, registry) from None
-        HydraConfig.instance().set_config(cfg)
-        try:
-            directory = Path(str(cfg.hydra.run.dir)).absolute()
-        except Exception as error:  # an interpolation that cannot be resolved, in whatever way
-            raise UserError(f"hydra.run.dir: {config.first_line(error)}") from None
-        return _without_hydra(cfg), directory
-
-
-def _without_hydra(cfg: DictConfig) -> DictConfig:
-    from omegaconf import open_dict
-
-    with open_dict(cfg):
-        cfg.pop("hydra", None)
-    return cfg
-
-
-def experiment(cfg: DictConfig, registry: Registry, modules: Sequence[str], directory: Path) -> Result:
-    """Builds, checks and runs one composed configuration."""
+def experiment(cfg: DictConfig, registry: Registry, modules: Sequence[str], directory: Callable[[], Path]) -> Result:
+    """Builds, checks and runs one composed configuration; `directory` is asked once everything was checked."""
     from toyexp.config import build
     from toyexp.experiment import execute, prepare
 
     prepared = prepare(build(cfg, registry, modules))
-    return execute(prepared, directory, say=lambda line: print(line, flush=True))
+    return execute(prepared, directory(), say=lambda line: print(line, flush=True))
 
 
-def _through_hydra(words: Sequence[str], registry: Registry, modules: Sequence[str]) -> int:
-    """Runs with Hydra's own flags: -m, --cfg, --config-dir, tab completion and the rest."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
+def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:
+    """Runs every combination of the values, one after another; a job that fails is reported and the others go on."""
     from toyexp import config
 
-    rows: list[tuple[list[str], Result | Exception]] = []
+    fixed = [o for o in parsed if not o.is_sweep_override()]
+    for override in fixed:  # what is wrong in every job is told once, before the first
+        config.check_override(override, registry, source)
+    rows: list[tuple[str, Result | Exception]] = []
+    root: list[Path] = []
 
-    def job(cfg: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
-        directory = Path(hydra_config.runtime.output_dir)
-        overrides = list(hydra_config.overrides.task)
-        sweeping = hydra_config.mode is not None and hydra_config.mode.name == "MULTIRUN"
+    def directory(cfg: DictConfig) -> Path:
+        if not root:  # the time in its name is that of the first job
+            root.append(config.directory(cfg, "hydra.sweep.dir"))
+        return config.directory(cfg, "hydra.sweep.subdir", below=root[0])
+
+    for number, varied in enumerate(combinations(parsed)):
+        label = " ".join(varied)
+        print(f"\n[{number}] {label}".rstrip(), flush=True)
         try:
-            if sweeping:
-                print(f"\n[{hydra_config.job.num}] {' '.join(overrides)}", flush=True)
-            result = experiment(cfg, registry, modules, directory)
+            cfg = config.compose([*(str(o.input_line) for o in fixed), *varied], registry, source, number)
+            if cfg.hydra.sweeper.params:
+                raise UserError("hydra.sweeper.params: give the values on the command line: -m key=a,b")
+            result = experiment(cfg, registry, modules, lambda cfg=cfg: directory(cfg))  # type: ignore[misc]
         except Exception as error:
-            _remove_if_empty(directory)
-            if not sweeping:
-                raise
-            rows.append((overrides, error))  # the others go on; the table and the exit code tell
+            rows.append((label, error))
             report = error if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-            print(f"toyexp: error in job {hydra_config.job.num}: {report}", file=sys.stderr)
+            print(f"toyexp: error in job {number}: {report}", file=sys.stderr)
             log.debug("job failed", exc_info=error)
         else:
-            rows.append((overrides, result))
+            rows.append((label, result))
             print_result(result)
-
-    with _hydra_arguments(words):
-        try:
-            hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(job)()
-        except config.COMPOSITION_ERRORS as error:
-            if isinstance(error, ValueError) and error.__traceback__ is None:
-                raise
-            raise config.explain(error, [w for w in words if not w.startswith("-")], registry) from None
-        except SystemExit as stop:
-            return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
     failed = [r for _, r in rows if isinstance(r, Exception)]
     if len(rows) > 1:
         print_table(rows)
@@ -171,32 +188,56 @@ def _through_hydra(words: Sequence[str], registry: Registry, modules: Sequence[s
     return 2 if all(isinstance(e, UserError) for e in failed) else 1
 
 
-@contextmanager
-def _hydra_arguments(words: Sequence[str]) -> Any:
-    """sys.argv as hydra.main reads it, and its errors as exceptions instead of its own words and exit 1."""
+def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
+    """The settings of each job: one value of every swept key, the last key varying fastest."""
+    lists = []
+    for o in parsed:
+        if o.is_interval_sweep():
+            raise UserError(f"{o.input_line}: an interval has no end of values; use range(...) or a list")
+        if o.is_sweep_override():
+            lists.append([f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()])
+    return list(itertools.product(*lists))
+
+
+def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, source: Source) -> int:
+    """Shows what Hydra knows, without running: --cfg, --info, --hydra-help and tab completion."""
+    import hydra
+
+    from toyexp import config
+
+    if "--shell-completion" in flags:
+        _check_completion(settings)
+    elif "--hydra-help" not in flags:
+        cfg = config.compose(settings, registry, source)
+        if "--package" in flags:
+            config.require_node(cfg, flags["--package"])
+    shown = [w for f, v in flags.items() if not f.startswith(("--config", "--multirun"))
+             for w in ([f] if FLAGS[f] is None else [f, v])]  # fmt: skip
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    fixed = list(words)
-    for i, word in enumerate(fixed[:-1]):
-        if word in ("--config-path", "-cp", "--config-dir", "-cd"):  # Hydra would look beside this file
-            fixed[i + 1] = str(Path(fixed[i + 1]).absolute())
-    sys.argv = ["toyexp", *fixed]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = ["toyexp", *shown, *source.overrides(), *settings]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions instead of Hydra's words and exit 1
     try:
-        yield
+        hydra.main(version_base="1.3", config_path=str(source.directory), config_name=source.name)(lambda cfg: None)()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+    except Exception as error:
+        raise UserError(f"{' '.join(shown)}: {config.in_plain_words(error)}") from None
     finally:
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
         if full is not None:
             os.environ["HYDRA_FULL_ERROR"] = full
+    return 0
 
 
-def _remove_if_empty(directory: Path) -> None:
-    """Takes back the directory Hydra made for a job whose input was bad."""
-    for path in (directory, directory.parent):
-        try:
-            path.rmdir()
-        except OSError:  # not empty, or not there
-            return
+def _check_completion(settings: Sequence[str]) -> None:
+    verb, _, shell = settings[0].partition("=") if settings else ("", "", "")
+    if verb not in ("install", "uninstall", "query") or shell not in SHELLS:
+        raise UserError("-sc takes install, uninstall or query, with =bash, =fish or =zsh")
+    if verb == "query" and "COMP_LINE" not in os.environ:
+        raise UserError(
+            f'-sc query={shell} is what the shell asks; to switch it on: eval "$(toyexp -sc install={shell})"'
+        )
 
 
 # -- what a person sees at the end ------------------------------------------------------------------------------------
@@ -223,11 +264,10 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def print_table(rows: Sequence[tuple[list[str], Result | Exception]]) -> None:
+def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
     """One line per job of a sweep: what was varied, final losses, where it is."""
     table: list[tuple[str, ...]] = [("job", "overrides", "steps", "train loss", "held-out loss", "run")]
-    for i, (overrides, result) in enumerate(rows):
-        label = " ".join(overrides)
+    for i, (label, result) in enumerate(rows):
         if isinstance(result, Exception):
             table.append((str(i), label, "-", "-", "-", f"failed: {result}"))
             continue
@@ -252,6 +292,8 @@ def plugins(words: Sequence[str]) -> int:
     names = [w for w in words if not w.startswith("plugins=")]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
+    if len(names) > 1:
+        raise UserError(f"plugins {' '.join(names)}: takes one name")
     if names:
         return _plugin_settings(names[0], registry)
     for kind, offers in registry.offers.items():
@@ -270,8 +312,6 @@ def plugins(words: Sequence[str]) -> int:
 def _plugin_settings(name: str, registry: Registry) -> int:
     found = [(kind, offers[name]) for kind, offers in registry.offers.items() if name in offers]
     if not found:
-        from toyexp.errors import choose
-
         everything = {n for offers in registry.offers.values() for n in offers}
         raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, everything)}")
     for kind, offer in found:
@@ -314,6 +354,8 @@ def doctor(words: Sequence[str]) -> int:
 
 def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
+    if words:
+        raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
     from toyexp.config import conf_dir
 
     registry = load()
@@ -349,6 +391,14 @@ def show_help(words: Sequence[str] = ()) -> int:
             print(f"  {key.strip().replace(': ', '='):<34} {comment.strip()}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
     print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
+    return 0
+
+
+def show_version() -> int:
+    """The version."""
+    import toyexp
+
+    print(f"toyexp {toyexp.__version__}")
     return 0
 
 

@@ -116,7 +116,7 @@ class TokenBatches(Batches):
         self._context, self._rows, self._seed = context, rows, seed
         self._eval_batches = eval_batches
         self._span = np.arange(context + 1)
-        # One window fewer than fit, so that any offset below `context` leaves room; a tiny corpus keeps one.
+        # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
         self._windows = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         shape = (context,)
@@ -130,7 +130,7 @@ class TokenBatches(Batches):
         """Start positions of the epoch's windows, shuffled."""
         words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
         spare = len(self._train) - 1 - self._windows * self._context
-        offset = int(words[-1] % np.uint64(min(spare, self._context - 1) + 1))
+        offset = int(words[-1] % np.uint64(spare + 1))
         return np.argsort(words[:-1], kind="stable") * self._context + offset
 
     def batch(self, k: int) -> Batch:

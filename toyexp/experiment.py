@@ -68,6 +68,8 @@ def prepare(config: Config) -> Prepared:
         )
     bus = Bus(config.callbacks)
     dataset = config.data.open(recipe.vocabulary())
+    for callback in config.callbacks.values():
+        callback.check_run(config.plain, dataset)
     model = config.model.fit(dataset)
     batches = dataset.batches(getattr(model, "context", 0), settings.batch_size, settings.seed)
     setup = Setup(

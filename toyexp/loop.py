@@ -71,12 +71,15 @@ def train(
                 f"try a lower lr (it was {lr:g}) or optim.grad_clip=1"
             )
 
-        why = bus.hook.stop_reason(run=run, step=done, metrics=metrics)
-        reason = "interrupted" if stopped() else "aborted" if why else "completed"
-        last = done == run.steps or reason != "completed"
-        if held_out and reason != "interrupted" and (last or done % eval_every == 0):
+        interrupted = stopped()
+        due = bool(held_out) and not interrupted and (done % eval_every == 0 or done == run.steps)
+        if due:
             outcome = replace(outcome, eval_loss=evaluate(done))
-        if last:
+        why = bus.hook.stop_reason(run=run, step=done, metrics=metrics)
+        if interrupted or why or done == run.steps:
+            reason = "interrupted" if interrupted else "aborted" if why else "completed"
+            if held_out and not due and not interrupted:
+                outcome = replace(outcome, eval_loss=evaluate(done))
             outcome = replace(outcome, steps=done, reason=reason, train_loss=loss, why=why)
             break
 

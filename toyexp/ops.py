@@ -69,41 +69,40 @@ class Ops(ABC):
 
     @final
     def linear(self, x: Tensor, w: Tensor | Adapted, bias: Tensor | None = None) -> Tensor:
-        """X [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
-        if isinstance(w, Adapted):
-            y = self.matmul(x, w.base)
-            if w.low_rank is not None:
-                update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
-                y = self.add(y, self.scale(update, w.low_rank.scale))
-        else:
-            y = self.matmul(x, w)
-        return y if bias is None else self.add(y, bias)
+        """x [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
+        if not isinstance(w, Adapted):
+            return self.matmul(x, w, bias)
+        y = self.matmul(x, w.base, bias)
+        if w.low_rank is None:
+            return y
+        update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
+        return self.add(y, self.scale(update, w.low_rank.scale))
 
     # -- what an engine implements ------------------------------------------------------------------------------
 
     @abstractmethod
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
+        """table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
 
     @abstractmethod
     def first_rows(self, table: Tensor, n: int) -> Tensor:
         """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
 
     @abstractmethod
-    def matmul(self, x: Tensor, w: Tensor) -> Tensor:
-        """X [..., in], w [out, in] -> x w^T [..., out]."""
+    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Matrix product x w^T, plus bias: x [..., in], w [out, in], bias [out] -> [..., out]."""
 
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """A [..., d] plus b, where b has a's shape or misses some of its leading axes."""
+        """a [..., d] plus b, where b has a's shape or misses some of its leading axes."""
 
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """X times a constant."""
+        """x times a constant."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        """X / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
+        """x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
 
     @abstractmethod
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
@@ -111,11 +110,11 @@ class Ops(ABC):
 
     @abstractmethod
     def heads(self, x: Tensor, n: int) -> Tensor:
-        """X [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+        """x [B, T, n*D] -> [B, T, n, D], for rope and attention."""
 
     @abstractmethod
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """X [..., n*d] -> n tensors [..., d], in order."""
+        """x [..., n*d] -> n tensors [..., d], in order."""
 
     @abstractmethod
     def rope(self, x: Tensor, base: float) -> Tensor:

@@ -126,11 +126,13 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         manager = pluggy.PluginManager("toyexp")
         manager.add_hookspecs(Registration)
         module = importer()
+        _check_hooks(module, plugin, Registration)
         manager.register(module, plugin)
-        manager.check_pending()
         for kind, (base, hook) in KINDS.items():
             for impl in getattr(manager.hook, hook).get_hookimpls():
                 impl.function(_registrar(registry, staged, kind, base, plugin, package))
+        if not staged:
+            raise UserError(f"{plugin} offers nothing; a plugin calls register(...) in @hookimpl functions")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
@@ -143,6 +145,8 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError):
+        return f"there is no module {error.name}"
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
@@ -172,7 +176,7 @@ def check_class(cls: type, kind: str, base: type) -> None:
         raise UserError(f"{label}.name is {name!r}; it must be lower-case letters, digits and underscores")
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(f"{label} is not decorated with @dataclass")
-    if cls.__doc__ is None or cls.__doc__.startswith(f"{cls.__name__}("):
+    if not (cls.__doc__ or "").strip() or str(cls.__doc__).startswith(f"{cls.__name__}("):
         raise UserError(f"{label} has no docstring; its first line is the help people see")
     if inspect.isabstract(cls):
         missing = sorted(getattr(cls, "__abstractmethods__", ()))
@@ -187,17 +191,23 @@ def check_class(cls: type, kind: str, base: type) -> None:
 def _check_callback(cls: type[Callback], label: str) -> None:
     if cls.__eq__ is not object.__eq__:
         raise UserError(f"{label} must be a @dataclass(eq=False): two callbacks with equal settings are two callbacks")
-    hooks = {n for n in vars(RunHooks) if not n.startswith("_")}
-    for name, member in inspect.getmembers(cls, inspect.isfunction):
+    _check_hooks(cls, label, RunHooks)
+
+
+def _check_hooks(owner: type | ModuleType, label: str, group: type) -> None:
+    """Raises UserError for functions that were meant to be hooks of `group` and are none."""
+    hooks = {n for n in vars(group) if not n.startswith("_")}
+    for name, member in inspect.getmembers(owner, inspect.isfunction):
         marked = getattr(member, "toyexp_impl", None) is not None
         if marked and name not in hooks:
             raise UserError(f"{label}.{name} is marked @hookimpl but is no hook; {choose(name, hooks)}")
         if not marked and name in hooks:
             raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl")
         if marked:
-            known = set(inspect.signature(getattr(RunHooks, name)).parameters)
+            known = set(inspect.signature(getattr(group, name)).parameters)
             for argument in set(inspect.signature(member).parameters) - known:
-                raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {choose(argument, known)}")
+                hint = choose(argument, known - {"self"})
+                raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {hint}")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from toyexp.errors import UserError
@@ -77,6 +78,8 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic):  # float32 is no float to json, and would become text
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

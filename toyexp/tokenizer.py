@@ -17,6 +17,7 @@ import numpy as np
 from toyexp.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types of llama.cpp; no text produces an UNUSED token
 
 
 def byte_symbols() -> list[str]:
@@ -67,14 +68,14 @@ class Tokenizer(ABC):
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The `tokenizer.ggml.*` keys, without that prefix."""
-        # llama.cpp wants a merge list and gguf-py cannot write an empty one. This pair is harmless: the text it
-        # would form is no token, and llama.cpp then falls back to the two bytes.
-        merges = self.merges or [(SYMBOLS[0], SYMBOLS[1])]
+        # llama.cpp wants a merge list and gguf-py cannot write an empty one. No UTF-8 holds the byte 0xFF, so this
+        # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
+        merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
         return {
             "model": "gpt2",
             "pre": "gpt-2",
             "tokens": list(self.pieces),
-            "token_type": [3 if i == self.eos else 1 for i in range(self.vocab)],
+            "token_type": [CONTROL if i == self.eos else NORMAL for i in range(self.vocab)],
             "merges": [f"{a} {b}" for a, b in merges],
             "bos_token_id": self.eos,
             "eos_token_id": self.eos,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 from toyexp import Callback, Run, UserError, hookimpl
 from toyexp.run import dump_json
@@ -23,12 +23,15 @@ class Events(Callback):
 
     every: int = 1  # steps between step records
 
+    def __post_init__(self) -> None:
+        self._file: TextIO | None = None
+
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
         if self.every < 1:
             raise UserError(f"callbacks.events.every={self.every}: must be at least 1")
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
         """run_start, the first line, flushed at once."""
         self._began = self._flushed = time.monotonic()
@@ -39,6 +42,7 @@ class Events(Callback):
         self._file.flush()
 
     def _write(self, kind: str, **fields: Any) -> None:
+        assert self._file is not None
         elapsed = time.monotonic() - self._began
         self._file.write(dump_json({"kind": kind, "t": round(elapsed, 6), **fields}) + "\n")
         if elapsed + self._began - self._flushed >= FLUSH_SECONDS:
@@ -68,13 +72,15 @@ class Events(Callback):
     @hookimpl
     def on_end(self, reason: str, error: BaseException | None) -> None:
         """run_end, the last line."""
+        if self._file is None:  # it could not be opened, which is the error the run ends with
+            return
         fields: dict[str, Any] = {"ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "reason": reason}
         fields.update(self._last)
-        code = {"completed": 0, "aborted": 0, "interrupted": getattr(error, "exit_code", 130)}.get(reason, 1)
         if self._gate is not None:
             fields["quality_gate"] = self._gate
-            code = code if self._gate["passed"] else 1
+        code = 0
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
+            code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
         self._write("run_end", **fields, exit_code=code)
         self._file.close()

@@ -19,16 +19,14 @@ class GGUFExport(Callback):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0; norms and biases stay f32
     every: int = 0  # steps between extra files model-<step>.gguf; 0: only at the end
 
+    def __post_init__(self) -> None:
+        self._step = 0
+
     def check(self) -> None:
         """Raises UserError for a type that cannot be written."""
-        check_type(self.type)
+        check_type(self.type, "callbacks.gguf_export.type")
         if self.every < 0:
             raise UserError(f"callbacks.gguf_export.every={self.every}: must be 0 (only at the end) or above")
-
-    @hookimpl
-    def on_start(self, run: Run) -> None:
-        """Remembers where the run stands."""
-        self._step = 0
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:

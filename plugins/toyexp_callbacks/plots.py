@@ -16,16 +16,14 @@ class Plots(Callback):
 
     name: ClassVar[str] = "plots"
 
+    def __post_init__(self) -> None:
+        self._steps: list[tuple[int, float, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+
     def check(self) -> None:
         """Raises Unavailable without matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise Unavailable("callbacks.plots needs matplotlib: pip install 'toyexp[plots]'")
-
-    @hookimpl
-    def on_start(self, run: Run) -> None:
-        """Starts with empty curves."""
-        self._steps: list[tuple[int, float, float]] = []
-        self._held_out: list[tuple[int, float]] = []
 
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Run, UserError, hookimpl
+
+REDRAW_SECONDS = 0.1
+SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
 
 
 @dataclass(eq=False)
@@ -19,6 +23,9 @@ class Progress(Callback):
 
     every: int = 0  # steps between plain lines; 0: about ten lines a run
 
+    def __post_init__(self) -> None:
+        self._bar: Any = None
+
     def check(self) -> None:
         """Raises UserError for a negative interval."""
         if self.every < 0:
@@ -27,47 +34,73 @@ class Progress(Callback):
     @hookimpl
     def on_start(self, run: Run) -> None:
         """Opens the bar."""
-        self._tokens, self._seconds, self._held_out = 0.0, 0.0, ""
-        self._lines = self.every or max(run.steps // 10, 1)
-        self._bar: Any = _bar(run.steps) if sys.stdout.isatty() else None
+        self._tokens = self._seconds = 0.0
+        self._lines = self.every or -(-run.steps // 10)
         self._redrawn = 0.0
+        if sys.stdout.isatty():
+            self._bar = _bar(run.steps)
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Moves the bar, at most ten times a second; the loss and speed shown are of the last steps."""
-        self._tokens += metrics["tokens"]
-        self._seconds += metrics["wall_us"] / 1e6
+        """Moves the bar, at most ten times a second, or prints a line when it is time."""
+        now = time.monotonic()
+        self._note_speed(step, metrics, now)
+        last = step == run.steps
         if self._bar is not None:
-            now = time.monotonic()
-            if now - self._redrawn >= 0.1 or step == run.steps:
+            if last or now - self._redrawn >= REDRAW_SECONDS:
                 self._redrawn = now
-                self._bar.update(0, completed=step, loss=f"{metrics['loss']:.4f}", note=self._note())
-                self._bar.refresh()
-        elif step == 1 or step % self._lines == 0 or step == run.steps:
-            left = (run.steps - step) * self._seconds / max(step, 1)
-            width = len(str(run.steps))
-            print(f"step {step:>{width}}/{run.steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
-                  f"{self._note()}  {left:.0f} s left", flush=True)  # fmt: skip
+                self._draw(completed=step, loss=f"{metrics['loss']:.4f}", note=f"  {self._note(run, step, now)}")
+        elif step == 1 or last or step % self._lines == 0:
+            rate = f"lr {metrics['lr']:.2e}"
+            self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {self._note(run, step, now)}")
 
-    def _note(self) -> str:
+    def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        if step <= 2:  # the first step also prepares kernels and buffers, so it is forgotten after the second
+            self._tokens = self._seconds = 0.0
+        if step == 1:
+            self._began = now
+        seconds = metrics["wall_us"] / 1e6
+        kept = max(1 - seconds / SPEED_SECONDS, 0.0)
+        self._tokens = self._tokens * kept + metrics["tokens"]
+        self._seconds = self._seconds * kept + seconds
+
+    def _note(self, run: Run, step: int, now: float) -> str:
+        """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
-        speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
-        return f"{speed} tokens/s{self._held_out}"
+        speed = f"{rate:.0f}" if rate < 1e3 else f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.1f}M"
+        if step == run.steps:
+            return f"{speed} tokens/s"
+        pace = (now - self._began) / (step - 1) if step > 1 else self._seconds
+        return f"{speed} tokens/s  {duration((run.steps - step) * pace)} left"
 
     @hookimpl
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remembers the held-out loss for the bar."""
-        self._held_out = f"  held-out {metrics['loss']:.4f}"
+    def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the held-out loss."""
+        if self._bar is not None:
+            self._draw(held_out=f"  held-out {metrics['loss']:.4f}")
+        else:
+            self._print(f"{_place(run, step)}  held-out loss {metrics['loss']:.4f}")
 
     @hookimpl
-    def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Shows sampled text above the bar."""
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
+        """Shows sampled text and notes, above the bar."""
         if kind == "sample":
-            text = f"step {fields['step']} sample: {fields['prompt']!r} -> {fields['text']!r}"
-            if self._bar is not None:
-                self._bar.console.print(text, markup=False, highlight=False)
-            else:
-                print(text, flush=True)
+            self._print(f"{_place(run, fields['step'])}  sample {fields['prompt']!r} -> {fields['text']!r}")
+        elif kind == "note":
+            self._print(str(fields["text"]))
+
+    def _draw(self, **fields: Any) -> None:
+        self._bar.update(0, **fields)
+        self._bar.refresh()
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # the reader went away (`| head`), which ends the lines and not the run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @hookimpl
     def on_end(self) -> None:
@@ -76,16 +109,34 @@ class Progress(Callback):
             self._bar.stop()
 
 
-def _bar(steps: int) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def duration(seconds: float) -> str:
+    """A time span as people say it: 8 s, 3 min 05 s, 2 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
+
+def _place(run: Run, step: int) -> str:
+    return f"step {step:>{len(str(run.steps))}}/{run.steps}"
+
+
+def _bar(steps: int) -> Any:
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    # The text comes first and the bar takes what is left, so that a narrow terminal loses the bar, then the time.
+    width = len(str(steps))
+    count = f"{{task.completed:>{width}}}/{{task.total}}"
+    text = count + "  loss {task.fields[loss]}{task.fields[held_out]}{task.fields[note]}"
     bar = Progress(
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[note]}"),
-        TimeRemainingColumn(),
+        TextColumn(text, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None),
+        expand=True,
         auto_refresh=False,  # a redrawing thread would steal time from the steps
     )
     bar.start()
-    bar.add_task("train", total=steps, loss="-", note="")
+    bar.add_task("train", total=steps, loss="-", held_out="", note="")
     return bar

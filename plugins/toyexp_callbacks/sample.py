@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, Run, UserError, hookimpl
+from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
 from toyexp.data import stream
 
 
@@ -32,18 +33,30 @@ class Sample(Callback):
         if not 0 <= self.temperature < 100:
             raise UserError(f"callbacks.sample.temperature={self.temperature}: must be from 0 to 100")
 
-    @hookimpl
-    def on_start(self, run: Run) -> None:
-        """Encodes the prompt, so that one the tokenizer cannot take is refused before training."""
-        if run.dataset.tokenizer is None:
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
+        """Encodes the prompt, so that one the tokenizer cannot take is refused before anything is built."""
+        if dataset.tokenizer is None:
             raise UserError("callbacks.sample needs a tokenizer: give data.tokenizer=..., or drop '~callbacks.sample'")
-        self._prompt = run.dataset.tokenizer.encode(self.prompt).tolist() or [run.dataset.tokenizer.eos]
+        try:
+            self._prompt = dataset.tokenizer.encode(self.prompt).tolist() or [dataset.tokenizer.eos]
+        except UserError as error:
+            raise UserError(f"callbacks.sample.prompt={printable(self.prompt)}: {error}") from None
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
         """Samples when it is time."""
-        if step == run.steps or (self.every and step % self.every == 0):
-            run.emit("sample", step=step, prompt=self.prompt, text=self._write(run, step))
+        self._step = step
+        if self.every and step % self.every == 0 and step < run.steps:
+            self._sample(run)
+
+    @hookimpl
+    def on_end(self, run: Run, reason: str) -> None:
+        """Samples from the final weights, unless someone waits for an interrupted run to end."""
+        if reason in ("completed", "aborted"):
+            self._sample(run)
+
+    def _sample(self, run: Run) -> None:
+        run.emit("sample", step=self._step, prompt=self.prompt, text=self._write(run, self._step))
 
     def _write(self, run: Run, step: int) -> str:
         tokenizer = run.dataset.tokenizer

@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from toyexp import Callback, Run, RunFailed, UserError, hookimpl
+from toyexp import Callback, Dataset, Run, RunFailed, UserError, hookimpl
+
+
+def require_looks(name: str, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a run that never looks at its held-out data."""
+    if not config["eval_every"]:
+        raise UserError(f"callbacks.{name} needs looks at the held-out data: eval_every must be above 0")
 
 
 @dataclass(eq=False)
@@ -19,6 +25,9 @@ class EarlyStop(Callback):
     patience: int = 3  # looks at the held-out data without improvement
     min_delta: float = 0.0  # what counts as improvement
 
+    def __post_init__(self) -> None:
+        self._best, self._waited = math.inf, 0
+
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         if self.patience < 1:
@@ -26,24 +35,25 @@ class EarlyStop(Callback):
         if not self.min_delta >= 0:
             raise UserError(f"callbacks.early_stop.min_delta={self.min_delta}: must be 0 or above")
 
-    @hookimpl
-    def on_start(self, run: Run) -> None:
-        """Starts without a best loss."""
-        self._best, self._waited = math.inf, 0
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
+        """Refuses a run without held-out looks: it would never be stopped."""
+        require_looks(self.name, config)
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Counts the looks since the best one."""
-        improved = metrics["loss"] < self._best - self.min_delta
-        self._waited = 0 if improved else self._waited + 1
-        self._best = min(self._best, metrics["loss"])
+        """Counts the looks since the last improvement."""
+        # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
+        if metrics["loss"] < self._best - self.min_delta:
+            self._best, self._waited = metrics["loss"], 0
+        else:
+            self._waited += 1
 
     @hookimpl
     def stop_reason(self) -> str | None:
         """Once patience has run out."""
         if self._waited < self.patience:
             return None
-        return f"early_stop: {self._waited} looks without a held-out loss below {self._best:.4f}"
+        return f"early_stop: {self._waited} looks without a held-out loss below {self._best - self.min_delta:.4f}"
 
 
 @dataclass(eq=False)
@@ -55,17 +65,19 @@ class QualityGate(Callback):
     max_ratio: float = 0.95  # largest final / initial held-out loss that passes
     max_loss: float | None = None  # largest final held-out loss that passes; null: any
 
+    def __post_init__(self) -> None:
+        self._losses: list[float] = []
+
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         if not self.max_ratio > 0:
             raise UserError(f"callbacks.quality_gate.max_ratio={self.max_ratio}: must be above 0")
+        if self.max_loss is not None and not self.max_loss > 0:
+            raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
 
-    @hookimpl
-    def on_start(self, run: Run) -> None:
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: there would be nothing to judge."""
-        if not run.config["eval_every"]:
-            raise UserError("callbacks.quality_gate needs held-out looks: eval_every must be above 0")
-        self._losses: list[float] = []
+        require_looks(self.name, config)
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ warning. events.jsonl stays the record.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -15,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, Unavailable, UserError, hookimpl
-from toyexp.errors import choose
+from toyexp import Callback, Run, Unavailable, UserError, choose, hookimpl, printable
 
 log = logging.getLogger("toyexp")
 
@@ -35,6 +35,10 @@ class Wandb(Callback):
     project: str = "toyexp"  # where the run appears
     group: str | None = None  # runs that belong together
     every: int = 1  # steps between points
+
+    def __post_init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._trouble: str | None = None  # what the thread gave up on, until the run has been told
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
@@ -74,36 +78,42 @@ class Wandb(Callback):
             while (item := self._queue.get()) is not None:
                 record.log(item[0], step=item[1])
             record.finish()
-        except Exception as error:
-            log.warning("wandb gave up, the run goes on: %s", " ".join(str(error).split())[:200])
+        except BaseException as error:  # wandb is known to raise even KeyboardInterrupt; none of it is the run's
+            self._trouble = f"wandb gave up, the run goes on: {printable(f'{type(error).__name__}: {error}', 200)}"
             while self._queue.get() is not None:
                 pass
 
-    def _put(self, fields: Mapping[str, Any], step: int) -> None:
-        try:
+    def _put(self, run: Run, fields: Mapping[str, Any], step: int) -> None:
+        with contextlib.suppress(queue.Full):  # too slow: the record is dropped, not waited for
             self._queue.put_nowait((dict(fields), step))
-        except queue.Full:
-            log.debug("wandb is too slow; a record was dropped")
+        self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        """Passes the thread's trouble on from the run's own thread, once: callbacks expect to be called from it."""
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            log.warning(trouble)
+            run.emit("note", text=trouble)
 
     @hookimpl
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a point."""
         if step % self.every == 0:
-            self._put({f"train/{k}": v for k, v in metrics.items()}, step)
+            self._put(run, {f"train/{k}": v for k, v in metrics.items()}, step)
 
     @hookimpl
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a held-out point."""
-        self._put({f"held_out/{k}": v for k, v in metrics.items()}, step)
+        self._put(run, {f"held_out/{k}": v for k, v in metrics.items()}, step)
 
     @hookimpl
-    def on_end(self) -> None:
+    def on_end(self, run: Run) -> None:
         """Waits for wandb to finish, but not for ever."""
-        try:
-            self._queue.put(None, timeout=FINISH_SECONDS)
-        except queue.Full:
-            log.warning("wandb does not keep up; its record of this run is incomplete")
+        if self._thread is None:
             return
-        self._thread.join(FINISH_SECONDS)
+        with contextlib.suppress(queue.Full):  # what it could not take in that time, it will not finish either
+            self._queue.put(None, timeout=FINISH_SECONDS)
+            self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
-            log.warning("wandb did not finish within %.0f s; its record of this run may be incomplete", FINISH_SECONDS)
+            self._trouble = f"wandb did not finish within {FINISH_SECONDS:g} s; its record of this run is incomplete"
+        self._tell(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -44,7 +45,7 @@ class TextData(Data):
         if self.tokenizer.endswith(".gguf") and not Path(self.tokenizer).is_file():
             raise UserError(f"data.tokenizer={self.tokenizer}: not found")
         check_split(self.val_fraction, self.eval_batches)
-        if not self.max_mb >= 0:
+        if not 0 <= self.max_mb < math.inf:
             raise UserError(f"data.max_mb={self.max_mb}: must be 0 (all) or above")
 
     def open(self, vocabulary: Path | None) -> TokenDataset:

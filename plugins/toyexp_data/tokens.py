@@ -16,6 +16,7 @@ from toyexp_data.text import check_split
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC = b"TOYC"
+MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
 @dataclass
@@ -73,6 +74,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     kind = np.dtype(DTYPES[dtype])
     if not body or len(body) % kind.itemsize:
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; try data.dtype=")
+    if declared > MOST_IDS:
+        raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")
     ids = np.frombuffer(body, kind).astype(np.int32)
     if ids.min() < 0:
         raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")

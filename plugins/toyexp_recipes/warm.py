@@ -22,7 +22,7 @@ log = logging.getLogger("toyexp")
 
 TABLE = "token_embd.weight"
 PROJECTION = "lens.proj.weight"
-LENSES = ("pca", "random", "none")
+LENSES = ("auto", "pca", "random", "none")
 
 
 class DonorError(UserError):
@@ -36,7 +36,7 @@ class Warm(Recipe):
     name: ClassVar[str] = "warm"
 
     donor: str | None = None  # GGUF whose token embedding is used; null: the small one that ships with toyexp
-    lens: str = "pca"  # projection to d_model: pca | random | none (the widths must then be equal)
+    lens: str = "auto"  # to d_model: pca | random | none (equal widths) | auto: pca, random for a model that is wider
     freeze_donor: bool = True  # keep the donor's rows as they are
 
     @property
@@ -75,7 +75,7 @@ class Warm(Recipe):
             raise UserError(
                 "recipe=warm with a lens needs an output layer of its own: add model.tied=false (or recipe.lens=none)"
             )
-        if self.lens == "pca" and d_model > width:
+        if self._lens(d_model, width) == "pca" and d_model > width:
             raise UserError(
                 f"recipe.lens=pca keeps at most the donor's {width} directions, model.d_model={d_model} wants more; "
                 "use recipe.lens=random"
@@ -84,6 +84,11 @@ class Warm(Recipe):
         tensors[TABLE] = PlanTensor(TABLE, (vocab, width), Normal(0.02), trainable)
         lens = PlanTensor(PROJECTION, (d_model, width), Normal(1 / math.sqrt(width)))
         return setup.plan(model, [*tensors.values(), lens], [Lens(TABLE, PROJECTION)])
+
+    def _lens(self, d_model: int, width: int) -> str:
+        if self.lens == "auto":
+            return "pca" if d_model <= width else "random"
+        return self.lens
 
     def _check_rows(self, vocab: int, width: int) -> None:
         with _open(self.path) as file:
@@ -99,8 +104,11 @@ class Warm(Recipe):
             except GGUFError as error:
                 raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
         session.upload(TABLE, rows, source=str(self.path))
-        if self.lens == "pca":
-            projection, explained = pca(rows, session.plan.tensor(PROJECTION).shape[0])
+        if self.lens == "none":
+            return
+        d_model = session.plan.tensor(PROJECTION).shape[0]
+        if self._lens(d_model, width) == "pca":
+            projection, explained = pca(rows, d_model)
             log.info("pca lens keeps %.1f%% of the donor's variance", 100 * explained)
             session.upload(PROJECTION, projection, source=str(self.path))
 

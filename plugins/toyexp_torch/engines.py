@@ -40,7 +40,6 @@ class TorchEngine(Engine):
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
-        self._check_settings()
         self.check()
         from toyexp_torch.session import TorchSession
 
@@ -59,6 +58,7 @@ class TorchCPU(TorchEngine):
 
     def check(self) -> str:
         """The version and the number of cores."""
+        self._check_settings()
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
         return f"torch {import_torch().__version__}, {available_cores()} cores"
@@ -76,6 +76,7 @@ class TorchCUDA(TorchEngine):
 
     def check(self) -> str:
         """The version and the GPU's name."""
+        self._check_settings()
         torch = import_torch()
         if not torch.cuda.is_available():
             why = "this PyTorch is built without CUDA" if not torch.version.cuda else "it finds no NVIDIA GPU"
@@ -93,6 +94,7 @@ class TorchMPS(TorchEngine):
 
     def check(self) -> str:
         """The version and the machine."""
+        self._check_settings()
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
         if platform.system() != "Darwin":
@@ -105,4 +107,7 @@ class TorchMPS(TorchEngine):
 
 def available_cores() -> int:
     """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux can tell
+        return os.cpu_count() or 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,14 +12,17 @@ from toyexp import Ops
 class TorchOps(Ops):
     """Every op on torch tensors of one device."""
 
+    def __init__(self) -> None:
+        self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
+
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         return F.embedding(ids, table)
 
     def first_rows(self, table: Tensor, n: int) -> Tensor:
         return table[:n]
 
-    def matmul(self, x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x, w)
+    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, w, bias)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -42,7 +43,11 @@ class TorchOps(Ops):
         return x.chunk(n, dim=-1)
 
     def rope(self, x: Tensor, base: float) -> Tensor:
-        cos, sin = _rotations(x.shape[1], x.shape[3], base, x.device, torch.promote_types(x.dtype, torch.float32))
+        key = (x.shape[1], x.shape[3], base, x.dtype == torch.float64)
+        if key not in self._rotations:
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            self._rotations[key] = _rotations(x.shape[1], x.shape[3], base, x.device, dtype)
+        cos, sin = self._rotations[key]
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2] each
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
         return turned.to(x.dtype)
@@ -64,7 +69,6 @@ class TorchOps(Ops):
         return (losses * weights.flatten()).sum()
 
 
-@lru_cache(maxsize=16)
 def _rotations(length: int, size: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cos and sin [T, 1, D/2] of position * base^(-2i/D), worked out in float64."""
     frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)

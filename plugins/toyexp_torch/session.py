@@ -80,6 +80,10 @@ class TorchSession(Session):
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
         if self._engine.compile:
+            # One eager pass fills the tables that ops keep, so that the compiler finds them as constants.
+            shape = {n: np.zeros((self.plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
+            with torch.no_grad():
+                self._logits(self._upload_batch(shape))
             self._loss = torch.compile(self._loss, dynamic=False)
             self._forward = torch.compile(self._forward, dynamic=False)
 

@@ -110,7 +110,7 @@ class GGUFFile:
             raise self.error(f"has no tensor {name}")
         shape, nbytes = info.shape, info.nbytes
         if rows is not None:
-            if len(shape) < 2 or rows > shape[0]:
+            if len(shape) < 2 or not 1 <= rows <= shape[0]:
                 raise self.error(f"{name} has {shape[0]} rows, {rows} were asked for")
             nbytes, shape = nbytes // shape[0] * rows, (rows, *shape[1:])
         raw = np.frombuffer(self._pread(info.offset, nbytes, name), np.uint8)
@@ -145,13 +145,12 @@ class GGUFFile:
             raise self.error("is not a regular file")
         self.size = status.st_size
         cursor = _Cursor(self)
-        magic = cursor.take(4, "the magic") if self.size >= 24 else os.pread(self._fd, 64, 0)
-        if magic != b"GGUF":
-            start = os.pread(self._fd, 64, 0)
-            hint = " but a Git LFS pointer: fetch the real file" if start.startswith(b"version https://git-lfs") else ""
-            raise self.error(
-                f"is not a GGUF file{hint}" if self.size >= 24 else f"is not a GGUF file ({self.size} bytes)"
-            )
+        start = os.pread(self._fd, 64, 0)
+        if start.startswith(b"version https://git-lfs"):
+            raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
+        if not start.startswith(b"GGUF") or self.size < 24:
+            raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
+        cursor.take(4, "the magic")
         version = cursor.number("<I", "the version")
         if version in (0x02000000, 0x03000000):
             raise self.error("is a big-endian GGUF, which is not supported")
@@ -187,6 +186,8 @@ class GGUFFile:
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in table:
             label = f"tensor {printable(name)}"
+            if "\0" in name:
+                raise self.error(f"{label} has a NUL byte in its name")
             if not name or name in tensors:
                 raise self.error(f"{label} is listed twice" if name else "has a tensor without a name")
             if min(shape) < 1 or math.prod(shape) > TENSOR_LIMIT:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from toyexp.errors import printable
 from toyexp.gguf.read import GGUFFile
-from toyexp.tokenizer import BPE, BYTE_OF, Bytes, Characters, Tokenizer
+from toyexp.tokenizer import BPE, BYTE_OF, SYMBOLS, UNUSED, Bytes, Characters, Tokenizer
 
 PRE = ("gpt-2",)  # pre-tokenizers whose pattern we have checked against llama.cpp
 
@@ -22,6 +24,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     pieces, merges, eos = _key(file, "tokens"), _key(file, "merges"), _key(file, "eos_token_id")
     if not isinstance(pieces, list) or not isinstance(merges, list) or not isinstance(eos, int):
         raise file.error("its tokenizer lacks tokens, merges or eos_token_id")
+    pieces = pieces[: len(pieces) - _padding(file, len(pieces))]
     if len(set(pieces)) != len(pieces) or not 0 <= eos < len(pieces):
         raise file.error("its tokenizer has two equal tokens, or an eos_token_id that is no token")
     known = set(pieces)
@@ -32,12 +35,20 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     if any(len(p) != 2 for p in pairs):
         raise file.error("its tokenizer has a merge that is not a pair")
     real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
-    if not real and eos == 256 and len(pieces) == 257:
+    if not real and eos == 256 and pieces[:256] == SYMBOLS and len(pieces) == 257:
         return Bytes()
     characters = _characters(pieces, eos)
     if characters is not None and len(real) < len(pairs):
         return Characters(characters)
     return BPE(pieces, real, eos)
+
+
+def _padding(file: GGUFFile, count: int) -> int:
+    """How many tokens at the end are only there to fill the rows of the embedding."""
+    types = _key(file, "token_type")
+    if not isinstance(types, np.ndarray) or len(types) != count:
+        return 0
+    return int(np.argmax(np.append(types[::-1], -1) != UNUSED))
 
 
 def _characters(pieces: list[str], eos: int) -> list[str] | None:

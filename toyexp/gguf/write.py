@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +14,15 @@ import numpy as np
 from toyexp.errors import RunFailed, UserError, choose
 from toyexp.model import Model
 from toyexp.plan import Lens, Plan
-from toyexp.tokenizer import Tokenizer
+from toyexp.tokenizer import UNUSED, Tokenizer
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type of llama.cpp
-UNUSED = 5  # token type of a row that no text produces
 
 
-def check_type(kind: str) -> None:
-    """Raises UserError unless `kind` is a type that can be written."""
+def check_type(kind: str, key: str = "type") -> None:
+    """Raises UserError unless `kind`, given as `key`, is a type that can be written."""
     if kind not in FILE_TYPES:
-        raise UserError(f"type={kind}: {choose(kind, FILE_TYPES)}")
+        raise UserError(f"{key}={kind}: {choose(kind, FILE_TYPES)}")
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -73,8 +74,10 @@ def write_model(
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk is full'}") from error
+        raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
     finally:
+        with contextlib.suppress(OSError):  # after a failed write, closing fails the same way once more
+            writer.close()
         temporary.unlink(missing_ok=True)
 
 
@@ -83,9 +86,10 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
     if tokenizer is None:
         return {"model": "no_vocab"}
     keys = tokenizer.gguf_metadata()
-    spare = range(len(keys["tokens"]), rows)
-    keys["tokens"] = [*keys["tokens"], *(f"<unused{i}>" for i in spare)]
-    keys["token_type"] = [*keys["token_type"], *(UNUSED for _ in spare)]
+    known, spare = set(keys["tokens"]), rows - tokenizer.vocab
+    names = (name for i in itertools.count(tokenizer.vocab) if (name := f"<unused{i}>") not in known)
+    keys["tokens"] = [*keys["tokens"], *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
+    keys["token_type"] = [*keys["token_type"], *itertools.repeat(UNUSED, spare)]
     return keys
 
 

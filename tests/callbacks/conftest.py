@@ -1,0 +1,131 @@
+"""Tiny real runs for the tests of the callbacks."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from toyexp.cli import main
+
+MODEL = [
+    "model=llama", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1", "model.d_ff=32",
+    "model.n_layers=1", "model.context=16",
+]  # fmt: skip
+ENGINES = {
+    # One thread: several test processes share few cores, where waiting threads cost more than they bring.
+    "cpu": ["engine=cpu", "engine.threads=1"],
+    # For tests that need no numbers, above all in child processes: torch is slow to import.
+    "noop": ["plugins=[toyexp.testing.null]", "engine=noop"],
+}
+TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs.\n" * 60
+COUNTER = itertools.count()
+
+
+def no_such_number(word):
+    raise ValueError(f"{word} is not strict JSON")
+
+
+@dataclass
+class Trained:
+    code: int
+    dir: Path
+    out: str = ""
+    err: str = ""
+    crash: Exception | None = None  # what a real process would have shown a traceback of, and exited with 1
+
+    @property
+    def events(self):
+        lines = (self.dir / "events.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=no_such_number) for line in lines]
+
+    def of(self, kind):
+        return [e for e in self.events if e["kind"] == kind]
+
+    @property
+    def result(self):
+        return json.loads((self.dir / "result.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """The overrides of a tiny run in directory `to`; of two for the same key the last one counts."""
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def build(*overrides, to="run", engine="cpu"):
+        data = ["data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=byte"]
+        sizes = ["steps=12", "batch_size=4", "eval_every=4", f"hydra.run.dir={tmp_path / to}"]
+        words = [*data, *MODEL, *ENGINES[engine], *sizes, *overrides]
+        return list({word.partition("=")[0]: word for word in words}.values())
+
+    return build
+
+
+@pytest.fixture
+def train(settings, tmp_path, capsys):
+    """Runs a tiny experiment in this process."""
+
+    def run(*overrides, to="run", engine="cpu"):
+        capsys.readouterr()
+        crash, code = None, 1
+        try:
+            code = main(settings(*overrides, to=to, engine=engine))
+        except Exception as error:
+            crash = error
+        captured = capsys.readouterr()
+        return Trained(code, tmp_path / to, captured.out, captured.err, crash)
+
+    return run
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """What a run of another process left in directory `to`."""
+    return lambda code, to="run": Trained(code, tmp_path / to)
+
+
+@pytest.fixture
+def local_plugin(tmp_path, monkeypatch):
+    """Writes a module beside the user's files, under a name of its own: a process imports a module once."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(source):
+        name = f"local_plugin_{next(COUNTER)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def spawn(tmp_path):
+    """Starts `python <words>`, its output to a pipe; whatever still runs at the end is killed."""
+    started = []
+
+    def start(*words, env=()):
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, **dict(env)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()

@@ -1,0 +1,182 @@
+import math
+import signal
+import time
+from datetime import datetime
+
+import numpy as np
+import pytest
+
+from toyexp.gguf.read import GGUFFile
+
+
+def check_rules(events):
+    """What schema toy/v1 demands of every record, whatever happened in the run."""
+    kinds = [e["kind"] for e in events]
+    assert kinds[0] == "run_start" and kinds.count("run_start") == 1
+    assert kinds[-1] == "run_end" and kinds.count("run_end") == 1
+    assert events[0]["schema"] == "toy/v1"
+    times = [e["t"] for e in events]
+    assert times == sorted(times) and times[0] >= 0
+    steps = [e["step"] for e in events if e["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "dense and counted from 1"
+    end = events[-1]
+    assert datetime.fromisoformat(end["ended_at"]) >= datetime.fromisoformat(events[0]["started_at"])
+    assert {"reason", "exit_code"} <= end.keys()
+    if steps:
+        assert end["final_step"] == steps[-1]
+        assert end["final_loss"] == next(e for e in reversed(events) if e["kind"] == "step")["loss"]
+
+
+def test_a_completed_run_is_recorded_from_start_to_end(train):
+    run = train("callbacks=[default,sample]", "callbacks.sample.every=6", "name=small")
+    assert run.code == 0
+    check_rules(run.events)
+    start = run.events[0]
+    assert start["run_id"] == "run" and start["name"] == "small" and start["phase"] == "train"
+    assert start["backend"]["kind"] == "cpu"
+    assert start["model"]["arch"] == "llama" and start["model"]["d_model"] == 16 and start["model"]["vocab"] == 257
+    assert start["config"] == {"steps": 12, "lr": 0.003, "seed": 0, "batch": 4}
+    assert {"name", "os", "arch"} <= start["host"].keys()
+    assert len(run.of("step")) == 12
+    assert {"loss", "lr", "tokens", "wall_us", "grad_norm", "phase"} <= run.of("step")[0].keys()
+    assert run.of("step")[0]["tokens"] == 4 * 16
+    assert [e["step"] for e in run.of("eval")] == [0, 4, 8, 12]
+    assert all(e["ppl"] == pytest.approx(math.exp(e["loss"])) for e in run.of("eval"))
+    assert [e["step"] for e in run.of("sample")] == [6, 12]
+    assert [(e["step"], e["bytes"]) for e in run.of("export")] == [(12, (run.dir / "model.gguf").stat().st_size)]
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"], end["final_step"]) == ("completed", 0, 12)
+    assert end["final_loss"] == run.result["train_loss"]
+    assert "error" not in end and "quality_gate" not in end
+
+
+def test_every_thins_out_the_steps_but_not_the_end(train):
+    run = train("callbacks=[events]", "callbacks.events.every=5", engine="noop")
+    assert [e["step"] for e in run.of("step")] == [5, 10]
+    assert run.events[-1]["final_step"] == 12
+
+
+def test_a_run_that_blows_up_says_null_and_errored(train):
+    run = train("lr=1e9", "steps=30")
+    assert run.code == 1
+    assert "try a lower lr" in run.err and "Traceback" not in run.err
+    check_rules(run.events)
+    end = run.events[-1]
+    assert end["reason"] == "errored" and end["exit_code"] == 1 and end["error"].startswith("RunFailed: ")
+    assert run.of("step")[-1]["grad_norm"] is None
+    assert not (run.dir / "model.gguf").exists()
+
+
+def test_the_step_that_has_no_loss_is_the_last_one_recorded(train):
+    run = train("engine.nan_at=7", engine="noop")
+    assert run.code == 1
+    check_rules(run.events)
+    assert [e["loss"] is None for e in run.of("step")] == [False] * 6 + [True]
+    assert run.events[-1]["final_loss"] is None
+
+
+CHATTY = """
+from dataclasses import dataclass
+import numpy as np
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Chatty(Callback):
+    '''Says things, and can raise.'''
+    name = "chatty"
+    raise_in: str = ""  # the hook that raises
+
+    def _maybe(self, hook):
+        if self.raise_in == hook:
+            raise ValueError(f"boom in {hook}")
+    @hookimpl
+    def on_start(self, run):
+        run.emit("note", text="before anything")
+        self._maybe("on_start")
+    @hookimpl
+    def on_step(self, run, step):
+        run.emit("tap", step=step, mean=float("nan"), top=float("inf"), list=[1.0, float("-inf")],
+                 nested={"x": float("nan")}, scalar=np.float32(0.5), whole=np.int64(3), none=np.float32("nan"))
+        self._maybe("on_step")
+    @hookimpl
+    def on_end(self, run):
+        self._maybe("on_end")
+
+@hookimpl
+def register_callbacks(register):
+    register(Chatty)
+"""
+
+
+@pytest.fixture
+def chatty(train, local_plugin):
+    """Runs with a callback of our own that stands before events in the list."""
+
+    def run(raise_in="nothing"):
+        plugins = f"plugins=[toyexp.testing.null,{local_plugin(CHATTY)}]"
+        return train("callbacks=[chatty,events]", plugins, f"callbacks.chatty.raise_in={raise_in}", engine="noop")
+
+    return run
+
+
+def test_what_other_callbacks_say_is_recorded_in_strict_json(chatty):
+    run = chatty()
+    check_rules(run.events)
+    assert run.of("note")[0]["text"] == "before anything"
+    assert [e["step"] for e in run.of("tap")] == list(range(1, 13))
+    tap = run.of("tap")[0]
+    assert tap["mean"] is None and tap["top"] is None and tap["list"] == [1.0, None] and tap["nested"] == {"x": None}
+    assert (tap["scalar"], tap["whole"], tap["none"]) == (0.5, 3, None), "numpy's numbers are numbers"
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_step"])
+def test_a_callback_that_raises_makes_the_record_end_as_errored(chatty, hook):
+    run = chatty(raise_in=hook)
+    assert repr(run.crash) == f"ValueError('boom in {hook}')"
+    check_rules(run.events)
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"], end["error"]) == ("errored", 1, f"ValueError: boom in {hook}")
+    assert len(run.of("note")) == 1
+    assert run.result["reason"] == "errored"
+
+
+def test_a_callback_that_raises_at_the_end_gives_the_record_the_exit_code_of_the_process(chatty):
+    run = chatty(raise_in="on_end")
+    assert run.code == 1 and "boom in on_end" in run.err
+    check_rules(run.events)
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"], end["error"]) == ("completed", 1, "ValueError: boom in on_end")
+
+
+@pytest.fixture
+def interrupted(settings, spawn, tmp_path, trained):
+    """A real process that got a signal as soon as it had recorded a step, and what it printed."""
+
+    def run(number):
+        process = spawn("-m", "toyexp", *settings("callbacks=[default,sample,plots]", "steps=10000000"))
+        path = tmp_path / "run" / "events.jsonl"
+        until = time.monotonic() + 60
+        while not (path.exists() and '"kind": "step"' in path.read_text()):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+        return trained(process.returncode), out
+
+    return run
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_after_its_step_with_everything_written(interrupted, number, code):
+    run, out = interrupted(number)
+    assert run.code == code, out
+    assert out.splitlines()[-1] == f"toyexp: interrupted by {number.name}" and "Traceback" not in out
+    check_rules(run.events)
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"]) == ("interrupted", code)
+    assert run.result["reason"] == "interrupted"
+    with GGUFFile(run.dir / "model.gguf") as file:
+        assert file.metadata["general.step"] == end["final_step"]
+        assert all(np.isfinite(file.read(name)).all() for name in file.tensors)
+    assert (run.dir / "plots" / "curves.png").exists()
+    assert not list(run.dir.rglob("*.tmp"))

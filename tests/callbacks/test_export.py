@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from toyexp.gguf.read import GGUFFile
+
+# Largest error relative to the largest number of a block of 32: half a unit in the last place of the type; Q8_0 also
+# rounds each block's scale to an F16.
+ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}
+
+
+def tensors(path):
+    with GGUFFile(path) as file:
+        return {name: file.read(name) for name in file.tensors}
+
+
+def test_the_export_holds_the_initial_values_when_nothing_was_learned(train):
+    # With lr=0 no step changes a weight, so one step and twelve must give the same file contents.
+    one, twelve = (tensors(train("lr=0", f"steps={n}", to=f"run{n}").dir / "model.gguf") for n in (1, 12))
+    learned = tensors(train("lr=0.01").dir / "model.gguf")
+    assert one.keys() == twelve.keys() == learned.keys()
+    assert all(np.array_equal(one[name], twelve[name]) for name in one)
+    assert all(not np.array_equal(one[name], learned[name]) for name in one)
+
+
+def test_the_file_names_the_run_it_came_from(train):
+    run = train("name=mine", engine="noop")
+    with GGUFFile(run.dir / "model.gguf") as file:
+        keys = file.metadata
+    assert keys["general.architecture"] == "llama"
+    assert keys["general.name"] == "mine" and keys["general.run_id"] == "run" and keys["general.step"] == 12
+    assert keys["general.config_sha256"] == run.events[0]["config_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_a_smaller_type_rounds_matrices_and_keeps_norms(train, kind):
+    exact = tensors(train(to="exact", engine="noop").dir / "model.gguf")
+    rounded = tensors(train(f"callbacks.gguf_export.type={kind}", to="rounded", engine="noop").dir / "model.gguf")
+    assert exact.keys() == rounded.keys()
+    for name, values in exact.items():
+        error = np.abs(values - rounded[name])
+        if values.ndim < 2:
+            assert not error.any(), name
+            continue
+        # Rows of 16 numbers do not divide into blocks of 32 and become F16, which is the closer of the two.
+        blocks = values.reshape(-1, min(32, values.shape[-1]))
+        largest = np.abs(blocks).max(axis=1, keepdims=True)
+        assert (error.reshape(blocks.shape) <= ROUNDING[kind] * largest + 1e-8).all(), name
+
+
+def test_every_writes_a_file_on_the_way_and_no_second_one_at_the_end(train):
+    run = train("callbacks.gguf_export.every=4", engine="noop")
+    assert sorted(p.name for p in run.dir.glob("*.gguf")) == ["model-4.gguf", "model-8.gguf", "model.gguf"]
+    assert [(e["step"], e["path"].split("/")[-1]) for e in run.of("export")] == [
+        (4, "model-4.gguf"),
+        (8, "model-8.gguf"),
+        (12, "model.gguf"),
+    ]
+    assert run.result["artifacts"] == [e["path"] for e in run.of("export")]
+
+
+def test_a_failed_run_exports_nothing(train):
+    run = train("engine.nan_at=3", engine="noop")
+    assert run.code == 1 and not list(run.dir.rglob("*.gguf"))
+
+
+def test_an_export_that_cannot_be_written_fails_the_run_and_leaves_the_other_results(train, tmp_path):
+    (tmp_path / "run" / "model.gguf").mkdir(parents=True)
+    run = train("callbacks=[default,plots]", engine="noop")
+    assert run.code == 1
+    assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written" in run.err
+    assert run.events[-1]["exit_code"] == 1 and run.events[-1]["reason"] == "completed"
+    assert run.result["eval_loss"] is not None
+    assert (run.dir / "plots" / "curves.png").exists()
+    assert not list(run.dir.rglob("*.tmp"))
+
+
+def test_a_type_nobody_can_write_is_refused(train):
+    run = train("callbacks.gguf_export.type=q4_k")
+    assert run.code == 2 and "q4_k" in run.err and "q8_0" in run.err
+    assert not run.dir.exists()

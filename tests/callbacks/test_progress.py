@@ -1,0 +1,132 @@
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from toyexp_callbacks.progress import duration
+
+NUMBER = r"\d+\.\d{4}"
+SPEED = r"[\d.]+[kM]? tokens/s"
+
+
+def watch(words, columns, cwd):
+    """What a terminal of that width shows: every state of every line."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("COLUMNS", None)  # it would win over the terminal's own width
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toyexp", *words], cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # how Linux says that the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert process.wait(60) == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    return [state for line in text.split("\r\n") for state in line.split("\r") if state]
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_gets_a_bar_with_count_loss_held_out_loss_and_speed(settings, tmp_path, columns):
+    words = settings("callbacks=[progress,sample]", "steps=40", "callbacks.sample.tokens=4", engine="noop")
+    states = watch(words, columns, tmp_path)
+    bars = [s for s in states if "/40  loss" in s]
+    assert bars, states
+    assert all(len(s) <= columns for s in bars)
+    # The null engine's losses: 1 + 1/41 after 40 steps. A narrow terminal loses the bar and the end of the line.
+    full = rf"40/40  loss 1\.0244  held-out 1\.0244  {SPEED} ━+"
+    narrow = r"40/40  loss 1\.0244  held-out 1\.0244 .*…"
+    assert re.fullmatch(full if columns == 80 else narrow, bars[-1].strip()), bars
+    assert any(s.startswith("step 40/40  sample 'def ' -> ") for s in states)
+    after = len(states) - states[::-1].index(bars[-1])
+    assert any(s.startswith("completed after 40 steps") for s in states[after:])
+
+
+def test_a_pipe_gets_about_ten_plain_lines_and_each_held_out_loss(train):
+    run = train("steps=30", "eval_every=15", engine="noop")
+    assert "\x1b" not in run.out and "\r" not in run.out
+    lines = [s for s in run.out.splitlines() if s.startswith("step ")]
+    line = rf"step ([ \d]\d)/30  loss {NUMBER}  lr \d\.\d\de[-+]\d\d  {SPEED}(  \d+ s left)?"
+    seen = [m for s in lines if (m := re.fullmatch(line, s))]
+    assert [int(m[1]) for m in seen] == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+    assert [bool(m[2]) for m in seen] == [True] * 10 + [False]
+    held_out = [m[1] for s in lines if (m := re.fullmatch(rf"step ([ \d]\d)/30  held-out loss {NUMBER}", s))]
+    assert held_out == [" 0", "15", "30"]
+    assert len(seen) + len(held_out) == len(lines), lines
+
+
+def test_every_sets_the_steps_between_lines(train):
+    run = train("steps=30", "eval_every=0", "callbacks.progress.every=10", engine="noop")
+    assert re.findall(r"^step +(\d+)/30", run.out, re.MULTILINE) == ["1", "10", "20", "30"]
+
+
+SLOW_START = """
+import time
+from dataclasses import dataclass
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class SlowStart(Callback):
+    '''Makes the first step slow, as that of a compiling engine is.'''
+    name = "slow_start"
+    @hookimpl
+    def lr(self, step):
+        time.sleep(0.5 if step == 0 else 0.004)
+
+@hookimpl
+def register_callbacks(register):
+    register(SlowStart)
+"""
+
+
+def test_the_speed_shown_forgets_a_slow_first_step(train, local_plugin):
+    plugins = f"plugins=[toyexp.testing.null,{local_plugin(SLOW_START)}]"
+    run = train("callbacks=[slow_start,progress]", "steps=10", "eval_every=0", plugins, engine="noop")
+    speeds = [float(n) * (1000 if k else 1) for n, k in re.findall(r"loss .*  ([\d.]+)(k?) tokens/s", run.out)]
+    assert speeds[0] <= 4 * 16 / 0.5
+    # 64 tokens in at least 4 ms are at most 16k a second; an average with the first step would be below 1.2k.
+    assert 1300 < speeds[-1] <= 16_000
+
+
+def test_a_reader_that_goes_away_ends_the_lines_and_not_the_run(settings, spawn, trained):
+    words = settings("callbacks=[progress,events]", "steps=400", "callbacks.progress.every=1", engine="noop")
+    process = spawn("-m", "toyexp", *words)
+    while not process.stdout.readline().startswith("step "):
+        assert process.poll() is None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert trained(0).events[-1]["final_step"] == 400
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (7620, "2 h 07 min"),
+    ],
+)
+def test_time_left_is_said_as_people_say_it(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_negative_interval_is_refused(train):
+    run = train("callbacks.progress.every=-1")
+    assert run.code == 2 and "callbacks.progress.every=-1: must be 0" in run.err
+    assert not run.dir.exists()

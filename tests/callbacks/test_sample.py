@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+
+from toyexp_callbacks.sample import choose_token
+
+LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 0.0], np.float32)
+
+
+def softmax(logits):
+    shares = np.exp(logits.astype(np.float64) - logits.max())
+    return shares / shares.sum()
+
+
+def drawn(logits, temperature, top_k, count=20_000):
+    """How often each token is chosen by numbers spread evenly over [0, 1)."""
+    chosen = [choose_token(logits, temperature, top_k, (i + 0.5) / count) for i in range(count)]
+    return np.bincount(chosen, minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_are_chosen_with_the_shares_of_the_softmax(temperature):
+    # Even spacing puts each share within one draw of its value at either border.
+    assert drawn(LOGITS, temperature, 0) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 20_000)
+
+
+def test_top_k_chooses_among_the_likeliest_alone():
+    kept = np.array([0, 2.0, 0, 1.0, 0])
+    expected = np.where(kept > 0, np.exp(kept), 0)
+    assert drawn(LOGITS, 1.0, 2) == pytest.approx(expected / expected.sum(), abs=2 / 20_000)
+
+
+def test_temperature_zero_is_always_the_likeliest():
+    assert {choose_token(LOGITS, 0, k, u) for k in (0, 3) for u in (0.0, 0.5, 0.999)} == {1}
+
+
+def test_a_tiny_temperature_neither_overflows_nor_changes_the_choice():
+    assert {choose_token(1000 * LOGITS, 1e-6, 0, u) for u in (0.0, 0.5, 0.999)} == {1}
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
+def test_the_ends_of_the_unit_interval_choose_a_token(uniform):
+    assert choose_token(LOGITS, 1.0, 0, uniform) in range(5)
+    assert choose_token(LOGITS, 1.0, 100, uniform) in range(5), "top_k may be more than there are"
+
+
+def test_equal_logits_are_chosen_equally():
+    assert drawn(np.zeros(4, np.float32), 1.0, 0) == pytest.approx([0.25] * 4, abs=2 / 20_000)
+
+
+def texts(run):
+    return [(e["step"], e["text"]) for e in run.of("sample")]
+
+
+def test_the_same_seed_writes_the_same_text_and_another_seed_another(train):
+    words = ["callbacks=[events,sample]", "callbacks.sample.every=6"]
+    first, again = train(*words, to="first"), train(*words, to="again")
+    other = train(*words, "seed=1", to="other")
+    assert [step for step, _ in texts(first)] == [6, 12]
+    assert texts(first) == texts(again)
+    assert texts(first) != texts(other)
+    assert texts(first)[0][1] != texts(first)[1][1], "each step draws its own numbers"
+
+
+def test_a_trained_model_writes_its_text(train):
+    run = train(
+        "callbacks=[cosine,events,sample]", "steps=150", "eval_every=0", "lr=0.02", "batch_size=16",
+        "callbacks.sample.prompt='the quick '", "callbacks.sample.temperature=0", "callbacks.sample.tokens=9",
+    )  # fmt: skip
+    # This corpus is one line over and over, which 150 steps learn by heart.
+    assert texts(run) == [(150, "brown fox")]
+
+
+def test_sampling_changes_no_number_of_the_training(train):
+    plain = train("callbacks=[events]", to="plain")
+    sampled = train("callbacks=[events,sample]", "callbacks.sample.every=1", to="sampled")
+    assert [e["loss"] for e in plain.of("step")] == [e["loss"] for e in sampled.of("step")]
+
+
+def test_a_prompt_longer_than_the_context_and_an_empty_one_both_work(train):
+    long = train("callbacks=[events,sample]", f"callbacks.sample.prompt={'x' * 100}", to="long", engine="noop")
+    none = train("callbacks=[events,sample]", "callbacks.sample.prompt=''", to="none", engine="noop")
+    assert long.code == none.code == 0
+    assert len(texts(long)) == len(texts(none)) == 1
+
+
+def test_a_run_that_stops_early_still_ends_with_a_sample(train):
+    run = train("callbacks=[events,sample,early_stop]", "lr=0", "eval_every=1", "callbacks.early_stop.patience=2")
+    assert run.events[-1]["reason"] == "aborted"
+    assert [step for step, _ in texts(run)] == [run.events[-1]["final_step"]]
+
+
+def test_a_prompt_the_tokenizer_does_not_have_is_refused_before_anything_is_written(train):
+    run = train("callbacks=[default,sample]", "data.tokenizer=char", "callbacks.sample.prompt=QUICK")
+    assert run.code == 2
+    assert "callbacks.sample.prompt=QUICK" in run.err and "'Q'" in run.err and run.err.count("\n") == 1
+    assert not run.dir.exists()
+
+
+def test_data_without_a_tokenizer_is_refused_before_anything_is_written(train, tmp_path):
+    (np.arange(4000, dtype="<i4") % 50).tofile(tmp_path / "ids.bin")
+    run = train("data=tokens", f"data.path={tmp_path / 'ids.bin'}", "data.tokenizer=''", "callbacks=[default,sample]")
+    assert run.code == 2 and "callbacks.sample needs a tokenizer" in run.err and "~callbacks.sample" in run.err
+    assert not run.dir.exists()
+
+
+@pytest.mark.parametrize(
+    "word", ["every=-1", "top_k=-1", "tokens=0", "temperature=-0.1", "temperature=100", "temperature=nan"]
+)
+def test_numbers_that_cannot_work_are_refused(train, word):
+    run = train("callbacks=[sample]", f"callbacks.sample.{word}")
+    assert run.code == 2 and "callbacks.sample" in run.err and word.partition("=")[0] in run.err
+    assert not run.dir.exists()

@@ -1,0 +1,102 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toyexp_callbacks.schedules import Constant, Cosine, Linear, WarmupStableDecay, cosine
+
+# n=20, 1e-3 -> 1e-5, warm-up 5: the original's own table.
+GOLDEN = [
+    2e-4, 4e-4, 6e-4, 8e-4, 1e-3, 1e-3, 9.891831e-4, 9.57205e-4, 9.054634e-4, 8.362197e-4, 7.525e-4,
+    6.579634e-4, 5.567416e-4, 4.532584e-4, 3.520366e-4, 2.575e-4, 1.737803e-4, 1.045366e-4, 5.2795e-5, 2.081694e-5,
+]  # fmt: skip
+DIGITS = 5e-7  # relative; the table has seven digits
+
+SCHEDULES = [Constant, Linear, Cosine, WarmupStableDecay]
+
+
+def test_cosine_gives_the_golden_table():
+    assert [cosine(k, 20, 1e-3, 1e-5, 5) for k in range(20)] == pytest.approx(GOLDEN, rel=DIGITS)
+
+
+def test_cosine_stays_at_its_low_end_after_the_last_step():
+    assert cosine(20, 20, 1e-3, 1e-5, 5) == pytest.approx(1e-5, rel=1e-12)
+    assert cosine(10**6, 20, 1e-3, 1e-5, 5) == pytest.approx(1e-5, rel=1e-12)
+
+
+def test_cosine_gives_the_golden_warm_up_of_the_vision_recipe():
+    assert [cosine(k, 100, 3e-3, 1e-4, 10) for k in range(5)] == pytest.approx([3e-4, 6e-4, 9e-4, 1.2e-3, 1.5e-3])
+
+
+def test_cosine_with_no_room_after_the_warm_up_falls_to_its_low_end():
+    assert [cosine(k, 3, 1.0, 0.25, 3) for k in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 0.25])
+
+
+def test_the_cosine_callback_times_the_base_rate_is_the_golden_table():
+    schedule = Cosine(warmup=5, floor=0.01)
+    assert [1e-3 * schedule.factor(k, 20) for k in range(20)] == pytest.approx(GOLDEN, rel=DIGITS)
+
+
+def test_constant_is_one_after_its_warm_up():
+    assert [Constant(warmup=4).factor(k, 6) for k in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert Constant().factor(0, 6) == 1
+
+
+def test_linear_is_a_straight_line_to_its_floor():
+    assert [Linear(warmup=2, floor=0.5).factor(k, 6) for k in range(7)] == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]
+
+
+def test_wsd_is_flat_and_then_a_straight_line():
+    schedule = WarmupStableDecay(warmup=2, decay=0.4, floor=0.0)
+    assert [schedule.factor(k, 10) for k in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+
+
+def test_wsd_without_descent_stays_on_its_plateau():
+    assert {WarmupStableDecay(decay=0.0).factor(k, 10) for k in range(10)} == {1.0}
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 300))
+def test_every_schedule_rises_to_at_most_one_and_then_never_rises_again(kind, steps, warmup):
+    rates = [kind(warmup=warmup).factor(k, steps) for k in range(steps)]
+    assert all(0 <= r <= 1 for r in rates)
+    assert all(b >= a for a, b in itertools.pairwise(rates[:warmup]))
+    assert all(b <= a for a, b in itertools.pairwise(rates[warmup:]))
+
+
+def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):
+    run = train("callbacks=[wsd,events]", "callbacks.wsd.warmup=3", "callbacks.wsd.decay=0.5", "lr=0.01")
+    expected = [0.01 * WarmupStableDecay(warmup=3, decay=0.5).factor(k, 12) for k in range(12)]
+    assert [e["lr"] for e in run.of("step")] == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_run_without_a_schedule_uses_the_base_rate(train):
+    run = train("callbacks=[events]", "lr=0.01", "steps=3")
+    assert [e["lr"] for e in run.of("step")] == [0.01] * 3
+
+
+def test_two_schedules_are_refused_with_what_to_type(train):
+    run = train("callbacks=[default,linear]")
+    assert run.code == 2
+    assert run.err == (
+        "toyexp: error: callbacks cosine and linear both set the learning rate; drop one: '~callbacks.linear'\n"
+    )
+    assert not run.dir.exists()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "callbacks.cosine.warmup=-1",
+        "callbacks.cosine.floor=1.5",
+        "callbacks.linear.floor=-0.1",
+        "callbacks.wsd.decay=2",
+        "callbacks.constant.warmup=-3",
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(train, word):
+    key, _, value = word.partition("=")
+    run = train(f"callbacks=[{key.split('.')[1]}]", word)
+    assert run.code == 2
+    assert key in run.err and value in run.err
+    assert not run.dir.exists()

@@ -1,0 +1,116 @@
+import pytest
+
+from toyexp_callbacks.stopping import EarlyStop
+
+NO_LEARNING = "lr=0"  # the held-out loss then never falls
+
+
+def looks_until_stop(stop, losses):
+    """How many looks at the held-out data it takes until the callback wants to stop."""
+    for count, loss in enumerate(losses, start=1):
+        stop.on_eval({"loss": loss})
+        if stop.stop_reason():
+            return count
+    return None
+
+
+def test_early_stop_ends_a_run_that_no_longer_learns_and_says_why(train):
+    run = train(
+        "callbacks=[default,early_stop]", NO_LEARNING, "steps=40", "eval_every=2", "callbacks.early_stop.patience=3"
+    )
+    assert run.code == 0
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"]) == ("aborted", 0)
+    # The first look sets the best loss, the next three (at steps 2, 4 and 6) do not beat it.
+    assert 6 <= end["final_step"] <= 7
+    assert run.result["why"].startswith("early_stop: 3 looks without a held-out loss below ")
+    assert "stopped because early_stop: 3 looks" in run.out
+    assert (run.dir / "model.gguf").exists()
+
+
+def test_early_stop_lets_a_run_that_learns_finish(train):
+    run = train("callbacks=[default,early_stop]", "eval_every=3", "callbacks.early_stop.patience=1")
+    assert run.events[-1]["reason"] == "completed" and run.events[-1]["final_step"] == 12
+
+
+def test_patience_counts_looks_since_the_last_improvement():
+    assert looks_until_stop(EarlyStop(patience=2), [3, 2, 2.5, 1.9, 2, 2.1, 1]) == 6
+    assert looks_until_stop(EarlyStop(patience=1), [3, 2, 1]) is None
+    assert looks_until_stop(EarlyStop(patience=1), [1, 1]) == 2, "an equal loss is no improvement"
+
+
+def test_small_gains_count_together():
+    falling = [3 - 0.04 * i for i in range(20)]
+    assert looks_until_stop(EarlyStop(patience=3, min_delta=0.1), falling) is None
+    assert looks_until_stop(EarlyStop(patience=2, min_delta=0.1), falling) == 3
+
+
+def test_a_loss_that_is_no_number_is_no_improvement():
+    assert looks_until_stop(EarlyStop(patience=2), [float("nan"), float("nan")]) == 2
+
+
+def test_the_quality_gate_passes_a_run_that_learned(train):
+    run = train("callbacks=[default,quality_gate]", "lr=0.02", "steps=30")
+    assert run.code == 0
+    gate = run.events[-1]["quality_gate"]
+    ratio = run.result["eval_loss"] / run.result["first_eval_loss"]
+    assert gate == {"passed": True, "metric": "loss_ratio", "value": ratio, "threshold": 0.95}
+    assert ratio < 0.9
+
+
+def test_the_quality_gate_fails_a_run_that_did_not_learn_and_keeps_its_results(train):
+    run = train("callbacks=[default,quality_gate]", NO_LEARNING)
+    assert run.code == 1
+    assert run.err == "toyexp: error: quality gate: held-out loss_ratio is 1.0000, it must be at most 0.95\n"
+    end = run.events[-1]
+    assert (end["reason"], end["exit_code"]) == ("completed", 1)
+    assert end["quality_gate"] == {"passed": False, "metric": "loss_ratio", "value": 1.0, "threshold": 0.95}
+    assert run.result["steps"] == 12 and "quality gate" in run.result["error"]
+    assert (run.dir / "model.gguf").exists()
+
+
+def test_the_gate_on_the_loss_itself_names_the_metric_that_failed(train):
+    run = train("callbacks=[default,quality_gate]", "lr=0.02", "steps=30", "callbacks.quality_gate.max_loss=0.5")
+    assert run.code == 1
+    assert run.events[-1]["quality_gate"]["metric"] == "loss"
+    assert run.events[-1]["quality_gate"]["threshold"] == 0.5
+    assert "held-out loss is" in run.err
+
+
+def test_the_gate_judges_the_null_engines_known_losses(train):
+    # 2 before the first step and 1 + 1/13 after the twelfth.
+    run = train("callbacks=[events,quality_gate]", "callbacks.quality_gate.max_ratio=0.54", engine="noop")
+    assert run.events[-1]["quality_gate"]["value"] == pytest.approx((1 + 1 / 13) / 2, rel=1e-6)
+    assert run.code == 0
+
+
+def test_a_run_that_failed_is_not_judged(train):
+    run = train("callbacks=[events,quality_gate]", "engine.nan_at=3", engine="noop")
+    assert run.code == 1 and "quality gate" not in run.err
+    assert "quality_gate" not in run.events[-1]
+
+
+@pytest.mark.parametrize("name", ["early_stop", "quality_gate"])
+def test_a_run_that_never_looks_is_refused_before_anything_is_written(train, name):
+    run = train(f"callbacks=[default,{name}]", "eval_every=0")
+    assert run.code == 2
+    assert run.err == (
+        f"toyexp: error: callbacks.{name} needs looks at the held-out data: eval_every must be above 0\n"
+    )
+    assert not run.dir.exists()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "early_stop.patience=0",
+        "early_stop.min_delta=-1",
+        "quality_gate.max_ratio=0",
+        "quality_gate.max_ratio=-1",
+        "quality_gate.max_loss=0",
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(train, word):
+    run = train(f"callbacks=[{word.partition('.')[0]}]", f"callbacks.{word}")
+    assert run.code == 2 and f"callbacks.{word.partition('=')[0]}" in run.err
+    assert not run.dir.exists()

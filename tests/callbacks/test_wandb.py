@@ -1,0 +1,133 @@
+import importlib.util
+import json
+import time
+
+import pytest
+
+# A wandb that misbehaves as it is told; it stands first on the path of the child process.
+FAKE = """
+import os, time
+
+class Settings:
+    def __init__(self, **options):
+        pass
+
+class Record:
+    def log(self, fields, step):
+        if os.environ["MISBEHAVE"] == "log":
+            raise ValueError("disk quota exceeded")
+    def finish(self):
+        if os.environ["MISBEHAVE"] == "finish":
+            time.sleep(600)
+
+def init(**options):
+    if os.environ["MISBEHAVE"] == "init":
+        raise RuntimeError("api.wandb.ai cannot be reached\\nsecond line")
+    if os.environ["MISBEHAVE"] == "interrupt":
+        raise KeyboardInterrupt
+    if os.environ["MISBEHAVE"] == "slow":
+        time.sleep(600)
+    return Record()
+"""
+
+PROGRAM = """
+import json, os, sys, time
+import toyexp_callbacks.wandb as ours
+from toyexp.cli import main
+ours.FINISH_SECONDS = 0.5
+ours.QUEUE_LIMIT = int(os.environ["QUEUE_LIMIT"])
+began = time.monotonic()
+for kind in sys.argv[1].split(","):
+    os.environ["MISBEHAVE"] = kind
+    began = time.monotonic()
+    code = main([*sys.argv[2:], f"hydra.run.dir={kind}"])
+    print("OUTCOME", json.dumps({"kind": kind, "code": code, "seconds": time.monotonic() - began}))
+"""
+KINDS = ["init", "log", "finish", "slow", "interrupt", "nothing"]
+
+
+@pytest.fixture
+def misbehave(settings, spawn, tmp_path, trained):
+    """Runs beside a fake wandb: the run, the seconds it took, and what was printed, for each kind of misbehaviour."""
+
+    def run(kinds, *overrides, queue=10_000):
+        package = tmp_path / "fake" / "wandb"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(FAKE)
+        words = [w for w in settings("callbacks=[default,wandb]", *overrides, engine="noop") if "hydra.run" not in w]
+        environment = {"PYTHONPATH": str(tmp_path / "fake"), "QUEUE_LIMIT": str(queue)}
+        began = time.monotonic()
+        process = spawn("-c", PROGRAM, ",".join(kinds), *words, env=environment)
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, out
+        outcomes = [json.loads(s.removeprefix("OUTCOME ")) for s in out.splitlines() if s.startswith("OUTCOME ")]
+        assert [o["kind"] for o in outcomes] == kinds, out
+        return {o["kind"]: (trained(o["code"], to=o["kind"]), o["seconds"]) for o in outcomes}, time.monotonic() - began
+
+    return run
+
+
+def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
+    runs, total = misbehave(KINDS, "callbacks.wandb.mode=online", "steps=50")
+    notes = {kind: [e["text"] for e in run.of("note")] for kind, (run, _) in runs.items()}
+    for kind, (run, seconds) in runs.items():
+        assert run.code == 0, kind
+        assert run.events[-1]["reason"] == "completed" and run.events[-1]["final_step"] == 50
+        assert (run.dir / "model.gguf").exists()
+        assert run.result["seconds"] < 2, "training never waits for wandb"
+        assert seconds < 4, "nor does the end, beyond FINISH_SECONDS"
+    assert notes["nothing"] == []
+    assert notes["init"] == [
+        "wandb gave up, the run goes on: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
+    ]
+    assert notes["log"] == ["wandb gave up, the run goes on: ValueError: disk quota exceeded"]
+    assert notes["interrupt"] == ["wandb gave up, the run goes on: KeyboardInterrupt: "]
+    for kind in ("finish", "slow"):
+        assert notes[kind] == ["wandb did not finish within 0.5 s; its record of this run is incomplete"]
+    assert total < 60, "threads that still hang do not keep the process alive"
+
+
+def test_a_full_queue_drops_records_and_never_waits_for_room(misbehave):
+    runs, _ = misbehave(["slow"], "steps=300", queue=5)
+    run, seconds = runs["slow"]
+    assert run.code == 0 and run.result["seconds"] < 2 and seconds < 4
+    assert len(run.of("note")) == 1
+
+
+def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(settings, spawn, tmp_path):
+    words = [w for w in settings("callbacks=[default,wandb]", "seed=0,1", engine="noop") if "hydra.run" not in w]
+    process = spawn("-m", "toyexp", "-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    jobs = sorted((tmp_path / "sweep").glob("*-*"))
+    assert len(jobs) == 2
+    ids = set()
+    for job in jobs:
+        records = list(job.glob("wandb/offline-run-*/run-*.wandb"))
+        assert len(records) == 1, out
+        ids.add(records[0].stem)
+        # Hyperparameters and metrics stand in wandb's own record as plain text keys.
+        content = records[0].read_bytes()
+        assert b"train/loss" in content and b"held_out/loss" in content and b"batch_size" in content
+    assert len(ids) == 2
+    assert not (tmp_path / "wandb").exists()
+    assert "wandb gave up" not in out and "wandb did not finish" not in out
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("mode=ofline", "did you mean offline?"), ("every=0", "must be at least 1")],
+)
+def test_settings_that_cannot_work_are_refused(train, word, hint):
+    run = train("callbacks=[wandb]", f"callbacks.wandb.{word}")
+    assert run.code == 2 and f"callbacks.wandb.{word}" in run.err and hint in run.err
+    assert not run.dir.exists()
+
+
+def test_without_wandb_the_run_is_refused_with_what_to_install(train, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a))
+    run = train("callbacks=[default,wandb]")
+    assert run.code == 2
+    assert run.err == "toyexp: error: callbacks.wandb needs wandb: pip install 'toyexp[wandb]'\n"
+    assert not run.dir.exists()

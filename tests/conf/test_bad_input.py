@@ -1,0 +1,521 @@
+"""Whatever a newcomer may type wrong ends in one or two plain lines and exit code 2, and leaves nothing behind."""
+
+import os
+import platform
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from toyexp.cli import main
+
+SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
+BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
+# Words of the libraries underneath, which say nothing to a person who typed a setting.
+JARGON = ("Traceback", "full_key", "object_type", "DictConfig", "ListConfig", "omegaconf", "Config group override",
+          "NoneType", "Could not", "not Optional", "of type 'str'")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def listing(root: Path) -> set[str]:
+    return {str(p.relative_to(root)) for p in root.rglob("*") if "__pycache__" not in p.parts}
+
+
+def assert_one_plain_error(err: str, *words: str) -> None:
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 2 and lines[0].startswith("toyexp: error: "), err
+    for word in words:
+        assert word in err, f"{word!r} is missing in: {err}"
+    for word in JARGON:
+        assert word not in err, f"{word!r} is no word for a newcomer: {err}"
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Runs a command line in this process and checks that it is refused as promised."""
+
+    def run(argv: list[str], *words: str) -> str:
+        before = listing(tmp_path)
+        code = main(argv)
+        err = capsys.readouterr().err
+        assert_one_plain_error(err, *words)
+        assert code == 2, err
+        assert listing(tmp_path) == before
+        return err
+
+    return run
+
+
+# -- what stands on the command line --------------------------------------------------------------------------------
+
+KEYS = [
+    ("step=5", "unknown key step;", "did you mean steps?"),
+    ("+step=5", "unknown key step;", "did you mean steps?"),
+    ("banana=5", "unknown key banana", "batch_size", "seed"),
+    ("d_model=32", "did you mean model.d_model?"),
+    ("warmup=10", "did you mean callbacks.cosine.warmup?"),
+    ("modle.d_model=32", "did you mean model.d_model?"),
+    ("model/d_model=32", "did you mean model.d_model?"),
+    ("model.d_modle=32", "did you mean model.d_model?"),
+    ("+model.d_modle=32", "did you mean model.d_model?"),
+    ("model.banana=1", "unknown key model.banana", "model=llama has", "n_layers"),
+    ("model=gpt2 model.n_kv_heads=2", "model.n_kv_heads", "model=gpt2", "it belongs to model=llama"),
+    ("model.d_model.x=1", "model.d_model holds one value"),
+    ("data.path=book.txt", "unknown key data.path with data=stdlib", "data=text"),
+    ("data.val_fracton=0.1", "did you mean data.val_fraction?"),
+    ("+data.val_fracton=0.1", "did you mean data.val_fraction?"),
+    ("recipe.donor=x.gguf", "recipe.donor with recipe=scratch", "recipe=warm"),
+    ("recipe=warm recipe.lense=pca", "did you mean recipe.lens?"),
+    ("recipe=warm +recipe.lense=pca", "did you mean recipe.lens?"),
+    ("optim.weight_dacay=0.1", "did you mean optim.weight_decay?"),
+    ("+optim.weight_dacay=0.1", "did you mean optim.weight_decay?"),
+    ("engine=cpu engine.thread=2", "did you mean engine.threads?"),
+    ("engine=cpu +engine.thread=2", "did you mean engine.threads?"),
+    ("engine.threads=2", "engine=auto", "engine=cpu"),
+    ("+engine.threads=2", "engine=auto", "engine=cpu"),
+    ("callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
+    ("+callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
+    ("callbacks.cosin.warmup=3", "did you mean callbacks.cosine.warmup?"),
+    ("callbacks.sample.every=5", "sample is not among this run's callbacks", "callbacks=[default,sample]"),
+    ("+callbacks.sample.every=5", "sample is not among this run's callbacks", "callbacks=[default,sample]"),
+    ("callbacks.cosine=5", "one by one", "callbacks=[default,cosine]"),
+    ("+steps=5", "steps", "leave out the '+'"),
+    ("steps.x=5", "steps holds one value"),
+    ("model.name=gpt2", "choose by name: model=gpt2"),
+    ("hydra.run.dri=x", "unknown key hydra.run.dri", "hydra.run.dir"),
+    ("+model._target_=os.system", "unknown key model._target_"),
+    ("+_target_=os.system", "unknown key _target_"),
+    ("+callbacks.cosine._target_=os.system", "unknown key callbacks.cosine._target_"),
+]
+
+VALUES = [
+    ("steps=abc", "steps=abc: must be a whole number"),
+    ("steps=1.5", "steps=1.5: must be a whole number"),
+    ("steps=null", "steps=null: cannot be null"),
+    ("steps=", "steps=: must be a whole number"),
+    ("steps=[1]", "steps=[1]: must be a whole number"),
+    ("lr=abc", "lr=abc: must be a number"),
+    ("model.tied=maybe", "model.tied=maybe: must be true or false"),
+    ("model.d_model=64.5", "model.d_model=64.5: must be a whole number"),
+    ("callbacks.cosine.warmup=x", "callbacks.cosine.warmup=x: must be a whole number"),
+    ("name=[a]", "name=[a]: must be one text"),
+    ("name=${nope}", "name", "${nope}, a key that is not there"),
+    ("name=${name}", "name", "refers to itself"),
+    ("steps=0", "steps=0", "from 1"),
+    ("steps=-1", "steps=-1", "from 1"),
+    ("steps=99999999999999999999", "must be a whole number from 1 to 9223372036854775807"),
+    ("lr=-1", "lr=-1.0", "0 or above"),
+    ("lr=nan", "lr=nan: must be a number"),
+    ("lr=inf", "lr=inf: must be a number"),
+    ("batch_size=0", "batch_size=0", "from 1"),
+    ("seed=-1", "seed=-1", "from 0"),
+    ("eval_every=-1", "eval_every=-1", "from 0"),
+    ("name=a/b", "name='a/b'", "slash"),
+    ("name=.hidden", "name='.hidden'", "dot"),
+    ("name=", "name=''"),
+    ("model.n_heads=0", "model.n_heads=0", "above 0"),
+    ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=64"),
+    ("model.n_kv_heads=3", "model.n_kv_heads=3 does not divide model.n_heads=4"),
+    ("model.d_model=12", "heads of 3", "even"),
+    ("optim.beta1=1", "optim.beta1=1.0", "below 1"),
+    ("optim.beta2=2", "optim.beta2=2.0", "below 1"),
+    ("optim.eps=0", "optim.eps=0.0: must be above 0"),
+    ("optim.mode=foo", "optim.mode=foo", "from_scratch", "lora"),
+    ("optim.accumulate=3", "optim.accumulate=3 does not divide batch_size=8"),
+    ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
+    ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
+    ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.linear'"),
+    ("callbacks.gguf_export.type=q4", "callbacks.gguf_export.type=q4", "q8_0"),
+    ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
+    ("callbacks=[default,sample] callbacks.sample.every=-1", "callbacks.sample", "every"),
+    ("callbacks.cosine.floor=nan", "callbacks.cosine.floor=nan"),
+    ("engine=cpu engine.threads=-1", "engine.threads=-1"),
+    ("engine=cpu engine.dtype=float16", "engine.dtype=float16", "bfloat16"),
+]
+
+CHOICES = [
+    ("recipe=wram", "recipe=wram", "did you mean warm?"),
+    ("recipe=banana", "there is none of that name", "scratch, "),
+    ("engine=metl", "engine=metl: there is none of that name"),
+    ("model=lama", "did you mean llama?"),
+    ("model=transformer", "model=transformer: there is none of that name"),
+    ("model=", "model=: takes a name", "llama"),
+    ("model=null", "model=null: takes a name", "llama"),
+    ("model=5", "model=5: takes a name", "llama"),
+    ("model={d_model:32}", "takes a name", "llama"),
+    ("data=txt", "did you mean text?"),
+    ("optim=adam", "did you mean adamw?"),
+    ("experiment=smoek", "did you mean smoke?"),
+    ("+experiment=smoke", "leave out the '+': experiment=smoke"),
+    ("++model=llama", "leave out the '+': model=llama"),
+    ("callbacks=[cosinus]", "did you mean cosine?"),
+    ("callbacks=[default,banana]", "callbacks=banana", "early_stop"),
+    ("callbacks=[[default]]", "takes a name"),
+    ("callbacks=null", "callbacks=null: takes a name"),
+    ("model=[llama,gpt2]", "takes one name", "-m model=llama,gpt2"),
+    ("recipe=[scratch]", "takes one name, without brackets"),
+    ("steps=1,2", "steps=1,2: several values; add -m"),
+    ("model=llama,gpt2", "several values; add -m"),
+    ("seed=range(1,3)", "several values; add -m"),
+    ("model@x=llama", "write model=llama"),
+    ("~callbacks.cosinus", "did you mean cosine?"),
+    ("~callbacks.sample", "this run has no such callback"),
+    ("~model", "only callbacks can be dropped"),
+    ("~steps", "only callbacks can be dropped"),
+    ("hydra/launcher=joblib", "one after another"),
+]
+
+SYNTAX = [
+    ("=5", "'=5'", "a key before '='", "steps=100"),
+    ("steps", "'steps' is neither a command nor a setting", "key=value"),
+    ("steps:5", "'steps:5' is neither a command nor a setting", "key=value"),
+    ("steps=[1", "a bracket is not closed"),
+    ("name='a", "a quote is not closed"),
+    ('"steps=5"', "the quotes belong around the value"),
+    ("steps=5=6", "cannot be read", "put quotes around"),
+    ("plugin", "did you mean plugins?"),
+    ("doctr", "did you mean doctor?"),
+    ("train", "'train' is neither a command nor a setting", "doctor"),
+    ("--steps=5", "a setting has no dashes: steps=5"),
+    ("--bananas", "there is no such option", "--cfg"),
+    ("--multirum", "did you mean --multirun?"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), [(line, words) for line, *words in KEYS + VALUES + CHOICES + SYNTAX],
+                         ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
+def test_a_wrong_setting_is_one_plain_error(refused, line, words):
+    refused([*SMALL, *line.split(" ")], *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("doctor now", ["takes no arguments"]),
+        ("plugins warmm", ["did you mean warm?"]),
+        ("plugins warm scratch", ["takes one name"]),
+        ("help me", ["takes no arguments"]),
+        ("--cfg", ["--cfg needs a value: job"]),
+        ("--cfg banana", ["--cfg banana", "job"]),
+        ("--cfg job steps=abc", ["steps=abc: must be a whole number"]),
+        ("--cfg job recipe=wram", ["did you mean warm?"]),
+        ("--cfg job --package modle", ["did you mean model?"]),
+        ("--resolve", ["goes with --cfg"]),
+        ("--info defaults recipe=wram", ["did you mean warm?"]),
+        ("--config-path", ["--config-path needs a value"]),
+        ("--config-path nowhere", ["--config-path nowhere: there is no such directory"]),
+        ("--config-dir nowhere", ["--config-dir nowhere: there is no such directory"]),
+        ("--config-name confg", ["did you mean config?"]),
+        ("-sc", ["install", "bash"]),
+        ("-sc install=powershell", ["bash", "zsh"]),
+        ("-sc query=bash", ["install=bash"]),
+        ("-m lr=interval(0,1)", ["lr=interval(0,1)", "range"]),
+        ("-m hydra/launcher=joblib", ["one after another"]),
+        ("-m hydra.sweeper.max_batch_size=5", ["one after another"]),
+        ("-m recipe=wram seed=1,2", ["did you mean warm?"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkeypatch):
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    refused(line.split(" "), *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hydra.run.dir=", ["hydra.run.dir=: must name a directory"]),
+        ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, a key that is not there"]),
+        ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),
+        ("callbacks=[default,quality_gate] eval_every=0", ["callbacks.quality_gate", "eval_every"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line, words):
+    refused([*BOOK, *line.split(" ")], *words)
+
+
+def test_of_two_values_for_a_key_the_wrong_one_is_named(refused):
+    refused([*SMALL, "lr=abc", "lr=0.1"], "lr=abc")
+    refused([*SMALL, "lr=0.1", "lr=abc"], "lr=abc")
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="MPS may be here")
+def test_mps_elsewhere_than_on_a_mac_says_what_to_use(refused):
+    refused([*SMALL, "engine=mps"], "engine=mps", "macOS", "engine=cpu")
+
+
+def test_cuda_without_a_gpu_says_what_to_use(refused):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    refused([*SMALL, "engine=cuda"], "engine=cuda", "engine=cpu")
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+TOYC = struct.Struct("<4sIII")
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "words"),
+    [
+        (None, "data=text", ["data.path=..."]),
+        (None, "data=text data.path=missing.txt", ["data.path=missing.txt: not found", "looked in"]),
+        (b"caf\xe9", "data=text data.path=file", ["file: not UTF-8", "byte 3", "0xe9"]),
+        (b"", "data=text data.path=file", ["there is no text"]),
+        (b"abc", "data=text data.path=file", ["model.context=64 is longer than", "4 tokens"]),
+        (b"a" * 9000, "data=text data.path=file model.context=10000", ["model.context=10000 is longer than"]),
+        (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)", "at least 257"]),
+        (None, "data.val_fraction=0", ["data.val_fraction=0.0", "above 0 and below 1"]),
+        (None, "data.val_fraction=1", ["data.val_fraction=1.0", "above 0 and below 1"]),
+        (None, "data.max_mb=inf", ["data.max_mb=inf"]),
+        (None, "data.max_mb=-1", ["data.max_mb=-1.0"]),
+        (None, "data.eval_batches=0", ["data.eval_batches=0"]),
+        (None, "data.tokenizer=byt", ["data.tokenizer=byt", "did you mean byte?"]),
+        (None, "data.tokenizer=sentencepiece", ["data.tokenizer=sentencepiece", "bpe", "char"]),
+        (None, "data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf: not found"]),
+        (None, "data.tokenizer=bpe data.bpe_vocab=100", ["data.bpe_vocab=100", "258"]),
+        (None, "data=tokens", ["data.path=..."]),
+        (None, "data=tokens data.path=missing.bin", ["data.path=missing.bin: not found"]),
+        (b"abcde", "data=tokens data.path=file", ["file", "5 bytes", "4-byte ids"]),
+        (b"", "data=tokens data.path=file", ["file", "0 bytes"]),
+        (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["position 1 is negative", "data.dtype=uint16"]),
+        (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["TOYC version 2"]),
+        (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["says 5 ids", "holds 7"]),
+        (b"TOYC\1", "data=tokens data.path=file", ["TOYC header has 16 bytes"]),
+        (b"\0" * 8, "data=tokens data.path=file data.dtype=int16", ["data.dtype=int16", "did you mean"]),
+        (b"\0" * 8, "data=tokens data.path=file data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)  # fmt: skip
+def test_wrong_data_is_one_plain_error(refused, tmp_path, content, line, words):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    base = ["steps=2"] if line.startswith("data=tokens") else SMALL
+    refused([*base, *line.split(" ")], *words)
+
+
+# -- a warm start's donor -------------------------------------------------------------------------------------------
+
+
+def write_donor(path: Path, width: int = 64, rows: int = 257, length: bool = True, table: bool = True) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    if length:
+        writer.add_embedding_length(width)
+    name = "token_embd.weight" if table else "output_norm.weight"
+    writer.add_tensor(name, np.ones((rows, width), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("donor", "settings", "words"),
+    [
+        ({"width": 32}, "recipe.lens=none", ["width mismatch", "expected 64", "has 32", "model.d_model=32"]),
+        ({"width": 32}, "recipe.lens=pca", ["recipe.lens=pca", "32 directions", "recipe.lens=random"]),
+        ({"length": False}, "", ["no llama.embedding_length"]),
+        ({"table": False}, "", ["no token_embd.weight"]),
+        ({"rows": 100}, "", ["too few rows", "257", "100"]),
+        ({}, "model=gpt2", ["model.tied=false"]),
+        ({}, "recipe.lens=pcaa", ["recipe.lens=pcaa", "did you mean pca?"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else str(v)[:20],
+)
+def test_a_donor_that_does_not_fit_is_one_plain_error(refused, tmp_path, donor, settings, words):
+    write_donor(tmp_path / "d.gguf", **donor)
+    refused([*BOOK, "recipe=warm", "recipe.donor=d.gguf", *settings.split()], *words)
+
+
+def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
+    write_donor(tmp_path / "whole.gguf")
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-1000])
+    (tmp_path / "text.gguf").write_text("This is a text of some length, and no GGUF at all.")
+    (tmp_path / "folder").mkdir()
+    for donor, word in (
+        ("missing.gguf", "not found"),
+        ("folder", "not a regular file"),
+        ("text.gguf", "not a GGUF file"),
+        ("cut.gguf", "after the end of the file"),
+    ):
+        refused([*BOOK, "recipe=warm", f"recipe.donor={donor}"], donor, word)
+
+
+# -- plugins and foreign config files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("plugins=[no_such_module]", ["there is no module no_such_module"]),
+        ("plugins=[raises_at_import]", ["plugins=[raises_at_import]", "out of cheese"]),
+        ("plugins=[offers_nothing]", ["plugins=[offers_nothing]", "offers nothing"]),
+        ("plugins=[a-b]", ["plugins=[a-b]: takes names of Python modules"]),
+        ("plugins=../x", ["takes names of Python modules"]),
+        ("plugins=null", ["takes names of Python modules"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_plugin_is_one_plain_error(refused, tmp_path, line, words):
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('out of cheese')\n")
+    (tmp_path / "offers_nothing.py").write_text("x = 1\n")
+    refused([*SMALL, line], *words)
+
+
+def config_file(directory: Path, text: str) -> None:
+    directory.mkdir()
+    parts = "{model: nano}, {data: stdlib}, {recipe: scratch}, {engine: cpu}, {optim: adamw}, {callbacks: [default]}"
+    (directory / "config.yaml").write_text(f"defaults: [{parts}, _self_]\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("plugins: [tempting]", ["local plugin tempting", "only loaded from the command line", "plugins=[tempting]"]),
+        ("step: 5", ["unknown key step;", "did you mean steps?"]),
+        ("steps: abc", ["steps=abc: must be a whole number"]),
+        ("model: {d_modle: 5}", ["did you mean model.d_model?"]),
+        ("model: {_target_: os.system}", ["unknown key model._target_"]),
+        ("callbacks: {sample: {every: 5}}", ["sample is not among this run's callbacks"]),
+        ("steps: [1\nb: : c", ["config.yaml, line", "not valid YAML"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_config_file_is_one_plain_error(refused, tmp_path, text, words):
+    (tmp_path / "tempting.py").write_text("open('loaded', 'w').close()\n")
+    config_file(tmp_path / "theirs", text)
+    refused(["--config-path", "theirs", "data.tokenizer=byte"], *words)
+
+
+def test_a_config_file_with_types_is_held_to_them(refused, tmp_path):
+    config_file(tmp_path / "theirs", "steps: abc\n")
+    path = tmp_path / "theirs" / "config.yaml"
+    path.write_text(path.read_text().replace("[{model", "[schema, {model"))
+    refused(["--config-path", "theirs", "data.tokenizer=byte"], "steps: must be a whole number")
+    path.write_text(path.read_text().replace("steps: abc", "step: 1"))
+    refused(["--config-path", "theirs", "data.tokenizer=byte"], "unknown key step;", "did you mean steps?")
+
+
+def test_a_config_file_with_an_unknown_choice_is_one_plain_error(refused, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.yaml").write_text("defaults: [{model: lama}]\n")
+    (tmp_path / "theirs" / "few.yaml").write_text("steps: 1\n")
+    (tmp_path / "theirs" / "list.yaml").write_text("[1, 2]\n")
+    refused(["--config-path", "theirs"], "model=lama: there is none of that name", "did you mean llama?")
+    refused(["--config-path", "theirs", "--config-name", "few"], "chooses no model", "llama")
+    refused(["--config-path", "theirs", "--config-name", "list"], "list.yaml", "no keys")
+    refused(["--config-path", "theirs", "--config-name", "fwe"], "has no fwe.yaml", "did you mean few?")
+
+
+def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_was(refused, tmp_path, capsys):
+    line = [*BOOK, "engine=cpu", "hydra.run.dir=mine"]
+    assert main(line) == 0
+    capsys.readouterr()
+    written = {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()}
+    refused(line, "mine already holds a run", "hydra.run.dir=...")
+    assert {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()} == written
+
+
+# -- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys):
+    code = main(["-m", *BOOK, "engine=cpu", "lr=0.1,x,-1", "callbacks=[events]"])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert err.splitlines() == [
+        "toyexp: error in job 1: lr=x: must be a number",
+        "toyexp: error in job 2: lr=-1.0: must be a number, 0 or above",
+    ]
+    assert [p.name for p in tmp_path.glob("outputs/sweeps/*/*")] == ["0-scratch-llama"]
+    table = out.splitlines()[-3:]
+    assert "lr=0.1" in table[0] and "outputs" in table[0]
+    assert "lr=x" in table[1] and "failed" in table[1]
+    assert "lr=-1" in table[2] and "failed" in table[2]
+
+
+def test_a_sweep_of_bad_names_runs_the_good_one(tmp_path, capsys):
+    code = main(["-m", *BOOK, "engine=cpu", "recipe=wram,scratch", "callbacks=[events]"])
+    assert code == 2
+    assert "error in job 0: recipe=wram: there is none of that name; did you mean warm?" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.glob("outputs/sweeps/*/*")] == ["1-scratch-llama"]
+
+
+def test_a_sweep_of_bad_input_alone_leaves_nothing(tmp_path, capsys):
+    assert main(["-m", *BOOK, "engine=cpu", "banana=1,2"]) == 2
+    assert capsys.readouterr().err.count("unknown key banana") == 2
+    assert listing(tmp_path) == {"book.txt"}
+
+
+def test_a_job_that_crashes_makes_the_sweep_exit_1(tmp_path, capsys):
+    (tmp_path / "crashing.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from toyexp import Callback, hookimpl\n"
+        "@hookimpl\n"
+        "def register_callbacks(register):\n"
+        "    register(Crash)\n"
+        "@dataclass(eq=False)\n"
+        "class Crash(Callback):\n"
+        "    'Crashes.'\n"
+        "    name: ClassVar[str] = 'crash'\n"
+        "    @hookimpl\n"
+        "    def on_step(self):\n"
+        "        raise ZeroDivisionError('on purpose')\n"
+    )
+    line = ["-m", *BOOK, "engine=cpu", "plugins=[crashing]", "steps=0,1", "callbacks=[crash]"]
+    assert main(line) == 1
+    err = capsys.readouterr().err
+    assert "error in job 0: steps=0" in err and "error in job 1: ZeroDivisionError: on purpose" in err
+
+
+# -- a real process -------------------------------------------------------------------------------------------------
+
+
+def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toyexp", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("stesp=5", "did you mean steps?"),
+        ("steps=abc", "must be a whole number"),
+        ("recipe=wram", "did you mean warm?"),
+        ("steps=[1", "a bracket is not closed"),
+        ("--cfg job model=lama", "did you mean llama?"),
+        ("doctr", "did you mean doctor?"),
+    ],
+)
+def test_the_process_exits_2_with_nothing_but_the_error(tmp_path, line, word):
+    done = process(*line.split(" "))
+    assert_one_plain_error(done.stderr, word)
+    assert (done.returncode, done.stdout, listing(tmp_path)) == (2, "", {"book.txt"})
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("toyexp recipe=", {"recipe=scratch", "recipe=warm"}),
+        ("toyexp model.n_h", {"model.n_heads="}),
+        ("toyexp optim.beta", {"optim.beta1=", "optim.beta2="}),
+    ],
+)
+def test_tab_completion_knows_choices_and_settings(capfd, monkeypatch, typed, completed):
+    monkeypatch.setenv("COMP_LINE", typed)
+    monkeypatch.setenv("COMP_POINT", str(len(typed)))
+    assert main(["-sc", "query=bash"]) == 0
+    assert completed <= set(capfd.readouterr().out.split())

@@ -1,0 +1,157 @@
+"""What conf/ holds composes, builds, holds only differences, and a saved run repeats itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toyexp import Unavailable
+from toyexp.cli import main
+from toyexp.config import Source, build, compose, conf_dir, store_schemas, valid_choices
+from toyexp.registry import KINDS, load, settings_of
+
+CONF = conf_dir()
+SOURCE = Source.of()
+# Neither tokenizer nor donor is the point here.
+SMALL = ["data=text", "data.path=book.txt", "data.tokenizer=byte"]
+
+
+def presets(group: str) -> list[str]:
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def registry():
+    loaded = load()
+    store_schemas(loaded)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize("name", presets("experiment"))
+def test_every_experiment_composes_and_builds(registry, name):
+    cfg = compose([f"experiment={name}"], registry, SOURCE)
+    body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+    assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
+    try:
+        built = build(cfg, registry)
+    except Unavailable as reason:  # the device comes last: all else was checked before
+        assert str(reason).startswith(f"engine={cfg.engine.name}: ")
+    else:
+        assert built.model.parameters() > 0
+
+
+@pytest.mark.parametrize("name", presets("model"))
+def test_every_model_preset_composes_and_builds_with_its_sizes(registry, name):
+    model = build(compose([f"model={name}", *SMALL], registry, SOURCE), registry).model
+    body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    body.pop("defaults")
+    assert body.items() <= model.settings().items()
+
+
+def leaves(node: dict, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in node.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+@pytest.mark.parametrize("name", presets("model"))
+def test_a_model_preset_holds_only_differences(registry, name):
+    body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    base = next(part for part in body.pop("defaults") if part != "_self_")
+    defaults = {s.name: s.default for s in settings_of(registry.get("model", base))}
+    assert {key: value for key, value in body.items() if defaults[key] == value} == {}
+
+
+@pytest.mark.parametrize("name", presets("experiment"))
+def test_an_experiment_holds_only_differences(registry, name):
+    body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+    chosen = [f"{key.removeprefix('override /')}={value}" for part in body.pop("defaults", []) if isinstance(part, dict)
+              for key, value in part.items()]  # fmt: skip
+    without = compose([c.replace("'", "").replace(" ", "") for c in chosen], registry, SOURCE)
+    same = {key: value for key, value in leaves(body).items() if value == select(without, key)}
+    assert same == {}
+
+
+def select(cfg, key: str) -> object:
+    for part in key.split("."):
+        cfg = cfg[part]
+    return cfg
+
+
+def test_nothing_in_conf_names_code():
+    for path in CONF.rglob("*.yaml"):
+        assert "_target_" not in path.read_text(), path
+
+
+def run_once(*words: str) -> tuple[Path, dict]:
+    """Runs, and returns the one new run directory and its losses."""
+    before = set(Path.cwd().rglob("result.json"))
+    assert main(list(words)) == 0
+    (result,) = set(Path.cwd().rglob("result.json")) - before
+    losses = json.loads(result.read_text())
+    return result.parent, {k: losses[k] for k in ("train_loss", "eval_loss", "first_eval_loss")}
+
+
+def test_a_saved_config_repeats_the_run(tmp_path, capsys):
+    settings = ["steps=3", "seed=7", "lr=0.01", "optim.accumulate=2", "model.n_layers=1", "engine=cpu"]
+    first, losses = run_once(*SMALL, *settings, "callbacks=[linear,events]", "callbacks.linear.warmup=1")
+    again, repeated = run_once("--config-path", str(first), "--config-name", "config")
+    assert repeated == losses
+    assert again.parent == first.parent and again != first  # beside it, not inside it
+    assert yaml.safe_load((again / "config.yaml").read_text()) == yaml.safe_load((first / "config.yaml").read_text())
+    _, other = run_once("--config-path", str(first), "seed=8")
+    assert other != losses
+
+
+def test_a_config_path_leaves_nothing_of_hydra_behind(tmp_path, capsys):
+    first, _ = run_once(*SMALL, "steps=1", "engine=cpu", "callbacks=[events]")
+    run_once("--config-path", str(first))
+    assert {p.name for p in tmp_path.iterdir()} == {"book.txt", "outputs"}
+    assert not list(tmp_path.rglob(".hydra")) and not list(tmp_path.rglob("*.log"))
+
+
+def test_a_directory_of_your_own_presets_stands_beside_ours(tmp_path, capsys):
+    (tmp_path / "my presets" / "model").mkdir(parents=True)
+    (tmp_path / "my presets" / "model" / "tiny.yaml").write_text("defaults: [llama, _self_]\nd_model: 16\n")
+    run, _ = run_once("--config-dir", "my presets", "model=tiny", *SMALL, "steps=1", "engine=cpu", "callbacks=[]")
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["d_model"] == 16
+
+
+def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, capsys):
+    assert main(["--cfg", "job", "steps=7", "model=gpt2"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["steps"], shown["model"]["name"]) == (7, "gpt2")
+    assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
+
+
+def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_path, capsys):
+    line = ["-m", *SMALL, "engine=cpu", "steps=1", "callbacks=[]", "model.n_layers=1,2", "seed=3,4"]
+    assert main(line) == 0
+    jobs = sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))
+    configs = [yaml.safe_load(p.read_text()) for p in jobs]
+    assert [(c["model"]["n_layers"], c["seed"]) for c in configs] == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert len({p.parent.parent for p in jobs}) == 1
+
+
+def test_help_lists_every_choice_and_imports_no_framework(registry):
+    code = (
+        "import sys; from toyexp.cli import main; code = main(['--help']); "
+        "print('imported:', *sorted({'torch', 'ggml', 'wandb', 'matplotlib', 'tokenizers'} & set(sys.modules))); "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    words = done.stdout.replace(",", " ").split()
+    for kind in (*KINDS, "experiment"):
+        assert valid_choices(kind, registry) <= set(words), kind
+    assert done.stdout.splitlines()[-1] == "imported:"

@@ -1,0 +1,327 @@
+import itertools
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+
+import pytest
+
+from toyexp import Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
+from toyexp.cli import main
+
+COUNTER = itertools.count()
+
+
+@dataclass(eq=False)
+class Recorder(Callback):
+    """Notes every hook it hears, with its own label, and answers what it was told to."""
+
+    name = "recorder"
+    label: str = ""
+    rate: float | None = None
+    reason: str | None = None
+
+    def bind(self, heard):
+        self.heard = heard
+        return self
+
+    def note(self, hook):
+        self.heard.append((self.label, hook))
+
+    @hookimpl
+    def on_start(self):
+        self.note("on_start")
+
+    @hookimpl
+    def on_step(self, step, metrics):
+        self.note(f"on_step {step} {metrics['loss']}")
+
+    @hookimpl
+    def on_eval(self, step):
+        self.note(f"on_eval {step}")
+
+    @hookimpl
+    def on_event(self, kind, fields):
+        self.note(f"on_event {kind} {fields}")
+
+    @hookimpl
+    def on_end(self, reason, error):
+        self.note(f"on_end {reason} {error!r}")
+
+    @hookimpl
+    def lr(self, step, steps):
+        self.note(f"lr {step}/{steps}")
+        return self.rate
+
+    @hookimpl
+    def stop_reason(self, step):
+        self.note("stop_reason")
+        return self.reason
+
+
+@dataclass(eq=False)
+class Failing(Recorder):
+    """Raises at the end, after noting it."""
+
+    error: BaseException | None = None
+
+    @hookimpl
+    def on_end(self):
+        self.note("on_end")
+        raise self.error
+
+
+@dataclass(eq=False)
+class Closing(Recorder):
+    """Records the end, after everyone else."""
+
+    closes_last = True
+
+
+@dataclass(eq=False)
+class Half(Schedule):
+    """Half the base rate."""
+
+    name = "half"
+
+    def factor(self, step, steps):
+        return 0.5
+
+
+@dataclass(eq=False)
+class Falling(Schedule):
+    """A line down."""
+
+    name = "falling"
+
+    def factor(self, step, steps):
+        return 1 - step / steps
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+def make_run(bus=None):
+    return Run("r", Path("r"), 0, 10, 0.25, {}, "null", plan=None, session=None, dataset=None, bus=bus)
+
+
+def make_bus(heard, *callbacks):
+    return Bus({c.label: c.bind(heard) for c in callbacks})
+
+
+def test_every_callback_hears_every_hook_in_config_order(heard):
+    bus = make_bus(heard, Recorder("c"), Recorder("a"), Recorder("b"))
+    run = make_run(bus)
+    assert bus.names() == ["c", "a", "b"]
+    bus.hook.on_start(run=run)
+    bus.hook.on_step(run=run, step=3, metrics={"loss": 1.5})
+    bus.hook.on_eval(run=run, step=3, metrics={"loss": 1.5})
+    run.emit("note", text="x")
+    bus.end(run, "completed", None)
+    hooks = ["on_start", "on_step 3 1.5", "on_eval 3", "on_event note {'text': 'x'}", "on_end completed None"]
+    assert heard == [(label, hook) for hook in hooks for label in "cab"]
+
+
+def test_the_first_answer_counts_and_the_rest_are_not_asked(heard):
+    bus = make_bus(heard, Recorder("a"), Recorder("b", rate=0.5), Recorder("c", rate=0.7))
+    assert bus.hook.lr(run=make_run(), step=0, steps=10) == 0.5
+    assert [label for label, _ in heard] == ["a", "b"]
+
+
+def test_zero_is_an_answer(heard):
+    assert make_bus(heard, Recorder("a", rate=0.0), Recorder("b", rate=0.7)).hook.lr(run=None, step=0, steps=1) == 0.0
+
+
+def test_the_first_reason_to_stop_counts(heard):
+    bus = make_bus(heard, Recorder("a"), Recorder("b", reason="bored"), Recorder("c", reason="tired"))
+    assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) == "bored"
+
+
+def test_nobody_answers_when_there_is_nobody():
+    bus = Bus({})
+    assert bus.hook.lr(run=make_run(), step=0, steps=1) is None
+    assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) is None
+    assert bus.end(make_run(), "completed", None) == []
+
+
+def test_a_schedule_multiplies_the_base_rate():
+    bus = Bus({"falling": Falling()})
+    assert [bus.hook.lr(run=make_run(), step=k, steps=4) for k in range(4)] == [0.25, 0.1875, 0.125, 0.0625]
+
+
+def test_a_callback_before_the_schedule_may_answer_instead(heard):
+    override = Recorder("own", rate=0.125).bind(heard)
+    assert Bus({"own": override, "half": Half()}).hook.lr(run=make_run(), step=0, steps=1) == 0.125
+    assert Bus({"half": Half(), "own": override}).hook.lr(run=make_run(), step=0, steps=1) == 0.125
+    assert heard == [("own", "lr 0/1")]
+
+
+def test_two_schedules_are_refused_with_what_to_type():
+    with pytest.raises(UserError, match="callbacks half and falling both set the learning rate; drop one"):
+        Bus({"half": Half(), "falling": Falling()})
+
+
+def test_two_callbacks_with_equal_settings_are_two_callbacks(heard):
+    bus = Bus({"one": Recorder("same").bind(heard), "two": Recorder("same").bind(heard)})
+    bus.hook.on_start(run=make_run())
+    assert heard == [("same", "on_start")] * 2
+
+
+def test_exports_are_noted_as_artifacts_in_the_order_they_were_said(heard):
+    bus = make_bus(heard, Recorder("a"))
+    run = make_run(bus)
+    for path in ("b.gguf", "a.png"):
+        run.emit("export", path=path)
+    run.emit("note", path="no artifact")
+    assert bus.artifacts == [Path("b.gguf"), Path("a.png")]
+
+
+def test_on_end_reaches_everyone_even_when_some_raise(heard):
+    errors = [ValueError("one"), RunFailed("two")]
+    bus = make_bus(
+        heard, Failing("a", error=errors[0]), Recorder("b"), Failing("c", error=errors[1]), Recorder("d")
+    )  # fmt: skip
+    assert bus.end(make_run(), "completed", None) == errors
+    assert [label for label, _ in heard] == ["a", "b", "c", "d"]
+
+
+def test_recorders_are_called_last_and_told_the_first_failure(heard):
+    error = ValueError("no disk")
+    bus = make_bus(heard, Closing("log"), Recorder("a"), Failing("b", error=error), Failing("c", error=RunFailed("x")))
+    bus.end(make_run(), "completed", None)
+    assert heard == [
+        ("a", "on_end completed None"),
+        ("b", "on_end"),
+        ("c", "on_end"),
+        ("log", f"on_end completed {error!r}"),
+    ]
+
+
+def test_recorders_of_a_failed_run_are_told_its_own_error(heard):
+    error = RunFailed("NaN")
+    bus = make_bus(heard, Closing("log"), Failing("b", error=ValueError("also")))
+    bus.end(make_run(), "errored", error)
+    assert heard[-1] == ("log", f"on_end errored {error!r}")
+
+
+def test_an_interruption_at_the_end_skips_one_callback_and_is_raised_after_the_others(heard):
+    bus = make_bus(heard, Failing("a", error=KeyboardInterrupt()), Recorder("b"), Closing("log"))
+    with pytest.raises(KeyboardInterrupt):
+        bus.end(make_run(), "completed", None)
+    assert heard[1:] == [("b", "on_end completed None"), ("log", "on_end completed KeyboardInterrupt()")]
+
+
+def test_a_run_cannot_be_changed_by_a_callback():
+    with pytest.raises(FrozenInstanceError):
+        make_run().lr = 1.0
+
+
+def test_emit_without_a_bus_says_nothing():
+    make_run().emit("note", text="x")
+
+
+# -- in real runs ---------------------------------------------------------------------------------------------------
+
+PLUGIN = """
+from dataclasses import dataclass
+from pathlib import Path
+from toyexp import Callback, hookimpl
+
+HEARD = []
+
+@dataclass(eq=False)
+class Raising(Callback):
+    '''Raises where it is told to.'''
+    name = "raising"
+    where: str = ""
+
+    def check_run(self, config, dataset):
+        self.at("check_run")
+        HEARD.append(("check_run", config["steps"], len(dataset.train)))
+    def at(self, hook):
+        if self.where == hook:
+            raise ValueError(f"boom in {hook}")
+    @hookimpl
+    def on_start(self):
+        self.at("on_start")
+    @hookimpl
+    def lr(self, step):
+        self.at("lr")
+    @hookimpl
+    def on_step(self, step):
+        self.at("on_step")
+    @hookimpl
+    def on_eval(self, step):
+        self.at("on_eval")
+    @hookimpl
+    def stop_reason(self, step):
+        self.at("stop_reason")
+    @hookimpl
+    def on_end(self, reason, error):
+        HEARD.append(("raising", reason, repr(error)))
+        self.at("on_end")
+
+@dataclass(eq=False)
+class Witness(Callback):
+    '''Notes how the run ended, and whether its tensors could still be read then.'''
+    name = "witness"
+    @hookimpl
+    def on_end(self, run, reason, error):
+        HEARD.append(("witness", reason, repr(error)))
+        run.session.download("token_embd.weight")
+
+@hookimpl
+def register_callbacks(register):
+    register(Raising)
+    register(Witness)
+"""
+
+
+@pytest.fixture
+def run_raising(tmp_path, monkeypatch):
+    """Runs with a callback that raises, and one after it that notes the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 100)
+
+    def run(where):
+        name = f"raising_plugin_{next(COUNTER)}"  # a process imports a module once
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+        words = ["data=text", "data.path=text.txt", "data.tokenizer=byte", "model.context=8", "steps=3", "eval_every=1"]
+        words += [f"plugins=[toyexp.testing.null,{name}]", "engine=noop", "callbacks=[raising,witness]"]
+        crash = code = None
+        try:
+            code = main([*words, f"callbacks.raising.where={where}", "hydra.run.dir=run"])
+        except ValueError as error:
+            crash = str(error)
+        heard = __import__(name).HEARD
+        return heard, code, crash
+
+    return run
+
+
+@pytest.mark.parametrize("hook", ["on_start", "lr", "on_step", "on_eval", "stop_reason"])
+def test_an_error_in_any_hook_ends_the_run_and_everyone_hears_of_it(run_raising, hook):
+    heard, _, crash = run_raising(hook)
+    boom = f"boom in {hook}"
+    assert crash == boom
+    assert heard[1:] == [
+        ("raising", "errored", f"ValueError('{boom}')"),
+        ("witness", "errored", f"ValueError('{boom}')"),
+    ]
+
+
+def test_an_error_at_the_end_fails_the_run_after_everyone_was_called(run_raising, capsys):
+    heard, code, _ = run_raising("on_end")
+    assert heard[1:] == [("raising", "completed", "None"), ("witness", "completed", "None")]
+    assert code == 1
+    assert "a callback failed at the end of the run: ValueError('boom in on_end')" in capsys.readouterr().err
+
+
+def test_check_run_sees_configuration_and_data_before_anything_is_written(run_raising, tmp_path):
+    heard, code, _ = run_raising("nowhere")
+    assert code == 0 and heard[0][:2] == ("check_run", 3) and heard[0][2] > 2000
+    (tmp_path / "run").rename(tmp_path / "finished")
+    _, _, crash = run_raising("check_run")
+    assert crash == "boom in check_run"
+    assert not (tmp_path / "run").exists()

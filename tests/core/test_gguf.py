@@ -1,0 +1,566 @@
+"""GGUF files: what is written is what is read, and no broken file does more than raise a GGUFError."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import numpy as np
+import pytest
+
+from toyexp import Constant, Model, Normal, TensorSpec, UserError
+from toyexp.gguf.read import TYPES, GGUFError, GGUFFile
+from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.gguf.write import write_model
+from toyexp.init import draw
+from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+
+# -- files by hand ----------------------------------------------------------------------------------------------------
+
+U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
+FORMS = {U8: "<B", I8: "<b", U16: "<H", I16: "<h", U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
+FORMS |= {U64: "<Q", I64: "<q", F64: "<d"}
+
+
+def u32(n: int) -> bytes:
+    return struct.pack("<I", n)
+
+
+def u64(n: int) -> bytes:
+    return struct.pack("<Q", n)
+
+
+def text(value: bytes | str) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return u64(len(raw)) + raw
+
+
+def key(name: bytes | str, kind: int, value: bytes) -> bytes:
+    return text(name) + u32(kind) + value
+
+
+def array(kind: int, items: list[bytes], count: int | None = None) -> bytes:
+    return u32(kind) + u64(len(items) if count is None else count) + b"".join(items)
+
+
+def tensor(name: bytes | str, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    """An entry of the tensor table; `dims` in the file's order, the fastest first."""
+    return text(name) + u32(len(dims)) + b"".join(map(u64, dims)) + u32(kind) + u64(offset)
+
+
+ARCHITECTURE = key("general.architecture", STRING, text("llama"))
+
+
+def gguf_file(
+    keys: tuple[bytes, ...] = (ARCHITECTURE,),
+    tensors: tuple[bytes, ...] = (tensor("a", (4, 2)),),
+    data: bytes = bytes(32),
+    *,
+    magic: bytes = b"GGUF",
+    version: bytes = u32(3),
+    n_tensors: int | None = None,
+    n_keys: int | None = None,
+    alignment: int = 32,
+) -> bytes:
+    counts = u64(len(tensors) if n_tensors is None else n_tensors) + u64(len(keys) if n_keys is None else n_keys)
+    head = magic + version + counts + b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % alignment) + data
+
+
+GOOD = gguf_file(
+    keys=(
+        ARCHITECTURE,
+        key("number", U32, u32(7)),
+        key("numbers", ARRAY, array(F64, [struct.pack("<d", x) for x in (0.5, -2.0)])),
+        key("words", ARRAY, array(STRING, [text("é"), text("")])),
+    ),
+    tensors=(tensor("matrix", (4, 2)), tensor("quantised", (32, 2), 8, 32), tensor("vector", (3,), 0, 128)),
+    data=np.arange(8, dtype="<f4").tobytes() + bytes(range(68)) + bytes(28) + np.ones(3, "<f4").tobytes(),
+)
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Writes bytes to a file and returns its path."""
+
+    def write(data: bytes) -> Path:
+        path = tmp_path / "file.gguf"
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+def read_all(path: Path) -> dict[str, np.ndarray]:
+    with GGUFFile(path) as file:
+        return {name: file.read(name) for name in file.tensors}
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_of_every_type_are_read(put):
+    values = {U8: 255, I8: -128, U16: 65535, I16: -5, U32: 2**32 - 1, I32: -7, F32: 0.5, BOOL: True}
+    values |= {U64: 2**64 - 1, I64: -(2**63), F64: 1e300}
+    single = [key(f"one.{k}", k, struct.pack(FORMS[k], v)) for k, v in values.items()]
+    several = [key(f"all.{k}", ARRAY, array(k, [struct.pack(FORMS[k], v)] * 3)) for k, v in values.items()]
+    words = key("words", ARRAY, array(STRING, [text("中文"), text("")]))
+    with GGUFFile(put(gguf_file(keys=(*single, *several, words)))) as file:
+        for kind, value in values.items():
+            assert file.metadata[f"one.{kind}"] == value
+            assert file.metadata[f"all.{kind}"].tolist() == [value] * 3
+        assert file.metadata["words"] == ["中文", ""]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_versions_2_and_3_are_read(put, version):
+    assert read_all(put(gguf_file(version=u32(version))))["a"].shape == (2, 4)
+
+
+def test_the_alignment_of_the_file_places_its_tensors(put):
+    keys = (ARCHITECTURE, key("general.alignment", U32, u32(256)))
+    values = np.arange(8, dtype="<f4")
+    tensors = (tensor("a", (4, 2)), tensor("b", (4, 2), 0, 256))
+    data = values.tobytes() + bytes(224) + (values + 8).tobytes()
+    found = read_all(put(gguf_file(keys, tensors, data, alignment=256)))
+    assert found["a"].tolist() == values.reshape(2, 4).tolist()
+    assert found["b"].tolist() == (values + 8).reshape(2, 4).tolist()
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda k: TYPES[k][0])
+def test_every_type_reads_as_gguf_py_dequantises_it(put, kind):
+    _, per_block, block_bytes = TYPES[kind]
+    width = 2 * per_block * (1 if per_block > 1 else 32)
+    # Bytes below 0x3c make every float16 scale a number below 1, so that no product overflows.
+    raw = np.random.default_rng(kind).integers(0, 0x3C, (3, width // per_block * block_bytes), dtype=np.uint8)
+    path = put(gguf_file(tensors=(tensor("a", (width, 3), kind),), data=raw.tobytes()))
+    with GGUFFile(path) as file:
+        got, first = file.read("a"), file.read("a", rows=2)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
+    assert got.dtype == np.float32
+    assert got.shape == (3, width)
+    assert got.tobytes() == expected.astype(np.float32).tobytes()
+    assert first.tobytes() == got[:2].tobytes()
+
+
+def test_rows_reads_nothing_behind_those_rows(put):
+    path = put(gguf_file(tensors=(tensor("a", (4, 100)),), data=np.arange(400, dtype="<f4").tobytes()))
+    with GGUFFile(path) as file:
+        os.truncate(path, path.stat().st_size - 90 * 16)  # what is left are the first ten rows
+        assert file.read("a", rows=10).tolist() == np.arange(40.0).reshape(10, 4).tolist()
+        with pytest.raises(GGUFError, match=r"a needs 1600 bytes .* the file gave 160"):
+            file.read("a")
+
+
+@pytest.mark.parametrize("rows", [-1, 0, 3])
+def test_rows_that_a_tensor_does_not_have_are_refused(put, rows):
+    with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=f"matrix has 2 rows, {rows} were asked for"):
+        file.read("matrix", rows=rows)
+
+
+def test_a_tensor_that_is_not_there_is_named(put):
+    with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=r"has no tensor output\.weight"):
+        file.read("output.weight")
+
+
+def test_an_architecture_that_is_not_a_word_is_refused(put):
+    for keys in ((), (key("general.architecture", U32, u32(1)),), (key("general.architecture", STRING, text("")),)):
+        with GGUFFile(put(gguf_file(keys=keys))) as file, pytest.raises(GGUFError, match=r"no general\.architecture"):
+            _ = file.architecture
+
+
+# -- broken files -----------------------------------------------------------------------------------------------------
+
+HUGE = 2**63
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not a GGUF file (0 bytes)"),
+    "magic alone": (b"GGUF", "not a GGUF file (4 bytes)"),
+    "wrong magic": (gguf_file(magic=b"GGML"), "not a GGUF file"),
+    "zip": (b"PK\3\4" + bytes(100), "not a GGUF file"),
+    "LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+        "Git LFS pointer",
+    ),
+    "version 1": (gguf_file(version=u32(1)), "version 1;"),
+    "version 4": (gguf_file(version=u32(4)), "version 4;"),
+    "big-endian": (gguf_file(version=struct.pack(">I", 3)), "big-endian"),
+    "absurd key count": (gguf_file(n_keys=HUGE), f"{HUGE} keys"),
+    "absurd tensor count": (gguf_file(n_tensors=HUGE), f"{HUGE} tensors"),
+    "more keys than bytes": (gguf_file(n_keys=1000), "1000 keys"),
+    "more tensors than bytes": (gguf_file(n_tensors=1000), "1000 tensors"),
+    "absurd key length": (gguf_file((u64(HUGE) + b"k",)), f"claims {HUGE} bytes"),
+    "absurd string length": (gguf_file((key("k", STRING, u64(HUGE)),)), f"claims {HUGE} bytes"),
+    "string past the end": (gguf_file((key("k", STRING, u64(10_000)),)), "does not fit into the file"),
+    "absurd array length": (gguf_file((key("k", ARRAY, array(U8, [], HUGE)),)), f"claims {HUGE} elements"),
+    "array past the end": (gguf_file((key("k", ARRAY, array(F64, [], 1_000_000)),)), "does not fit into the file"),
+    "string array past the end": (gguf_file((key("k", ARRAY, array(STRING, [], 3_000_000)),)), "3000000 strings in k"),
+    "absurd string in an array": (gguf_file((key("k", ARRAY, array(STRING, [u64(HUGE)])),)), f"claims {HUGE} bytes"),
+    "nested array": (gguf_file((key("k", ARRAY, array(ARRAY, [array(U8, [b"1"])])),)), "element type 9"),
+    "unknown value type": (gguf_file((key("k", 13, u64(0)),)), "value type 13"),
+    "unknown element type": (gguf_file((key("k", ARRAY, array(13, [u64(0)])),)), "element type 13"),
+    "unknown tensor type": (gguf_file(tensors=(tensor("a", (4, 2), 4),)), "unknown type 4"),
+    "key twice": (gguf_file((key("k", U8, b"1"), key("k", U8, b"2"))), "the key k twice"),
+    "tensor twice": (gguf_file(tensors=(tensor("a", (4,)), tensor("a", (4,), 0, 32)), data=bytes(64)), "a is listed"),
+    "empty key": (gguf_file((key("", U8, b"1"),)), "empty key"),
+    "key with NUL": (gguf_file((key("a\0b", U8, b"1"),)), "NUL"),
+    "key that is not UTF-8": (gguf_file((key(b"\xff\xfe", U8, b"1"),)), "key is not UTF-8"),
+    "string that is not UTF-8": (gguf_file((key("k", STRING, text(b"\xc3")),)), "value of k is not UTF-8"),
+    "tensor name that is not UTF-8": (gguf_file(tensors=(tensor(b"\xc3", (8,)),)), "tensor name is not UTF-8"),
+    "tensor without a name": (gguf_file(tensors=(tensor("", (8,)),)), "without a name"),
+    "tensor name of 65 bytes": (gguf_file(tensors=(tensor("a" * 65, (8,)),)), "claims 65 bytes"),
+    "tensor name with NUL": (gguf_file(tensors=(tensor("a\0b", (8,)),)), "NUL"),
+    "no dimensions": (gguf_file(tensors=(tensor("a", ()),)), "0 dimensions"),
+    "five dimensions": (gguf_file(tensors=(tensor("a", (1, 1, 1, 1, 1)),)), "5 dimensions"),
+    "absurd dimensions": (gguf_file(tensors=(text("a") + u32(2**32 - 1),)), f"{2**32 - 1} dimensions"),
+    "zero rows": (gguf_file(tensors=(tensor("a", (4, 0)),)), "shape [0, 4]"),
+    "product that wraps to 0": (gguf_file(tensors=(tensor("a", (2**32, 2**32)),)), f"shape [{2**32}, {2**32}]"),
+    "product that wraps to 8": (gguf_file(tensors=(tensor("a", (2**61 + 1, 8)),)), f"shape [8, {2**61 + 1}]"),
+    "rows that are no whole blocks": (gguf_file(tensors=(tensor("a", (33, 1), 8),), data=bytes(68)), "multiple of 32"),
+    "offset outside": (gguf_file(tensors=(tensor("a", (8,), 0, 3200),)), "after the end of the file"),
+    "offset that wraps to 0": (gguf_file(tensors=(tensor("a", (8,), 0, 2**64 - 32),)), "after the end of the file"),
+    "offset that is not aligned": (gguf_file(tensors=(tensor("a", (4,), 0, 4),)), "not a multiple of 32"),
+    "same offset": (gguf_file(tensors=(tensor("a", (8,)), tensor("b", (8,))), data=bytes(64)), "a and b overlap"),
+    "overlap": (gguf_file(tensors=(tensor("b", (8,), 0, 32), tensor("a", (9,))), data=bytes(64)), "a and b overlap"),
+    "alignment 0": (gguf_file((key("general.alignment", U32, u32(0)),)), "general.alignment=0"),
+    "alignment 48": (gguf_file((key("general.alignment", U32, u32(48)),)), "general.alignment=48"),
+    "alignment 2^31": (gguf_file((key("general.alignment", U32, u32(2**31)),)), "general.alignment=2147483648"),
+    "alignment that is a word": (gguf_file((key("general.alignment", STRING, text("32")),)), "general.alignment=32"),
+    "alignment that is a list": (gguf_file((key("general.alignment", ARRAY, array(U32, [u32(32)])),)), "[32]"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_an_error_with_its_path_and_one_cause(put, name):
+    data, cause = BROKEN[name]
+    path = put(data)
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        with pytest.raises(GGUFError) as caught:
+            GGUFFile(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert cause in message
+    assert message.isprintable()  # so one line, and nothing that a terminal would obey
+    assert caught.value.exit_code == 2
+    assert time.perf_counter() - began < 2
+    assert peak < 4 << 20
+
+
+def test_a_file_cut_anywhere_is_an_error(put):
+    assert set(read_all(put(GOOD))) == {"matrix", "quantised", "vector"}
+    for size in range(len(GOOD)):
+        path = put(GOOD[:size])
+        with pytest.raises(GGUFError) as caught:
+            GGUFFile(path)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0x00, 0x01, 0x7F, 0x80, 0xFF])
+def test_a_changed_byte_is_read_or_an_error_but_never_a_crash(put, value):
+    errors = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a scale of infinity times 0 is no crash
+        for place in range(len(GOOD)):
+            data = bytearray(GOOD)
+            data[place] = value
+            try:
+                found = read_all(put(bytes(data)))
+            except GGUFError as error:
+                errors += 1
+                assert "\n" not in str(error)
+            else:
+                assert all(array.dtype == np.float32 for array in found.values())
+    assert errors > 20
+
+
+def test_a_header_of_many_strings_takes_seconds_not_minutes(put):
+    words = key("words", ARRAY, array(STRING, [text(f"word{i}") for i in range(200_000)]))
+    began = time.perf_counter()
+    with GGUFFile(put(gguf_file(keys=(ARCHITECTURE, words)))) as file:
+        assert file.metadata["words"][-1] == "word199999"
+    assert time.perf_counter() - began < 5
+
+
+def test_what_is_no_file_is_an_error_at_once(tmp_path):
+    fifo, loop = tmp_path / "fifo", tmp_path / "loop"
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    for path, cause in (
+        (tmp_path, "is not a regular file"),
+        (fifo, "is not a regular file"),  # opening it to read would wait for a writer
+        (Path("/dev/zero"), "is not a regular file"),
+        (tmp_path / "none.gguf", "not found"),
+        (loop, "cannot be opened: "),
+    ):
+        with pytest.raises(GGUFError) as caught:
+            GGUFFile(path)
+        assert str(caught.value).startswith(f"{path}: {cause}")
+
+
+def test_a_refused_file_is_closed_again(put):
+    path = put(BROKEN["key twice"][0])
+    lowest = os.dup(0)  # a new descriptor takes the lowest number that is free
+    os.close(lowest)
+    for _ in range(3):
+        with pytest.raises(GGUFError):
+            GGUFFile(path)
+    after = os.dup(0)
+    os.close(after)
+    assert after == lowest
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tiny(Model):
+    """Tensors of every kind that the writer tells apart."""
+
+    name: ClassVar[str] = "llama"
+    reads: ClassVar[str] = "tokens"
+
+    vocab: int = 257
+
+    def tensors(self) -> list[TensorSpec]:
+        return [
+            TensorSpec("token_embd.weight", (self.vocab, 64), Normal(1)),
+            TensorSpec("position_embd.weight", (8, 64), Normal(1)),
+            TensorSpec("blk.0.attn_norm.weight", (64,), Constant(1)),
+            TensorSpec("blk.0.attn_q.bias", (64,), Normal(1)),
+            TensorSpec("blk.0.ffn_down.weight", (64, 80), Normal(1)),
+            TensorSpec("output.weight", (self.vocab, 64), Normal(3)),
+        ]
+
+    def forward(self, ops: Any, p: Any, batch: Any) -> Any:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        pass
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        return {"embedding_length": 64, "rope.freq_base": 500.25, "vocab_size": self.vocab}
+
+
+def weights(model: Model) -> dict[str, np.ndarray]:
+    return {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+
+
+def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):
+    tensors = weights(Tiny())
+    strange = [math.nan, math.inf, -math.inf, -0.0, 1e-45, 3.4e38]
+    tensors["token_embd.weight"][0, :6] = strange
+    tensors["blk.0.attn_q.bias"][:6] = strange
+    write_model(tmp_path / "m.gguf", Tiny(), tensors, Bytes())
+    found = read_all(tmp_path / "m.gguf")
+    assert list(found) == list(tensors)
+    for name, values in tensors.items():
+        assert found[name].shape == values.shape
+        assert found[name].tobytes() == values.tobytes()
+
+
+def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_model(path, Tiny(), weights(Tiny()), Bytes(), "f16", {"name": "größe", "step": 12, "flag": False})
+    expected = {
+        "general.architecture": ("llama", "STRING"),
+        "general.type": ("model", "STRING"),
+        "general.file_type": (1, "UINT32"),
+        "general.quantization_version": (2, "UINT32"),
+        "general.name": ("größe", "STRING"),
+        "general.step": (12, "UINT32"),
+        "general.flag": (False, "BOOL"),
+        "llama.embedding_length": (64, "UINT32"),
+        "llama.rope.freq_base": (500.25, "FLOAT32"),
+        "llama.vocab_size": (257, "UINT32"),
+        "tokenizer.ggml.model": ("gpt2", "STRING"),
+        "tokenizer.ggml.pre": ("gpt-2", "STRING"),
+        "tokenizer.ggml.tokens": ([*SYMBOLS, END_OF_TEXT], "STRING"),
+        "tokenizer.ggml.token_type": ([1] * 256 + [3], "INT32"),
+        "tokenizer.ggml.merges": (["ÿ ÿ"], "STRING"),
+        "tokenizer.ggml.bos_token_id": (256, "UINT32"),
+        "tokenizer.ggml.eos_token_id": (256, "UINT32"),
+        "tokenizer.ggml.add_bos_token": (False, "BOOL"),
+    }
+    with GGUFFile(path) as file:
+        found = dict(file.metadata)
+    found["tokenizer.ggml.token_type"] = found["tokenizer.ggml.token_type"].tolist()
+    assert found == {name: value for name, (value, _) in expected.items()}
+    fields = gguf.GGUFReader(path).fields
+    assert {k: fields[k].types[-1].name for k in expected} == {k: kind for k, (_, kind) in expected.items()}
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
+def test_every_type_holds_what_gguf_py_reads_and_rounds_to(tmp_path, kind):
+    path, tensors = tmp_path / "m.gguf", weights(Tiny())
+    write_model(path, Tiny(), tensors, Bytes(), kind)
+    upper = kind.upper()
+    types = dict.fromkeys(tensors, "F32") | {"token_embd.weight": upper, "output.weight": upper}
+    types["blk.0.ffn_down.weight"] = "F16" if kind == "q8_0" else upper  # rows of 80 are no whole blocks of 32
+    found = read_all(path)
+    for other in gguf.GGUFReader(path).tensors:
+        name, values = other.name, tensors[other.name]
+        assert other.tensor_type.name == types[name]
+        theirs = gguf.quants.dequantize(other.data, other.tensor_type).reshape(values.shape)
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, other.tensor_type), other.tensor_type)
+        assert found[name].tobytes() == theirs.astype(np.float32).tobytes()
+        assert found[name].tobytes() == rounded.astype(np.float32).tobytes()
+
+
+def test_a_type_that_cannot_be_written_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match="type=q8: did you mean q8_0"):
+        write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), Bytes(), "q8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
+    write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        words = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
+        assert words == {"tokenizer.ggml.model": "no_vocab"}
+        with pytest.raises(GGUFError, match=r"tokenizer \(no_vocab, .* is not supported"):
+            read_tokenizer(file)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from test_gguf import Tiny, weights
+from toyexp.errors import RunFailed
+from toyexp.gguf.write import write_model
+from toyexp.tokenizer import Bytes
+
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # a write past it fails, as on a full disk
+try:
+    write_model(Path(sys.argv[1]), Tiny(), weights(Tiny()), Bytes())
+except RunFailed as error:
+    print(error)
+"""
+
+
+# numpy writes the tensors, and raises an error that has no cause when not all of one fitted.
+@pytest.mark.parametrize(
+    ("limit", "cause"), [(10, "File too large"), (2_000, "File too large"), (100_000, "the disk may be full")]
+)
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit, cause):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FULL_DISK, str(path), str(limit)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""  # no file was left open
+    assert run.stdout == f"{path}: could not be written: {cause}\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+    assert path.read_bytes() == b"old"
+
+
+def test_an_export_replaces_the_file_in_one_piece(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_model(path, Tiny(), weights(Tiny()), Bytes())
+    with GGUFFile(path) as before:
+        write_model(path, Tiny(vocab=300), weights(Tiny(vocab=300)), Bytes())
+        assert before.read("output.weight").shape == (257, 64)  # whoever has the old one open keeps it
+    assert read_all(path)["output.weight"].shape == (300, 64)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+CORPUS = "The café sold 12 crêpes, didn't it?\n\tfor i in range(10): print(f'{i}')  # 中文 🙂 <unused300>\n" * 4
+TOKENIZERS = {"byte": Bytes(), "char": Characters.of([CORPUS]), "bpe": BPE.train([CORPUS], 320)}
+
+
+@pytest.mark.parametrize("spare", [0, 1, 50])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
+    tokenizer = TOKENIZERS[kind]
+    model = Tiny(vocab=tokenizer.vocab + spare)
+    write_model(tmp_path / "m.gguf", model, weights(model), tokenizer)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == model.vocab
+        found = read_tokenizer(file)
+    assert (found.kind, found.vocab, found.eos) == (kind, tokenizer.vocab, tokenizer.eos)
+    assert found.fingerprint() == tokenizer.fingerprint()
+    assert found.encode(CORPUS).tolist() == tokenizer.encode(CORPUS).tolist()
+    assert found.decode(found.encode(CORPUS)) == CORPUS
+
+
+def test_padding_gives_every_row_a_text_of_its_own(tmp_path):
+    tokenizer = BPE([*SYMBOLS, "<unused259>", END_OF_TEXT], [], 257)  # a token that is called like padding
+    write_model(tmp_path / "m.gguf", Tiny(vocab=262), weights(Tiny(vocab=262)), tokenizer)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        tokens = file.metadata["tokenizer.ggml.tokens"]
+        assert len(tokens) == len(set(tokens)) == 262
+        assert file.metadata["tokenizer.ggml.token_type"].tolist() == [1] * 257 + [3] + [5] * 4
+        assert read_tokenizer(file).vocab == 258
+
+
+def tokenizer_keys(**changes: Any) -> tuple[bytes, ...]:
+    """The keys of a small tokenizer: the bytes in reverse order, one merge, end-of-text last."""
+    words = {
+        "model": "gpt2", "pre": "gpt-2", "tokens": [*reversed(SYMBOLS), "ab", END_OF_TEXT],
+        "merges": ["a b"], "eos_token_id": 257,
+    } | changes  # fmt: skip
+    keys = [ARCHITECTURE]
+    for name, value in words.items():
+        if isinstance(value, list):
+            keys.append(key(f"tokenizer.ggml.{name}", ARRAY, array(STRING, [text(v) for v in value])))
+        elif value is not None:
+            kind, raw = (STRING, text(value)) if isinstance(value, str) else (U32, u32(value))
+            keys.append(key(f"tokenizer.ggml.{name}", kind, raw))
+    return tuple(keys)
+
+
+def test_the_order_of_a_strangers_byte_tokens_is_kept(put):
+    with GGUFFile(put(gguf_file(tokenizer_keys()))) as file:
+        assert read_tokenizer(file).encode("cab").tolist() == [255 - ord("c"), 256]
+    plain = {"tokens": [*reversed(SYMBOLS), END_OF_TEXT], "merges": ["ÿ ÿ"], "eos_token_id": 256}
+    with GGUFFile(put(gguf_file(tokenizer_keys(**plain)))) as file:
+        found = read_tokenizer(file)
+    assert found.encode("ab é").tolist() == [255 - b for b in "ab é".encode()]
+    assert found.decode(found.encode("ab é")) == "ab é"
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"model": "llama"}, "(llama, pre-tokenizer gpt-2) is not supported"),
+        ({"pre": None}, "(gpt2, pre-tokenizer default) is not supported"),
+        ({"pre": "qwen2\n"}, r"(gpt2, pre-tokenizer qwen2\n) is not supported"),
+        ({"tokens": None}, "lacks tokens, merges or eos_token_id"),
+        ({"merges": None}, "lacks tokens, merges or eos_token_id"),
+        ({"eos_token_id": None}, "lacks tokens, merges or eos_token_id"),
+        ({"tokens": ["a", "b", "a"], "eos_token_id": 1}, "two equal tokens"),
+        ({"eos_token_id": 258}, "an eos_token_id that is no token"),
+        ({"tokens": ["a", "b c", "<eos>"], "eos_token_id": 2}, "token b c is not in byte-level form"),
+        ({"merges": ["a b c"]}, "a merge that is not a pair"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_an_error(put, changes, cause):
+    path = put(gguf_file(tokenizer_keys(**changes)))
+    with GGUFFile(path) as file, pytest.raises(GGUFError) as caught:
+        read_tokenizer(file)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert cause in message
+    assert "\n" not in message

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+
+from toyexp import AdamW, UserError
+from toyexp.optim import FROM_SCRATCH, LORA, MODES, Optim
+
+
+def test_from_scratch_feeds_the_constant_betas_at_every_step():
+    expected = [1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95]
+    for t in (0, 1, 2, 1000):
+        assert AdamW.for_from_scratch().hp(t).tolist() == expected
+
+
+def test_lora_feeds_the_bias_corrections_counted_from_one():
+    for t in (1, 2, 10, 1000):
+        expected = [1e-3, 0.9, 0.999, 1e-8, 0.0, 1 / (1 - 0.9**t), 1 / (1 - 0.999**t)]
+        assert AdamW.for_lora().hp(t).tolist() == expected
+    assert AdamW.for_lora().hp(1)[5:] == pytest.approx([10.0, 1000.0], rel=1e-12)
+
+
+def test_hp_carries_changed_settings_in_their_slots():
+    adamw = AdamW(lr=0.5, beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1, mode=FROM_SCRATCH)
+    assert adamw.hp(1).tolist() == [0.5, 0.25, 0.75, 1e-3, 0.1, 0.25, 0.75]
+    assert adamw.hp(1).shape == (7,) and adamw.hp(1).dtype == np.float64
+
+
+def test_a_fresh_adamw_has_the_originals_defaults_and_no_mode():
+    fresh = AdamW()
+    assert (fresh.lr, fresh.beta1, fresh.beta2, fresh.eps, fresh.weight_decay) == (1e-3, 0.9, 0.95, 1e-8, 0.0)
+    assert fresh.mode is None and fresh.bias_correct is False
+
+
+@pytest.mark.parametrize(
+    ("adamw", "words"),
+    [
+        (AdamW(), "mode is unset"),
+        (AdamW(bias_correct=True), "mode is unset"),
+        (AdamW(mode=FROM_SCRATCH, bias_correct=True), "mode=from_scratch but bias_correct=True"),
+        (AdamW(mode=LORA), "mode=lora but bias_correct=False"),
+        (AdamW(mode="lorra", bias_correct=True), "did you mean lora?"),
+    ],
+)
+def test_hp_refuses_a_mode_that_is_unset_unknown_or_contradicts_the_bias_correction(adamw, words):
+    with pytest.raises(UserError, match=words.replace("?", r"\?")):
+        adamw.hp(1)
+    with pytest.raises(UserError, match=words.replace("?", r"\?")):
+        adamw.hp_for_step(0)
+
+
+@pytest.mark.parametrize("t", [0, -1])
+def test_bias_correction_refuses_steps_below_one(t):
+    with pytest.raises(UserError, match=f"from 1, got t={t}"):
+        AdamW.for_lora().hp(t)
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 100])
+def test_hp_for_step_takes_the_loops_step_in_both_modes(step):
+    assert AdamW.for_from_scratch().hp_for_step(step).tolist() == AdamW.for_from_scratch().hp(step).tolist()
+    assert AdamW.for_lora().hp_for_step(step).tolist() == AdamW.for_lora().hp(step + 1).tolist()
+
+
+def sizes_of_updates(adamw, steps):
+    """The size of each update of one weight under a constant gradient of 1, over lr: the contract's formula."""
+    m = v = 0.0
+    sizes = {}
+    for step in range(steps):
+        lr, b1, b2, eps, _, s5, s6 = adamw.hp_for_step(step)
+        m, v = b1 * m + (1 - b1), b2 * v + (1 - b2)
+        sizes[step + 1] = lr * (m * s5) / (np.sqrt(v * s6) + eps) / adamw.lr
+    return sizes
+
+
+def test_constant_betas_scale_a_constant_gradient_as_in_the_original():
+    sizes = sizes_of_updates(AdamW.for_from_scratch(), 500)
+    golden = {1: 0.4129, 2: 0.5619, 5: 0.7950, 10: 0.9494, 500: 0.9234}
+    assert {t: round(float(sizes[t]), 4) for t in golden} == golden
+
+
+def test_bias_correction_makes_every_step_of_a_constant_gradient_the_learning_rate():
+    assert list(sizes_of_updates(AdamW.for_lora(), 50).values()) == pytest.approx([1.0] * 50, rel=1e-7)
+
+
+@pytest.mark.parametrize(("default", "beta2"), [(FROM_SCRATCH, 0.95), (LORA, 0.999)])
+def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
+    adamw = Optim().adamw(0.01, default)
+    assert (adamw.mode, adamw.beta2, adamw.lr) == (default, beta2, 0.01)
+    assert adamw.bias_correct == (default == LORA)
+    assert adamw.hp_for_step(0).shape == (7,)
+
+
+@pytest.mark.parametrize("chosen", MODES)
+@pytest.mark.parametrize("default", MODES)
+def test_a_chosen_mode_wins_over_the_recipes_and_brings_its_own_beta2(chosen, default):
+    assert Optim(mode=chosen).adamw(0.01, default).hp(1).tolist() == Optim().adamw(0.01, chosen).hp(1).tolist()
+
+
+def test_a_chosen_beta2_wins_over_the_modes():
+    assert Optim(mode=LORA, beta2=0.5).adamw(0.01, FROM_SCRATCH).beta2 == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "scratch"}, "optim.mode=scratch: did you mean from_scratch"),
+        ({"beta1": 1.0}, "optim.beta1=1.0"),
+        ({"beta1": -0.1}, "optim.beta1=-0.1"),
+        ({"beta2": 1.0}, "optim.beta2=1.0"),
+        ({"eps": 0.0}, "optim.eps=0.0"),
+        ({"eps": float("inf")}, "optim.eps=inf"),
+        ({"weight_decay": -1.0}, "optim.weight_decay=-1.0"),
+        ({"weight_decay": float("inf")}, "optim.weight_decay=inf"),
+        ({"grad_clip": -1.0}, "optim.grad_clip=-1.0"),
+        ({"accumulate": 0}, "optim.accumulate=0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, words):
+    with pytest.raises(UserError) as error:
+        Optim(**settings).check()
+    assert str(error.value).startswith(words)
+
+
+def test_the_defaults_pass_their_own_check():
+    Optim().check()

@@ -1,0 +1,358 @@
+import ast
+import inspect
+import itertools
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import toyexp
+from toyexp import UserError
+from toyexp.hooks import Registration, RunHooks
+from toyexp.registry import KINDS, load, settings_of
+
+COUNTER = itertools.count()
+ROOT = Path(toyexp.__file__).resolve().parent.parent
+CORE = ROOT / "toyexp"
+SHIPPED = sorted(p for p in (ROOT / "plugins").iterdir() if (p / "__init__.py").exists())
+FOREIGN = ("torch", "ggml", "gguf", "wandb", "matplotlib", "tokenizers", "hydra", "omegaconf")
+
+CALLBACK = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class {cls}(Callback):
+    '''{help}'''
+    name: ClassVar[str] = "{name}"
+    every: int = 1  # steps in between
+{body}
+@hookimpl
+def register_callbacks(register):
+    register({cls})
+"""
+
+
+def callback(name, body="", cls="Mine", help="Does something."):
+    return CALLBACK.format(name=name, body="\n".join(f"    {line}" for line in body.splitlines()), cls=cls, help=help)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Entry points of plugins whose modules were just written: (plugin name, source) pairs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(*plugins, package="stranger 1.2"):
+        entries = []
+        for name, source in plugins:
+            module = f"installed_plugin_{next(COUNTER)}"  # a process imports a module once
+            (tmp_path / f"{module}.py").write_text(source)
+            entries.append((EntryPoint(name, module, "toyexp"), package))
+        return entries
+
+    return write
+
+
+GOOD = ("good", callback("good_one", help="Works."))
+
+# name of the breakage: (source of the plugin, words the reason must hold)
+BROKEN = {
+    "raises on import": ("raise RuntimeError('no such\\n  library')", ["RuntimeError: no such library"]),
+    "imports what is not there": ("import not_installed_anywhere", ["not_installed_anywhere"]),
+    "has a syntax error": ("def register(:", ["SyntaxError"]),
+    "calls sys.exit on import": ("import sys; sys.exit('goodbye')", ["SystemExit: goodbye"]),
+    "calls sys.exit in its hook": (
+        "import sys\nfrom toyexp import hookimpl\n@hookimpl\ndef register_callbacks(register):\n    sys.exit(3)",
+        ["SystemExit: 3"],
+    ),
+    "registers a name twice": (
+        callback("twice") + "    register(Mine)\n",
+        ["callbacks=twice is registered twice"],
+    ),
+    "registers a name that is taken": (
+        callback("good_one"),
+        ["callbacks=good_one is already offered by good (stranger 1.2)"],
+    ),
+    "misspells a hook of the module": (
+        callback("other").replace("def register_callbacks", "def register_callback"),
+        ["bad.register_callback is marked @hookimpl but is no hook", "did you mean register_callbacks?"],
+    ),
+    "forgets to mark the hook of the module": (
+        callback("other").replace("@hookimpl\ndef", "def"),
+        ["bad.register_callbacks has a hook's name but is not marked @hookimpl"],
+    ),
+    "has a hook with an unknown argument": (
+        callback("other").replace("(register)", "(registry)").replace("    register(", "    registry("),
+        ["bad.register_callbacks: 'registry' is no argument of that hook", "register"],
+    ),
+    "offers nothing": ("VALUE = 1", ["offers nothing"]),
+    "misspells a hook of a callback": (
+        callback("other", "@hookimpl\ndef on_stepp(self, step):\n    pass"),
+        ["Mine.on_stepp is marked @hookimpl but is no hook", "did you mean on_step?"],
+    ),
+    "forgets to mark a hook of a callback": (
+        callback("other", "def on_step(self, step):\n    pass"),
+        ["Mine.on_step has a hook's name but is not marked @hookimpl"],
+    ),
+    "has a callback hook with an unknown argument": (
+        callback("other", "@hookimpl\ndef on_step(self, step, metric):\n    pass"),
+        ["Mine.on_step: 'metric' is no argument of that hook", "did you mean metrics?"],
+    ),
+    "is not a dataclass": (
+        callback("other").replace("@dataclass(eq=False)\n", ""),
+        ["Mine is not decorated with @dataclass"],
+    ),
+    "has no docstring": (
+        callback("other").replace("    '''Does something.'''\n", ""),
+        ["Mine has no docstring"],
+    ),
+    "has an empty docstring": (callback("other", help=" "), ["Mine has no docstring"]),
+    "has a setting without default": (
+        callback("other").replace("every: int = 1", "every: int"),
+        ["Mine.every has no default"],
+    ),
+    "compares callbacks by their settings": (
+        callback("other").replace("(eq=False)", ""),
+        ["Mine must be a @dataclass(eq=False)"],
+    ),
+    "has a name nobody can type": (callback("Other One"), ["Mine.name is 'Other One'", "lower-case"]),
+    "has no name": (callback("other").replace("    name: ClassVar[str] = \"other\"\n", ""), ["Mine.name is None"]),
+    "leaves abstract methods": (
+        "from dataclasses import dataclass\n"
+        "from toyexp import Recipe, hookimpl\n"
+        "@dataclass\n"
+        "class Mine(Recipe):\n"
+        "    '''Trains something.'''\n"
+        "    name = 'other'\n"
+        "@hookimpl\n"
+        "def register_recipes(register):\n"
+        "    register(Mine)\n",
+        ["Mine does not implement plan"],
+    ),
+    "registers another kind of thing": (
+        callback("other").replace("register_callbacks", "register_engines"),
+        ["Mine is no subclass of toyexp.Engine"],
+    ),
+    "registers an object": (callback("other").replace("register(Mine)", "register(Mine())"), ["no subclass of"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_plugin_is_reported_and_stops_nobody(install, how):
+    source, words = BROKEN[how]
+    registry = load(installed=install(GOOD, ("bad", source), ("later", callback("later_one"))))
+    assert sorted(registry.offers["callbacks"]) == ["good_one", "later_one"]
+    assert not any(registry.offers[kind] for kind in KINDS if kind != "callbacks"), "taken in whole or not at all"
+    (problem,) = registry.problems
+    assert (problem.plugin, problem.package) == ("bad", "stranger 1.2")
+    assert "\n" not in problem.reason
+    for word in words:
+        assert word in problem.reason
+
+
+def test_a_plugin_with_one_bad_class_offers_none_of_its_classes(install):
+    source = callback("first") + "    register(int)\n"
+    registry = load(installed=install(("mixed", source)))
+    assert registry.offers["callbacks"] == {}
+    assert registry.problems[0].offered[0] == ("callbacks", "first")
+
+
+def test_asking_for_what_a_broken_plugin_offers_says_that_it_is_broken(install):
+    registry = load(installed=install(GOOD, ("bad", callback("wanted", "def on_step(self):\n    pass"))))
+    with pytest.raises(UserError) as error:
+        registry.get("callbacks", "wanted")
+    text = str(error.value)
+    assert text.startswith("callbacks=wanted comes from plugin bad, which is broken: Mine.on_step has a hook's name")
+
+
+def test_asking_for_what_nobody_has_names_the_broken_plugins_that_may_have_had_it(install):
+    registry = load(installed=install(GOOD, ("bad", "raise OSError('no driver')")))
+    with pytest.raises(UserError) as error:
+        registry.get("callbacks", "good_oen")
+    assert str(error.value) == (
+        "callbacks=good_oen: there is none of that name (broken plugins may have offered it: bad; "
+        "see `toyexp plugins`); did you mean good_one?"
+    )
+
+
+def test_a_healthy_registry_just_suggests_the_nearest_name(install):
+    registry = load(installed=install(GOOD))
+    with pytest.raises(UserError, match=r"^callbacks=god_one: there is none of that name; did you mean good_one\?$"):
+        registry.get("callbacks", "god_one")
+    assert registry.get("callbacks", "good_one").__name__ == "Mine"
+    assert registry.offers["callbacks"]["good_one"].help == "Works."
+
+
+def test_loading_twice_leaks_nothing_from_one_registry_into_the_other(install):
+    entries = install(GOOD)
+    first, second = load(installed=entries), load(installed=entries)
+    assert second.problems == [] and first.offers == second.offers
+    assert load(installed=[]).offers["callbacks"] == {}
+
+
+def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"local_module_{next(COUNTER)}"
+    (tmp_path / f"{name}.py").write_text(callback("local_one"))
+    before = list(sys.path)
+    registry = load([name], installed=[])
+    assert registry.offers["callbacks"]["local_one"].package == "local module"
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("raise ValueError('typo')", "ValueError: typo"), (callback("good_one"), "already offered by good")],
+)
+def test_a_broken_local_module_was_asked_for_so_it_is_an_error(install, tmp_path, monkeypatch, source, words):
+    monkeypatch.chdir(tmp_path)
+    name = f"local_module_{next(COUNTER)}"
+    (tmp_path / f"{name}.py").write_text(source)
+    with pytest.raises(UserError) as error:
+        load([name], installed=install(GOOD))
+    assert str(error.value).startswith(f"plugins=[{name}]: ") and words in str(error.value)
+
+
+def test_a_local_module_that_is_not_there_is_an_error():
+    with pytest.raises(UserError, match="no_such_local_module"):
+        load(["no_such_local_module"], installed=[])
+
+
+# -- what ships -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load()
+
+
+def test_nothing_that_ships_is_broken(shipped):
+    own = [p for p in shipped.problems if p.package.startswith("toyexp ")]
+    assert own == []
+    assert {p.name for p in SHIPPED} <= {o.plugin for offers in shipped.offers.values() for o in offers.values()}
+
+
+def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
+    missing = [
+        f"{kind}={name} {setting.name}"
+        for kind, offers in shipped.offers.items()
+        for name, offer in offers.items()
+        for setting in settings_of(offer.cls)
+        if not setting.comment
+    ]
+    assert missing == []
+
+
+def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
+    found = {s.name: (s.default, s.type, s.comment) for s in settings_of(shipped.get("callbacks", "cosine"))}
+    assert found["warmup"] == (5, "int", "steps in which the rate rises linearly to its base value")
+    assert found["floor"][:2] == (0.01, "float")
+
+
+def test_every_hook_is_documented_and_registration_hooks_share_one_shape():
+    for group in (Registration, RunHooks):
+        for name, hook in inspect.getmembers(group, inspect.isfunction):
+            assert hook.__doc__, name
+            if group is Registration:
+                assert list(inspect.signature(hook).parameters) == ["self", "register"], name
+    assert {hook for _, hook in KINDS.values()} == {n for n in vars(Registration) if n.startswith("register_")}
+
+
+def test_finding_the_shipped_plugins_imports_nothing_heavy():
+    program = (
+        "import sys; from toyexp.registry import load; registry = load(); "
+        "assert 'cpu' in registry.offers['engine'] and 'wandb' in registry.offers['callbacks']; "
+        f"print(sorted(set({FOREIGN!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+# -- who may import whom ----------------------------------------------------------------------------------------------
+
+# Where core may import which framework: at the head of the file, or only inside a function.
+AT_HEAD = {
+    "pluggy": {"hooks.py", "registry.py", "bus.py"},
+    "hydra": {"config.py", "cli.py"},
+    "omegaconf": {"config.py", "cli.py"},
+    "yaml": {"run.py", "config.py"},  # comes with omegaconf; configs are read and written as Hydra reads them
+    "numpy": None,  # anywhere
+}
+INSIDE_FUNCTIONS = {"gguf", "tokenizers"}
+# The conformance kit is for people who have pytest; autograd gives its float64 references.
+TESTING = {"pytest", "numpy", "autograd", "hypothesis"}
+
+
+def sources(folder):
+    return sorted(p for p in folder.rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def imports(path):
+    """(module, imported names, whether it happens when the file is imported) of every import of a file."""
+    tree = ast.parse(path.read_text())
+    late = set()
+    for node in ast.walk(tree):
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if deferred or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            late.update(id(n) for n in ast.walk(node))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, [], id(node) not in late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module, [alias.name for alias in node.names], id(node) not in late
+
+
+def top(module):
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", sources(CORE), ids=lambda p: str(p.relative_to(ROOT)))
+def test_core_imports_only_what_the_design_allows(path):
+    for module, _, at_head in imports(path):
+        package = top(module)
+        if package in sys.stdlib_module_names or package == "toyexp":
+            continue
+        if path.is_relative_to(CORE / "testing") and package in TESTING:
+            continue
+        if package in INSIDE_FUNCTIONS:
+            assert not at_head, f"{module} is imported at the head of the file"
+            continue
+        allowed = AT_HEAD.get(package, set())
+        assert allowed is None or path.name in allowed, f"{module} does not belong into core"
+
+
+def test_core_names_no_plugin_package():
+    for path in sources(CORE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+            words += [node.id] if isinstance(node, ast.Name) else []
+            for package in SHIPPED:
+                assert not any(package.name in word for word in words), f"{path.name} names {package.name}"
+
+
+@pytest.mark.parametrize("package", SHIPPED, ids=lambda p: p.name)
+def test_plugins_import_neither_one_another_nor_anything_private(package):
+    others = {p.name for p in SHIPPED} - {package.name}
+    for path in sources(package):
+        for module, names, _ in imports(path):
+            assert top(module) not in others, f"{path}: {module}"
+            if top(module) == "toyexp":
+                private = [n for n in (*module.split("."), *names) if n.startswith("_")]
+                assert not private, f"{path}: {module} {private}"
+
+
+@pytest.mark.parametrize("package", SHIPPED, ids=lambda p: p.name)
+def test_the_head_of_a_plugin_package_imports_only_toyexp(package):
+    heads = {top(module) for module, _, at_head in imports(package / "__init__.py") if at_head}
+    assert heads <= {"toyexp", *sys.stdlib_module_names}
+
+
+def test_nobody_asks_with_hasattr():
+    # What a thing is stands in its class; asking for attributes hides a missing contract.
+    for path in [*sources(CORE), *(p for package in SHIPPED for p in sources(package))]:
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        assert not any(isinstance(c.func, ast.Name) and c.func.id == "hasattr" for c in calls), path

@@ -1,0 +1,50 @@
+"""engine=cuda against engine=cpu, where there is an NVIDIA GPU."""
+
+import numpy as np
+import pytest
+from tiny import batches, plan
+
+from toyexp import AdamW, Unavailable
+from toyexp_torch.engines import TorchCPU, TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _present():
+    try:
+        TorchCUDA().check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def curve(engine, name, steps):
+    data = batches(rows=8)
+    with engine.realize(plan(name, rows=8)) as session:
+        session.build()
+        hps = (AdamW.for_from_scratch().hp_for_step(s) for s in range(steps))
+        return [session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
+def test_50_steps_in_float32_are_the_cpus(name):
+    # Both are float32 with sums in another order; 50 steps of training let the last bits grow.
+    np.testing.assert_allclose(curve(TorchCUDA(), name, 50), curve(TorchCPU(), name, 50), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_float64_is_the_cpus_almost_to_the_bit(name):
+    ours, theirs = (curve(e(dtype="float64"), name, 50) for e in (TorchCUDA, TorchCPU))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "compile": True}, {"tf32": True}])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_fast_settings_follow_float32(name, settings):
+    # bfloat16 keeps 8 bits of an activation, TF32 11 bits of a factor.
+    np.testing.assert_allclose(curve(TorchCUDA(**settings), name, 50), curve(TorchCPU(), name, 50), rtol=2e-2)
+
+
+def test_deterministic_runs_repeat_to_the_bit():
+    engine = TorchCUDA(deterministic=True)
+    assert curve(engine, "llama", 20) == curve(engine, "llama", 20)

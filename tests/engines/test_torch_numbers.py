@@ -1,0 +1,176 @@
+"""Whole models on the torch engine against float64 code that shares nothing with it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from float64_models import adamw as reference_adamw
+from float64_models import gpt2, llama
+from float64_models import loss as reference_loss
+from tiny import MODELS, batches, plan, weighted
+
+from toyexp import AdamW
+from toyexp_torch.engines import TorchCPU
+
+FORWARD = {"llama": llama, "gpt2": gpt2}
+MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
+
+
+def built(the_plan, **settings):
+    session = TorchCPU(**settings).realize(the_plan)
+    session.build()
+    return session
+
+
+def reference_weights(the_plan):
+    return {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
+
+
+def reference_backward(the_plan, weights, batch):
+    logits = FORWARD[the_plan.model.name](weights, the_plan.model, torch.from_numpy(batch["tokens"]).long())
+    value = reference_loss(logits, batch)
+    grads = torch.autograd.grad(value, list(weights.values()))
+    return logits, value, dict(zip(weights, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_logits_and_every_gradient_of_a_model(name):
+    the_plan, batch = plan(name), weighted(batches().batch(0))
+    logits, value, grads = reference_backward(the_plan, reference_weights(the_plan), batch)
+    with built(the_plan) as session:
+        np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
+        assert session.evaluate([batch]) == pytest.approx(value.item(), rel=1e-6)
+        for tensor, ours in session.gradients(batch).items():
+            theirs = grads[tensor].numpy()
+            assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_ten_adamw_steps_of_a_model(name, mode):
+    settings = dataclasses.replace(MODES[mode], lr=1e-3, weight_decay=0.1)
+    the_plan = plan(name)
+    weights = reference_weights(the_plan)
+    moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
+    with built(the_plan) as session:
+        for step in range(10):
+            batch = weighted(batches().batch(step), step)
+            _, value, grads = reference_backward(the_plan, weights, batch)
+            assert session.step(batch, settings.hp_for_step(step)).loss == pytest.approx(value.item(), rel=1e-5)
+            with torch.no_grad():
+                for tensor, w in weights.items():
+                    decay = 0.1 if w.ndim > 1 else 0.0
+                    reference_adamw(
+                        w, grads[tensor], *moments[tensor], step + 1, lr=1e-3, beta1=0.9, beta2=settings.beta2,
+                        eps=1e-8, weight_decay=decay, correct=mode == "lora",
+                    )  # fmt: skip
+        for tensor, w in weights.items():
+            # Ten steps move a weight by up to 1e-2. Adam divides by the root of the second moment, so a gradient that
+            # is nearly zero keeps only the sign of its rounding error; hence a bound on the whole tensor.
+            error = np.linalg.norm(session.download(tensor) - w.detach().numpy())
+            moved = np.linalg.norm(w.detach().numpy() - the_plan.initial(the_plan.tensor(tensor)))
+            assert error <= 2e-3 * moved, tensor
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_mode_lora_is_torch_optim_adamw(name):
+    """In float64, so that nothing but the formula can differ."""
+    the_plan = plan(name)
+    weights = reference_weights(the_plan)
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": 0.1},
+            {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+    )
+    settings = dataclasses.replace(AdamW.for_lora(), lr=1e-3, weight_decay=0.1)
+    with built(the_plan, dtype="float64") as session:
+        for step in range(10):
+            batch = batches().batch(step)
+            _, _, grads = reference_backward(the_plan, weights, batch)
+            for tensor, w in weights.items():
+                w.grad = grads[tensor]
+            optimiser.step()
+            session.step(batch, settings.hp_for_step(step))
+        for tensor, w in weights.items():
+            # Downloads are float32: half a unit in the last place of the largest weight, and nothing more.
+            np.testing.assert_allclose(session.download(tensor), w.detach().numpy(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_mode_from_scratch_in_float64(name):
+    the_plan = plan(name)
+    weights = reference_weights(the_plan)
+    moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
+    with built(the_plan, dtype="float64") as session:
+        for step in range(10):
+            batch = batches().batch(step)
+            _, _, grads = reference_backward(the_plan, weights, batch)
+            with torch.no_grad():
+                for tensor, w in weights.items():
+                    reference_adamw(
+                        w, grads[tensor], *moments[tensor], step + 1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8,
+                        weight_decay=0.0, correct=False,
+                    )  # fmt: skip
+            session.step(batch, AdamW.for_from_scratch().hp_for_step(step))
+        for tensor, w in weights.items():
+            np.testing.assert_allclose(session.download(tensor), w.detach().numpy(), rtol=1e-6, atol=1e-7)
+
+
+def curve(the_plan, steps, total_rows=8, **settings):
+    data = batches(rows=total_rows)
+    with built(the_plan, **settings) as session:
+        hps = (AdamW.for_from_scratch().hp_for_step(s) for s in range(steps))
+        return [session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_200_steps_repeat_to_the_bit(name):
+    assert curve(plan(name, rows=8), 200) == curve(plan(name, rows=8), 200)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
+    whole = curve(plan(name, rows=8), 200)
+    parts = curve(plan(name, rows=2, accumulate=4), 200)
+    # Summing in another order changes the last bits, and 200 steps of training let them grow.
+    np.testing.assert_allclose(whole, parts, rtol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_compiled_curve_is_the_eager_one(name):
+    np.testing.assert_allclose(curve(plan(name, rows=8), 20, compile=True), curve(plan(name, rows=8), 20), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_follows_float32(name):
+    # bfloat16 keeps 8 bits: a relative error of 1/256 in every activation.
+    np.testing.assert_allclose(
+        curve(plan(name, rows=8), 30, dtype="bfloat16"), curve(plan(name, rows=8), 30), rtol=2e-2
+    )
+
+
+def test_a_session_leaves_the_process_settings_alone():
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    curve(plan("llama", rows=8), 2, threads=1, deterministic=True)
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_clipping_limits_the_norm_that_reaches_adamw():
+    the_plan = plan("llama", grad_clip=1e-3)
+    weights = reference_weights(the_plan)
+    batch = batches().batch(0)
+    _, _, grads = reference_backward(the_plan, weights, batch)
+    norm = torch.sqrt(sum((g**2).sum() for g in grads.values()))
+    # With both betas 0, eps 1 and one step, the update is lr * g / (|g| + 1): the clipped gradient shows.
+    hp = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    with built(the_plan, dtype="float64") as session:
+        assert session.step(batch, hp).grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        g = grads["output.weight"] * (1e-3 / (norm + 1e-6))
+        expected = weights["output.weight"] - g / (g.abs() + 1)
+        np.testing.assert_allclose(session.download("output.weight"), expected.detach().numpy(), atol=1e-7)

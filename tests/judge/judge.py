@@ -1,0 +1,102 @@
+"""Asks llama.cpp about one GGUF file: `python judge.py < question.json > answer.json`.
+
+It runs as a process of its own because llama.cpp aborts on some bad files.
+
+question: {"model": path, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V, "plain": id, "eos": id or null}
+answer:   {"tokens": [[id, ...], ...], "pieces": [[byte, ...], ...], "log_probabilities": [[[x] * V] * T] * windows,
+           "stopped_by": "eos" or "limit"}
+
+`tokens` and `pieces` are llama.cpp's ids of each text and the bytes those ids stand for. Row t of a window's
+log-probabilities is the distribution after its first t + 1 ids. `plain` is any token that is whole UTF-8.
+`stopped_by` is what ended generation when llama.cpp was made to draw `eos`.
+"""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+
+import xllamacpp
+
+# The server answers on this machine: whatever proxy the environment names has no say in it.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def serve(path):
+    """A llama.cpp server with everything off that rounds: f32 key/value cache and no flash attention."""
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx = 256  # llama.cpp pads to this anyway, and cuts to the model's own context
+    params.n_parallel = 1
+    params.n_gpu_layers = 0
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.warmup = False
+    params.offline = True
+    return xllamacpp.Server(params)
+
+
+def post(address, path, body):
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with OPENER.open(request) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"llama.cpp answered {path} with {error.read().decode()}") from None
+
+
+def tokenize(address, text):
+    """The ids of a text, in which no token is special, and the bytes of their pieces."""
+    body = {"content": text, "add_special": True, "parse_special": False, "with_pieces": True}
+    tokens = post(address, "/tokenize", body)["tokens"]
+    pieces = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in (t["piece"] for t in tokens))
+    return [t["id"] for t in tokens], list(pieces)
+
+
+def draw(address, ids, forced, probabilities):
+    """One token after `ids`. The bias makes llama.cpp draw `forced`; the probabilities it reports ignore the bias.
+
+    A token that is no whole UTF-8 would be reported without probabilities, hence the forcing.
+    """
+    return post(
+        address,
+        "/completion",
+        {
+            "prompt": ids,
+            "n_predict": 1,
+            "n_probs": probabilities,
+            "temperature": 0,
+            "logit_bias": [[forced, 1e4]],
+            "cache_prompt": True,  # each position then costs one token
+        },
+    )
+
+
+def distribution(address, ids, forced, vocab):
+    """The log-probabilities after `ids`, by token id."""
+    top = draw(address, ids, forced, vocab)["completion_probabilities"][0]["top_logprobs"]
+    by_id = {entry["id"]: entry["logprob"] for entry in top}
+    return [by_id[i] for i in range(vocab)]
+
+
+def main():
+    question = json.load(sys.stdin)
+    server = serve(question["model"])  # kept in a name: the server stops when it is collected
+    address = server.listening_address
+    texts = [tokenize(address, text) for text in question["texts"]]
+    vocab, plain, eos = question["vocab"], question["plain"], question["eos"]
+    answer = {
+        "tokens": [ids for ids, _ in texts],
+        "pieces": [pieces for _, pieces in texts],
+        "log_probabilities": [
+            [distribution(address, window[: t + 1], plain, vocab) for t in range(len(window))]
+            for window in question["windows"]
+        ],
+        "stopped_by": None if eos is None else draw(address, [plain], eos, 0)["stop_type"],
+    }
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Trains the donor that recipe=warm uses by default and puts it into the package: `make donor`.
+
+The same PyTorch gives the same file on any machine; another Python's standard library is another text.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from toyexp.cli import main
+
+ASSET = Path(__file__).parent.parent / "plugins" / "toyexp_recipes" / "assets" / "donor.gguf"
+LIMIT = 400_000  # bytes that may travel in the package
+
+
+def make(destination: Path, *overrides: str) -> int:
+    """Runs conf/experiment/donor.yaml and copies its GGUF to `destination`; returns the exit code."""
+    with tempfile.TemporaryDirectory() as directory:
+        code = main(["experiment=donor", *overrides, f"hydra.run.dir={directory}/run"])
+        if code == 0:
+            size = (Path(directory) / "run" / "model.gguf").stat().st_size
+            assert size <= LIMIT, f"the donor has {size} bytes, at most {LIMIT} may travel in the package"
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(directory) / "run" / "model.gguf", destination)
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(make(ASSET, *sys.argv[1:]))

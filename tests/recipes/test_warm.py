@@ -1,0 +1,179 @@
+"""The seed's warm start: a window that opens at realize, the donor's rows, the lens, and named errors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny import MODELS, batches
+
+from toyexp import AdamW, SessionError, Setup, UserError
+from toyexp.gguf.write import export_tensors, write_model
+from toyexp.recipe import start
+from toyexp.testing import token_dataset
+from toyexp_models.llama import Llama
+from toyexp_recipes.warm import PROJECTION, TABLE, DonorError, Warm, donor_embed_width, pca
+from toyexp_torch.engines import TorchCPU
+
+VOCAB, WIDTH = 40, 48
+
+
+@pytest.fixture
+def donor(tmp_path):
+    return make_donor(tmp_path / "donor.gguf")
+
+
+def make_donor(path, rows=VOCAB + 10, width=WIDTH, kind="f32", drop=()):
+    model = Llama(d_model=width, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=32, context=8, vocab=rows, tied=True)
+    draw = np.random.default_rng(0)
+    values = {t.name: draw.standard_normal(t.shape).astype(np.float32) for t in model.tensors()}
+    write_model(path, model, values, None, kind)
+    return path, values[TABLE]
+
+
+def planned(recipe, model=MODELS["llama"]):
+    setup = Setup(batches().inputs, rows=3, seed=0)
+    return recipe.plan(model.fit(token_dataset(VOCAB)), setup)
+
+
+def test_the_donors_first_rows_fill_the_table_and_stay_frozen(donor):
+    path, rows = donor
+    recipe = Warm(donor=str(path))
+    plan = planned(recipe)
+    assert donor_embed_width(path) == WIDTH
+    assert plan.tensor(TABLE).shape == (VOCAB, WIDTH)
+    assert plan.tensor(PROJECTION).shape == (32, WIDTH)
+    with start(recipe, TorchCPU(), plan) as session:
+        np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
+        lens = session.download(PROJECTION)
+        for step in range(3):
+            session.step(batches().batch(step), AdamW.for_from_scratch().hp_for_step(step))
+        np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
+        assert not np.array_equal(session.download(PROJECTION), lens)
+
+
+def test_an_unfrozen_donor_trains(donor):
+    recipe = Warm(donor=str(donor[0]), freeze_donor=False)
+    with start(recipe, TorchCPU(), planned(recipe)) as session:
+        session.step(batches().batch(0), AdamW.for_from_scratch().hp_for_step(0))
+        assert not np.array_equal(session.download(TABLE), donor[1][:VOCAB])
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_a_donor_of_another_type_is_dequantised(tmp_path, kind):
+    path, rows = make_donor(tmp_path / "donor.gguf", width=64, kind=kind)
+    recipe = Warm(donor=str(path))
+    with start(recipe, TorchCPU(), planned(recipe)) as session:
+        got = session.download(TABLE)
+    # One part in 256 for bf16, and a 127th of a block's largest value for q8_0.
+    np.testing.assert_allclose(got, rows[:VOCAB], atol=0.02)
+    assert not np.array_equal(got, rows[:VOCAB])
+
+
+def test_without_warming_the_plan_starts_from_random_values(donor):
+    """The seed's optional realize_warm: a caller may leave it out, or upload rows that are already read."""
+    plan = planned(Warm(donor=str(donor[0])))
+    with TorchCPU().realize(plan) as session:
+        rows = np.ones((VOCAB, WIDTH), np.float32)
+        assert abs(session.download(TABLE).std() - 0.02) < 0.002
+        session.upload(TABLE, rows)
+        session.build()
+        np.testing.assert_array_equal(session.download(TABLE), rows)
+        with pytest.raises(SessionError, match="the warm window closed at build"):
+            session.upload(TABLE, rows, source="donor.gguf")
+
+
+def test_folding_the_lens_leaves_the_logits_as_they_are(donor):
+    recipe = Warm(donor=str(donor[0]))
+    plan = planned(recipe)
+    batch = batches().batch(0)
+    with start(recipe, TorchCPU(), plan) as session:
+        session.step(batch, AdamW.for_from_scratch().hp_for_step(0))
+        through_lens = session.logits(batch)
+        folded = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
+    from toyexp.testing import given
+    from toyexp_recipes.scratch import Scratch
+
+    plain = given(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)
+    with start(Scratch(), TorchCPU(), plain) as session:
+        np.testing.assert_allclose(session.logits(batch), through_lens, atol=2e-5)
+
+
+def test_pca_keeps_the_directions_that_explain_most():
+    """Against numpy's singular value decomposition of the centred rows."""
+    draw = np.random.default_rng(3)
+    rows = (draw.standard_normal((200, 12)) * np.linspace(3, 0.1, 12) + 5).astype(np.float32)
+    axes, explained = pca(rows, 4)
+    _, s, vt = np.linalg.svd(rows.astype(np.float64) - rows.mean(0, dtype=np.float64), full_matrices=False)
+    np.testing.assert_allclose(np.abs(axes @ vt[:4].T), np.eye(4), atol=1e-5)
+    assert explained == pytest.approx((s[:4] ** 2).sum() / (s**2).sum())
+    assert (axes[np.arange(4), np.abs(axes).argmax(1)] > 0).all()
+
+
+def test_lens_none_uploads_straight_into_the_embedding(tmp_path):
+    path, rows = make_donor(tmp_path / "donor.gguf", width=32)
+    recipe = Warm(donor=str(path), lens="none", freeze_donor=False)
+    for name in ("llama", "llama_tied_bias", "gpt2"):
+        with start(recipe, TorchCPU(), planned(recipe, MODELS[name])) as session:
+            np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
+
+
+def test_auto_lens_is_random_for_a_model_wider_than_the_donor(tmp_path):
+    path, _ = make_donor(tmp_path / "donor.gguf", width=16)
+    recipe = Warm(donor=str(path))
+    with start(recipe, TorchCPU(), planned(recipe)) as session:
+        assert abs(session.download(PROJECTION).std() - 16**-0.5) < 0.02
+
+
+def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp_path, donor):
+    path, _ = donor
+
+    def error(**settings):
+        recipe = Warm(**settings)
+        with pytest.raises(UserError) as raised:
+            recipe.check()
+            planned(recipe, settings.pop("model", MODELS["llama"]) if "model" in settings else MODELS["llama"])
+        return str(raised.value)
+
+    missing = tmp_path / "nowhere.gguf"
+    assert error(donor=str(missing)) == f"{missing}: donor GGUF not found"
+    (tmp_path / "text.gguf").write_text("this is no model, only a text that is long enough")
+    assert "text.gguf: is not a GGUF file" in error(donor=str(tmp_path / "text.gguf"))
+    assert "width mismatch: expected 32 (model.d_model), the donor has 48" in error(donor=str(path), lens="none")
+    small, _ = make_donor(tmp_path / "small.gguf", rows=7)
+    assert "too few rows: expected at least 40, it has 7" in error(donor=str(small))
+    assert "did you mean pca?" in error(donor=str(path), lens="pcaa")
+    narrow, _ = make_donor(tmp_path / "narrow.gguf", width=16)
+    assert "at most the donor's 16 directions" in error(donor=str(narrow), lens="pca")
+
+    from gguf import GGUFWriter
+
+    def bare(name, **keys):
+        writer = GGUFWriter(tmp_path / name, "llama")
+        for key, value in keys.items():
+            writer.add_uint32(f"llama.{key}", value)
+        writer.add_tensor("other.weight", np.zeros((4, 4), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return str(tmp_path / name)
+
+    assert "the donor has no llama.embedding_length" in error(donor=bare("nokey.gguf"))
+    assert "the donor has no token_embd.weight" in error(donor=bare("notable.gguf", embedding_length=48))
+
+
+def test_a_donor_that_changed_under_the_run_is_refused(tmp_path, donor):
+    """The width is checked again when the rows are read: a file swapped in between must not be read askew."""
+    path, _ = donor
+    recipe = Warm(donor=str(path))
+    plan = planned(recipe)
+    make_donor(path, width=64)
+    with TorchCPU().realize(plan) as session, pytest.raises(DonorError, match=r"expected 48, .*is 64"):
+        recipe.warm(session)
+
+
+def test_a_lens_needs_an_output_layer_of_its_own(donor):
+    recipe = Warm(donor=str(donor[0]))
+    with pytest.raises(UserError, match=r"model\.tied=false"):
+        planned(recipe, MODELS["gpt2"])
+    assert planned(recipe, dataclasses.replace(MODELS["gpt2"], tied=False)).tensor("output.weight")

@@ -1,0 +1,26 @@
+"""Virtual environments for tests, made in a second: they see the packages of the one the tests run in."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+
+def make(root, install):
+    """An environment in `root` with `install` (a wheel or a project) in it; returns its python."""
+    venv.create(root, with_pip=False, symlinks=True)
+    python = root / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    (Path(site) / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    subprocess.run([*pip, *options, str(install)], check=True)
+    return python
+
+
+def run(program, *words, cwd=None):
+    """Runs a program with these words; never raises for an exit code."""
+    environment = {**os.environ, "COLUMNS": "160", "OMP_WAIT_POLICY": "passive"}
+    return subprocess.run([str(program), *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment)

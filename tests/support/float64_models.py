@@ -1,0 +1,88 @@
+"""Llama and GPT-2 once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
+
+import math
+
+import torch
+
+
+def llama(w, cfg, tokens):
+    """Logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    batch, length = tokens.shape
+    size = cfg.d_model // cfg.n_heads
+
+    def norm(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
+
+    position = torch.arange(length, dtype=torch.float64)
+    angle = position[:, None] * cfg.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turn = torch.polar(torch.ones_like(angle), angle)  # [T, size/2]
+
+    def rope(x):  # [B, H, T, size]
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
+        return torch.view_as_real(pairs * turn).reshape(x.shape)
+
+    x = w["token_embd.weight"][tokens]
+    for i in range(cfg.n_layers):
+        block = {n.removeprefix(f"blk.{i}."): t for n, t in w.items() if n.startswith(f"blk.{i}.")}
+        h = norm(x, block["attn_norm.weight"])
+        q, k, v = (h @ block[f"attn_{n}.weight"].T + block.get(f"attn_{n}.bias", 0) for n in "qkv")
+        q = rope(q.view(batch, length, cfg.n_heads, size).transpose(1, 2))
+        k = rope(k.view(batch, length, cfg.n_kv_heads, size).transpose(1, 2))
+        v = v.view(batch, length, cfg.n_kv_heads, size).transpose(1, 2)
+        group = cfg.n_heads // cfg.n_kv_heads
+        x = (
+            x
+            + attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) @ block["attn_output.weight"].T
+        )
+        h = norm(x, block["ffn_norm.weight"])
+        gate = h @ block["ffn_gate.weight"].T
+        x = x + (gate / (1 + torch.exp(-gate)) * (h @ block["ffn_up.weight"].T)) @ block["ffn_down.weight"].T
+    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def gpt2(w, cfg, tokens):
+    """Logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    batch, length = tokens.shape
+    size = cfg.d_model // cfg.n_heads
+
+    def norm(x, name):
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(var + cfg.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    x = w["token_embd.weight"][tokens] + w["position_embd.weight"][:length]
+    for i in range(cfg.n_layers):
+        qkv = linear(norm(x, f"blk.{i}.attn_norm"), f"blk.{i}.attn_qkv")
+        q, k, v = (t.view(batch, length, cfg.n_heads, size).transpose(1, 2) for t in qkv.split(cfg.d_model, -1))
+        x = x + linear(attention(q, k, v), f"blk.{i}.attn_output")
+        h = linear(norm(x, f"blk.{i}.ffn_norm"), f"blk.{i}.ffn_up")
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + linear(h, f"blk.{i}.ffn_down")
+    return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def attention(q, k, v):
+    """Causal attention of [B, H, T, D], heads joined to [B, T, H*D]."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
+    out = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+
+def loss(logits, batch):
+    """Mean negative log-likelihood of the weighted targets."""
+    targets = torch.from_numpy(batch["targets"]).long()
+    weights = torch.from_numpy(batch["weights"]).double()
+    picked = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
+    return -(picked * weights).sum() / weights.sum()
+
+
+def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
+    """One step as written in the papers, in place; `correct` divides by 1 - beta^t, else multiplies by the betas."""
+    m.mul_(beta1).add_((1 - beta1) * g)
+    v.mul_(beta2).add_((1 - beta2) * g * g)
+    first = m / (1 - beta1**t) if correct else m * beta1
+    second = v / (1 - beta2**t) if correct else v * beta2
+    w.mul_(1 - lr * weight_decay).sub_(lr * first / (second.sqrt() + eps))

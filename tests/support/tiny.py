@@ -1,0 +1,36 @@
+"""Small plans of the real models, for tests."""
+
+import numpy as np
+
+from toyexp import Setup
+from toyexp.testing import token_dataset
+from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
+from toyexp_recipes.scratch import Scratch
+
+VOCAB, CONTEXT = 40, 12
+
+MODELS = {
+    "llama": Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, context=CONTEXT),
+    "llama_tied_bias": Llama(
+        d_model=32, n_layers=2, n_heads=4, n_kv_heads=1, d_ff=48, context=CONTEXT, tied=True, qkv_bias=True
+    ),
+    "gpt2": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT),
+    "gpt2_untied": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT, tied=False),
+}
+
+
+def batches(rows=3, seed=0):
+    return token_dataset(VOCAB, count=2000, seed=5).batches(CONTEXT, rows, seed)
+
+
+def weighted(batch, seed=0):
+    """The batch with uneven weights, some of them zero."""
+    weights = np.random.default_rng(seed).uniform(0, 2, batch["weights"].shape).astype(np.float32)
+    return {**batch, "weights": np.where(weights < 0.4, 0, weights).astype(np.float32)}
+
+
+def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
+    model = MODELS[name].fit(token_dataset(VOCAB))
+    setup = Setup(batches(rows).inputs, rows=rows, accumulate=accumulate, seed=seed, **changes)
+    return (recipe or Scratch()).plan(model, setup)

@@ -1,0 +1,74 @@
+"""What the README says is true: its plugin is built, installed and run, and the hooks it lists are the hooks."""
+
+import inspect
+import re
+from pathlib import Path
+
+import environments
+import pytest
+
+from toyexp.hooks import Registration, RunHooks
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def readme_file(name):
+    """The code block that begins with `# <name>`."""
+    return re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", README, re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A virtual environment of its own that sees this one's packages, with the README's plugin installed."""
+    root = tmp_path_factory.mktemp("demo")
+    for name in ("pyproject.toml", "toyexp_demo.py", "test_toyexp_demo.py"):
+        (root / name).write_text(readme_file(name))
+    python = environments.make(root / "env", install=root)
+    (root / "toyexp_demo.py").unlink()  # only the installed copy is left
+    return root, python
+
+
+def run(environment, *words):
+    root, python = environment
+    (root / "elsewhere").mkdir(exist_ok=True)
+    return environments.run(python, *words, cwd=root / "elsewhere")
+
+
+def test_the_plugin_is_listed_and_works_here(environment):
+    listed = run(environment, "-m", "toyexp", "plugins")
+    assert re.search(r"autograd +numpy in float64, gradients by autograd\.  \[demo, toyexp-demo 0\.1\]", listed.stdout)
+    assert "head_only" in listed.stdout
+    assert "good_enough" in listed.stdout
+    assert re.search(r"autograd +PASS", run(environment, "-m", "toyexp", "doctor").stdout)
+
+
+def test_the_plugin_runs_an_experiment(environment):
+    done = run(
+        environment, "-m", "toyexp", "engine=autograd", "recipe=head_only", "callbacks=[default,good_enough]",
+        "callbacks.good_enough.loss=6", "steps=40", "eval_every=5", "data.max_mb=0.1", "model.d_model=16",
+        "model.d_ff=16", "model.context=16", "lr=0.02",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "stopped because good_enough: below 6.0 after" in done.stdout
+    assert re.search(r"model\.gguf", done.stdout)
+
+
+def test_the_plugin_passes_the_conformance_kit(environment):
+    root, _ = environment
+    done = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(root / "test_toyexp_demo.py"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "skipped" not in done.stdout
+
+
+def test_the_readme_lists_every_hook_with_its_signature():
+    for spec in (Registration, RunHooks):
+        for name, hook in vars(spec).items():
+            if not name.startswith("_"):
+                signature = str(inspect.signature(hook)).replace("'", "")
+                assert f"{name}{signature}" in README, name
+
+
+def test_every_file_of_the_core_is_in_the_readmes_tree():
+    for path in Path(__file__).parent.parent.joinpath("toyexp").glob("*.py"):
+        if not path.name.startswith("__") and path.name not in ("errors.py", "init.py"):
+            assert path.name in README, path.name

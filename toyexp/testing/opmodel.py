@@ -1,0 +1,109 @@
+"""Models of one op each, so that an engine's ops and gradients can be checked one by one through its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp.engine import Batch
+from toyexp.init import Constant, Normal
+from toyexp.model import Model, TensorSpec
+from toyexp.ops import Ops, Params, Tensor
+from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor, lora_names
+
+ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
+
+Forward = Callable[[Ops, Params, Tensor], Tensor]
+
+
+def _heads_case(ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, base: float | None = None) -> Tensor:
+    q, k, v = (ops.linear(x, p[name]) for name in ("q", "k", "v"))
+    q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
+    if base is not None:
+        q, k = ops.rope(q, base), ops.rope(k, base)
+    return ops.attention(q, k, v, causal)
+
+
+# name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
+    "rows": ({}, lambda ops, p, x: x),
+    "first_rows": ({"table": (LENGTH + 3, WIDTH)}, lambda ops, p, x: ops.add(x, ops.first_rows(p["table"], LENGTH))),
+    "matmul": ({"w": (CLASSES, WIDTH)}, lambda ops, p, x: ops.linear(x, p["w"])),
+    "bias": ({"w": (CLASSES, WIDTH), "b": (CLASSES,)}, lambda ops, p, x: ops.linear(x, p["w"], p["b"])),
+    "add": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.add(x, ops.linear(x, p["w"]))),
+    "scale": ({}, lambda ops, p, x: ops.scale(x, -1.7)),
+    "rms_norm": ({"w": (WIDTH,)}, lambda ops, p, x: ops.rms_norm(x, p["w"], 1e-5)),
+    "layer_norm": ({"w": (WIDTH,), "b": (WIDTH,)}, lambda ops, p, x: ops.layer_norm(x, p["w"], p["b"], 1e-5)),
+    "split": ({"w": (2 * WIDTH, WIDTH)}, lambda ops, p, x: ops.add(*ops.split(ops.linear(x, p["w"]), 2))),
+    "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
+    "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
+    "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
+    "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
+    "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
+    "rope": ({"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, base=100.0)),
+}
+
+
+@dataclass
+class OpModel(Model):
+    """One op between an embedding and the loss."""
+
+    name: ClassVar[str] = "op"
+    reads: ClassVar[str] = "tokens"
+
+    case: str = "rows"  # a key of CASES
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def tensors(self) -> list[TensorSpec]:
+        """The embedding and the case's own tensors, at a scale that makes every nonlinearity bend."""
+        own = CASES[self.case][0]
+        specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in own.items()]
+        return [TensorSpec("x", (CLASSES, WIDTH), Normal(1.0)), *specs]
+
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """The op's result as logits."""
+        return CASES[self.case][1](ops, p, ops.embed(p["x"], batch["tokens"]))
+
+
+def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
+    """A plan of the case; `adapter` puts a lens behind its embedding ("lens") or a LoRA pair on w ("lora")."""
+    model = OpModel(case)
+    tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
+    adapters: tuple[LoraAdapter | Lens, ...] = ()
+    if adapter == "lens":
+        tensors["x"] = PlanTensor("x", (CLASSES, 6), Normal(1.0), trainable=False)
+        tensors["lens"] = PlanTensor("lens", (WIDTH, 6), Normal(0.5))
+        adapters = (Lens("x", "lens"),)
+    if adapter == "lora":
+        a, b = lora_names("w")
+        tensors["w"] = PlanTensor("w", tensors["w"].shape, Normal(0.7), trainable=False)
+        tensors[a] = PlanTensor(a, (2, WIDTH), Normal(0.5))
+        tensors[b] = PlanTensor(b, (CLASSES, 2), Normal(0.5))
+        adapters = (LoraAdapter("w", 1.5),)
+    if changes.pop("frozen", False):
+        tensors["x"] = PlanTensor("x", (CLASSES, WIDTH), Constant(0.5), trainable=False)
+    settings: dict = {"rows": ROWS, "seed": 3, **changes}
+    return Plan(model, tuple(tensors.values()), inputs=_inputs(), adapters=adapters, **settings)
+
+
+def _inputs() -> dict[str, InputSpec]:
+    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    return {name: InputSpec((LENGTH,), dtype) for name, dtype in kinds.items()}
+
+
+def op_batch(rows: int = ROWS, seed: int = 0) -> Batch:
+    """Random ids, targets and weights; some targets weigh nothing, and ids repeat."""
+    draw = np.random.default_rng(seed)
+    weights = draw.uniform(0.2, 2.0, (rows, LENGTH)).astype(np.float32)
+    weights[draw.random((rows, LENGTH)) < 0.2] = 0
+    weights[0, 0] = 1
+    return {
+        "tokens": draw.integers(0, CLASSES, (rows, LENGTH), dtype=np.int32),
+        "targets": draw.integers(0, CLASSES, (rows, LENGTH), dtype=np.int32),
+        "weights": weights,
+    }

@@ -1,0 +1,426 @@
+"""The conformance kit: inherit a suite, name what it should test, and pytest does the rest.
+
+from toyexp.testing import EngineSuite
+
+class TestMyEngine(EngineSuite):
+engine = MyEngine()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from toyexp.bus import Bus, Callback, Run
+from toyexp.data import Data, Dataset, TokenDataset
+from toyexp.engine import Engine, Session, State
+from toyexp.errors import SessionError, Unavailable
+from toyexp.gguf.write import export_tensors
+from toyexp.init import Given
+from toyexp.loop import train
+from toyexp.model import Model
+from toyexp.optim import AdamW
+from toyexp.plan import Plan, PlanTensor
+from toyexp.recipe import Recipe, Setup, start
+from toyexp.registry import KINDS, check_class, settings_of
+from toyexp.testing.null import NullEngine
+from toyexp.testing.opmodel import CASES, OpModel, op_batch, op_plan
+from toyexp.testing.reference import reference_adamw, reference_logits, reference_loss, reference_slope
+from toyexp.tokenizer import Bytes
+
+ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
+
+
+def _values(plan: Plan) -> dict[str, np.ndarray]:
+    return {t.name: plan.initial(t) for t in plan.tensors}
+
+
+class PluginSuite:
+    """What holds for every plugin class."""
+
+    kind: ClassVar[str]
+
+    def subject(self) -> type:
+        """The class under test."""
+        raise NotImplementedError
+
+    def test_the_registry_takes_the_class(self) -> None:
+        """It is a dataclass with a name, a help line and defaults."""
+        check_class(self.subject(), self.kind, KINDS[self.kind][0])
+
+    def test_every_setting_is_explained(self) -> None:
+        """Each field has a comment, which help shows."""
+        assert [s.name for s in settings_of(self.subject()) if not s.comment] == []
+
+
+class EngineSuite(PluginSuite):
+    """What an engine must do: set `engine`, and the tolerances where the device rounds more than float32."""
+
+    kind = "engine"
+    engine: Engine
+    rtol: float = 2e-5  # of losses and logits, relative to the largest
+    gradient_rtol: float = 1e-4  # of a gradient along a direction, relative to the gradient's norm
+
+    def subject(self) -> type:
+        """The engine's class."""
+        return type(self.engine)
+
+    @pytest.fixture(autouse=True)
+    def _present(self) -> None:
+        try:
+            self.engine.check()
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+
+    def built(self, plan: Plan) -> Session:
+        """A session ready to step."""
+        session = self.engine.realize(plan)
+        session.build()
+        return session
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
+    def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
+        """Logits and loss equal the float64 reference."""
+        plan, batch = op_plan(case, adapter), op_batch()
+        expected = reference_logits(plan, _values(plan), batch)
+        with self.built(plan) as session:
+            np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
+            assert session.evaluate([batch]) == pytest.approx(reference_loss(plan, _values(plan), batch), rel=self.rtol)
+
+    @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
+    def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
+        """Each tensor's gradient equals the float64 slope of the loss along random directions."""
+        plan, batch = op_plan(case, adapter), op_batch()
+        with self.built(plan) as session:
+            gradients = session.gradients(batch)
+        assert set(gradients) == {t.name for t in plan.trainable}
+        draw = np.random.default_rng(1)
+        for name, gradient in gradients.items():
+            scale = float(np.linalg.norm(gradient)) + 1e-3
+            for _ in range(3):
+                direction = draw.standard_normal(gradient.shape)
+                direction /= np.linalg.norm(direction)
+                slope = reference_slope(plan, _values(plan), batch, name, direction)
+                assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
+
+    @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
+    def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
+        """Five steps equal the float64 formula fed with the engine's own gradients; matrices decay, vectors do not."""
+        adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
+        plan = op_plan("layer_norm")
+        names = [t.name for t in plan.trainable]
+        start = {n: v.astype(np.float64) for n, v in _values(plan).items()}
+        expected = {n: (w, np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
+        with self.built(plan) as session:
+            for step in range(5):
+                batch, hp = op_batch(seed=step), adamw.hp_for_step(step)
+                gradients = session.gradients(batch)
+                session.step(batch, hp)
+                for name in names:
+                    own = hp.copy()
+                    own[4] = hp[4] if plan.tensor(name).decays else 0
+                    w, m, v = expected[name]
+                    expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, own)
+            for name in names:
+                # A step moves a weight by about lr, whatever the gradient: that is the scale of what may differ.
+                weights = session.download(name)
+                np.testing.assert_allclose(weights, expected[name][0], atol=1e-3 * adamw.lr, err_msg=name)
+
+    def test_first_step_starts_from_zero_moments_and_later_ones_keep_them(self) -> None:
+        """Two steps on one batch move further than one would twice, as moments demand."""
+        plan, batch, hp = op_plan("matmul"), op_batch(), AdamW.for_from_scratch().hp_for_step(0)
+        before = plan.initial(plan.tensor("w")).astype(np.float64)
+        with self.built(plan) as session:
+            g = session.gradients(batch)["w"].astype(np.float64)
+            session.step(batch, hp)
+            w, m, v = reference_adamw(before, g, np.zeros_like(g), np.zeros_like(g), hp)
+            np.testing.assert_allclose(session.download("w"), w, atol=2e-6)
+            g = session.gradients(batch)["w"].astype(np.float64)
+            session.step(batch, hp)
+            np.testing.assert_allclose(session.download("w"), reference_adamw(w, g, m, v, hp)[0], atol=2e-6)
+
+    def test_accumulation_equals_one_large_batch(self) -> None:
+        """Four micro-batches give the loss, the norm and the weights of one batch, weighted by targets."""
+        batch, hp = op_batch(rows=12), AdamW.for_lora().hp_for_step(0)
+        results = []
+        for rows, accumulate in ((12, 1), (3, 4)):
+            with self.built(op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
+                metrics = session.step(batch, hp)
+                results.append((metrics.loss, metrics.grad_norm, session.download("w")))
+        assert results[0][0] == pytest.approx(results[1][0], rel=self.rtol)
+        assert results[0][1] == pytest.approx(results[1][1], rel=10 * self.rtol)
+        np.testing.assert_allclose(results[0][2], results[1][2], atol=1e-5)
+
+    def test_step_reports_loss_and_gradient_norm_from_before_the_update(self) -> None:
+        """They equal evaluate() and gradients() of the untouched weights."""
+        with self.built(op_plan("gelu")) as session:
+            batch = op_batch()
+            loss, gradients = session.evaluate([batch]), session.gradients(batch)
+            metrics = session.step(batch, AdamW.for_lora().hp_for_step(0))
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
+        assert metrics.loss == pytest.approx(loss, rel=self.rtol)
+        assert metrics.grad_norm == pytest.approx(norm, rel=10 * self.rtol)
+
+    def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
+        """With plain momentum-free steps the update of a clipped gradient is the scaled one."""
+        hp = np.array([0.1, 0.0, 0.0, 1e6, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps
+        moved = []
+        for clip in (0.0, 0.01):
+            plan = op_plan("matmul", grad_clip=clip)
+            with self.built(plan) as session:
+                norm = session.step(op_batch(), hp).grad_norm
+                self_before = plan.initial(plan.tensor("w"))
+                hp_large = hp.copy()
+                hp_large[3] = 1e-2
+                session.step(op_batch(), hp_large)
+                moved.append(np.linalg.norm(session.download("w") - self_before))
+        assert norm > 0.01  # the reported norm is the one before clipping
+        assert moved[1] < moved[0]
+
+    def test_frozen_tensors_stay_as_they_are(self) -> None:
+        """Training changes every trainable tensor and no other."""
+        plan = op_plan("bias", frozen=True)
+        with self.built(plan) as session:
+            for step in range(3):
+                session.step(op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
+            for tensor in plan.tensors:
+                same = np.array_equal(session.download(tensor.name), plan.initial(tensor))
+                assert same is not tensor.trainable, tensor.name
+
+    def test_evaluate_and_gradients_change_nothing(self) -> None:
+        """A step after looking equals a step without looking."""
+        weights = []
+        for look in (False, True):
+            with self.built(op_plan("swiglu")) as session:
+                for step in range(3):
+                    if look:
+                        session.evaluate([op_batch(seed=9)])
+                        session.gradients(op_batch(seed=8))
+                        session.logits(op_batch(seed=7))
+                    session.step(op_batch(seed=step), AdamW.for_lora().hp_for_step(step))
+                weights.append(session.download("w"))
+        np.testing.assert_array_equal(weights[0], weights[1])
+
+    def test_a_run_repeats(self) -> None:
+        """The same plan and batches give the same losses, to the bit."""
+
+        def losses() -> list[float]:
+            with self.built(op_plan("attention_grouped")) as session:
+                hps = (AdamW.for_lora().hp_for_step(s) for s in range(10))
+                return [session.step(op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
+
+        assert losses() == losses()
+
+    def test_logits_of_fewer_and_shorter_rows(self) -> None:
+        """Padding is invisible: a causal model gives the same logits for the part that is there."""
+        batch = op_batch()
+        with self.built(op_plan("attention")) as session:
+            full = session.logits({"tokens": batch["tokens"]})
+            part = session.logits({"tokens": batch["tokens"][:2, :3]})
+        assert part.shape == (2, 3, full.shape[-1])
+        np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
+
+    # -- the session's life -------------------------------------------------------------------------------------
+
+    def test_upload_replaces_values_while_the_window_is_open(self) -> None:
+        """And download gives them back, exactly."""
+        with self.engine.realize(op_plan("matmul")) as session:
+            values = np.random.default_rng(5).standard_normal(session.plan.tensor("w").shape).astype(np.float32)
+            session.upload("w", values)
+            np.testing.assert_array_equal(session.download("w"), values)
+            session.build()
+            np.testing.assert_array_equal(session.download("w"), values)
+
+    def test_misuse_is_a_named_error(self) -> None:
+        """Upload after build, step before build, wrong shapes, unknown names, and everything after close."""
+        session = self.engine.realize(op_plan("matmul"))
+        batch, hp = op_batch(), AdamW.for_lora().hp_for_step(0)
+        with pytest.raises(SessionError, match=r"step\(\).*realized.*build"):
+            session.step(batch, hp)
+        with pytest.raises(SessionError, match=r"expected shape \[8, 8\], got \[2, 2\]"):
+            session.upload("w", np.zeros((2, 2), np.float32))
+        with pytest.raises(SessionError, match="no tensor 'ww'"):
+            session.upload("ww", np.zeros((8, 8), np.float32))
+        session.build()
+        with pytest.raises(SessionError, match="window closed at build"):
+            session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
+        with pytest.raises(SessionError, match=r"hp has the shape \[6\]"):
+            session.step(batch, hp[:6])
+        with pytest.raises(SessionError, match="does not divide"):
+            session.step(op_batch(rows=4), hp)
+        with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
+            session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
+        with pytest.raises(SessionError, match="no loss"):
+            session.step({**batch, "weights": batch["weights"] * 0}, hp)
+        session.close()
+        session.close()
+        assert session.state is State.CLOSED
+        for call in (lambda: session.step(batch, hp), lambda: session.evaluate([batch]), lambda: session.download("w")):
+            with pytest.raises(SessionError, match="closed"):
+                call()
+
+
+class RecipeSuite(PluginSuite):
+    """What a recipe must do: set `recipe` and a `model` it can train."""
+
+    kind = "recipe"
+    recipe: Recipe
+    model: Model
+    vocab: int = 16
+    engine: Engine = NullEngine()
+
+    def subject(self) -> type:
+        """The recipe's class."""
+        return type(self.recipe)
+
+    def planned(self) -> Plan:
+        """A plan for tiny batches."""
+        dataset = token_dataset(self.vocab)
+        model = self.model.fit(dataset)
+        return self.recipe.plan(model, Setup(dataset.batches(8, 2, 0).inputs, rows=2, seed=1))
+
+    def test_plan_is_the_same_every_time(self) -> None:
+        """Same tensors, same initial values."""
+        one, two = self.planned(), self.planned()
+        assert [(t.name, t.shape, t.trainable) for t in one.tensors] == [
+            (t.name, t.shape, t.trainable) for t in two.tensors
+        ]
+        for a, b in zip(one.tensors, two.tensors, strict=True):
+            np.testing.assert_array_equal(one.initial(a), two.initial(b))
+
+    def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
+        """Every tensor of the model is there, and what is exported has the model's own shapes."""
+        plan = self.planned()
+        assert plan.trainable
+        exported = export_tensors(plan, {t.name: plan.initial(t) for t in plan.tensors})
+        assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
+
+    def test_life_of_the_recipe(self) -> None:
+        """realize, the warm window, build: after it the session can step."""
+        with start(self.recipe, self.engine, self.planned()) as session:
+            assert session.state is State.BUILT
+
+
+class CallbackSuite(PluginSuite):
+    """What a callback must do: set `callback`, a function that makes a fresh one."""
+
+    kind = "callbacks"
+    steps: int = 4
+
+    def callback(self) -> Callback:
+        """A fresh callback."""
+        raise NotImplementedError
+
+    def subject(self) -> type:
+        """The callback's class."""
+        return type(self.callback())
+
+    def test_it_listens_and_the_run_completes(self, tmp_path: Path) -> None:
+        """A whole run with it ends by itself, and its on_end is called."""
+        outcome = self.run(tmp_path, NullEngine())
+        assert outcome.reason in ("completed", "aborted")
+
+    def test_it_survives_a_run_that_fails(self, tmp_path: Path) -> None:
+        """on_end copes with a run whose loss became NaN."""
+        with pytest.raises(Exception, match="the loss is nan"):
+            self.run(tmp_path, NullEngine(nan_at=1))
+
+    def run(self, directory: Path, engine: Engine) -> Any:
+        """A short run on the null engine with this callback alone; raises what on_end raised."""
+        dataset = token_dataset(16)
+        batches = dataset.batches(8, 2, 0)
+        model = OpModel("rows")
+        plan = Setup(batches.inputs, rows=2).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        callback = self.callback()
+        callback.check()
+        callback.check_run({"eval_every": 2}, dataset)
+        bus = Bus({callback.name: callback})
+        with start(_Bare(), engine, plan) as session:
+            run = Run("test", directory, 0, self.steps, 1e-3, {"eval_every": 2}, engine.name, plan, session, dataset,
+                      {}, bus)  # fmt: skip
+            reason: str = "errored"
+            try:
+                bus.hook.on_start(run=run)
+                outcome = train(run, bus, batches, AdamW.for_from_scratch(), eval_every=2)
+                reason = outcome.reason
+            finally:
+                failures = bus.end(run, reason, None)
+        if failures:
+            raise failures[0]
+        return outcome
+
+
+class DataSuite(PluginSuite):
+    """What data must do: set `data`."""
+
+    kind = "data"
+    data: Data
+
+    def subject(self) -> type:
+        """The data's class."""
+        return type(self.data)
+
+    def opened(self) -> Dataset:
+        """The opened data."""
+        self.data.check()
+        return self.data.open(None)
+
+    def test_it_opens_the_same_every_time(self) -> None:
+        """Sizes and digest repeat."""
+        assert self.opened().describe() == self.opened().describe()
+
+    def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
+        """Asked in any order, batch k is the same; another seed gives another order."""
+        dataset = self.opened()
+        one, two, other = (dataset.batches(8, 4, seed) for seed in (1, 1, 2))
+        later = two.batch(7)
+        _same(one.batch(3), two.batch(3))
+        _same(one.batch(7), later)
+        assert any((one.batch(k)["targets"] != other.batch(k)["targets"]).any() for k in range(4))
+
+    def test_batches_fit_what_they_declare(self) -> None:
+        """Training and held-out batches have the declared shapes and types, and ids below vocab."""
+        dataset = self.opened()
+        batches = dataset.batches(8, 4, 0)
+        for batch in [batches.batch(0), *batches.held_out()]:
+            for name, spec in batches.inputs.items():
+                assert batch[name].shape == (4, *spec.shape)
+                assert batch[name].dtype == spec.dtype
+            assert 0 <= batch["targets"].min() <= batch["targets"].max() < dataset.vocab
+            assert batch["weights"].sum() > 0
+
+
+def _same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
+    for name in one:
+        np.testing.assert_array_equal(one[name], two[name])
+
+
+def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
+    """Random ids below `vocab`, for tests."""
+    ids = np.random.default_rng(seed).integers(0, vocab, count, dtype=np.int32)
+    return TokenDataset(ids[: count * 3 // 4], ids[count * 3 // 4 :], Bytes(), vocab, 2, {})
+
+
+@dataclasses.dataclass
+class _Bare(Recipe):
+    """Any plan as it is."""
+
+    name: ClassVar[str] = "bare"
+
+    def plan(self, model: Model, setup: Setup) -> Plan:
+        tensors: Sequence[PlanTensor] = [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
+        return setup.plan(model, tensors)
+
+
+def given(plan: Plan, values: Mapping[str, np.ndarray]) -> Plan:
+    """The same plan starting from `values` where they name its tensors."""
+    tensors = (dataclasses.replace(t, values=Given(values[t.name])) if t.name in values else t for t in plan.tensors)
+    return dataclasses.replace(plan, tensors=tuple(tensors))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-    from toyexp.config import Source
     from toyexp.experiment import Result
+    from toyexp.schema import Source
 
 log = logging.getLogger("toyexp")
 
@@ -73,13 +73,13 @@ SHELLS = ("bash", "fish", "zsh")
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
-    from toyexp import config  # deferred: Hydra takes a third of a second that help and plugins do not need
+    from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
 
-    parsed = config.parse(settings)
+    parsed = mistakes.parse(settings)
     modules = _modules(parsed)
     registry = load(modules)
-    config.store_schemas(registry)
-    source = config.Source.of(flags.get("--config-path"), flags.get("--config-name"), flags.get("--config-dir"))
+    schema.store_schemas(registry)
+    source = schema.Source.of(flags.get("--config-path"), flags.get("--config-name"), flags.get("--config-dir"))
     for flag in ("--resolve", "--package"):
         if flag in flags and "--cfg" not in flags:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
@@ -146,16 +146,16 @@ def experiment(cfg: DictConfig, registry: Registry, modules: Sequence[str], dire
     from toyexp.experiment import execute, prepare
 
     prepared = prepare(build(cfg, registry, modules))
-    return execute(prepared, directory(), say=lambda line: print(line, flush=True))
+    return execute(prepared, directory(), say=say)
 
 
 def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:
     """Runs every combination of the values, one after another; a job that fails is reported and the others go on."""
-    from toyexp import config
+    from toyexp import config, mistakes
 
     fixed = [o for o in parsed if not o.is_sweep_override()]
     for override in fixed:  # what is wrong in every job is told once, before the first
-        config.check_override(override, registry, source)
+        mistakes.check_override(override, registry, source)
     rows: list[tuple[str, Result | Exception]] = []
     root: list[Path] = []
 
@@ -166,7 +166,7 @@ def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str]
 
     for number, varied in enumerate(combinations(parsed)):
         label = " ".join(varied)
-        print(f"\n[{number}] {label}".rstrip(), flush=True)
+        say(f"\n[{number}] {label}".rstrip())
         try:
             cfg = config.compose([*(str(o.input_line) for o in fixed), *varied], registry, source, number)
             if cfg.hydra.sweeper.params:
@@ -203,7 +203,7 @@ def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, 
     """Shows what Hydra knows, without running: --cfg, --info, --hydra-help and tab completion."""
     import hydra
 
-    from toyexp import config
+    from toyexp import config, mistakes
 
     if "--shell-completion" in flags:
         _check_completion(settings)
@@ -221,7 +221,7 @@ def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, 
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
     except Exception as error:
-        raise UserError(f"{' '.join(shown)}: {config.in_plain_words(error)}") from None
+        raise UserError(f"{' '.join(shown)}: {mistakes.in_plain_words(error)}") from None
     finally:
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
@@ -240,6 +240,14 @@ def _check_completion(settings: Sequence[str]) -> None:
         )
 
 
+def say(line: str) -> None:
+    """A line for the person who watches; one who has gone away (`| head`) ends the lines, not the run."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # -- what a person sees at the end ------------------------------------------------------------------------------------
 
 
@@ -249,14 +257,14 @@ def print_result(result: Result) -> None:
 
     outcome = result.outcome
     speed = f" · {count(outcome.tokens_per_second)} tokens/s" if outcome.tokens_per_second else ""
-    print(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
+    say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
-        print(f"stopped because {outcome.why}")
+        say(f"stopped because {outcome.why}")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
-        print(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
-    print(f"run     {_short(result.dir)}")
+        say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
+    say(f"run     {_short(result.dir)}")
     for path in result.artifacts:
-        print(f"        {_short(path)}  {path.stat().st_size / 1e6:.2f} MB")
+        say(f"        {_short(path)}  {path.stat().st_size / 1e6:.2f} MB")
 
 
 def _short(path: Path) -> str:
@@ -275,13 +283,13 @@ def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
         losses = [f"{x:.4f}" if x is not None else "-" for x in (outcome.train_loss, outcome.eval_loss)]
         table.append((str(i), label, str(outcome.steps), *losses, _short(result.dir)))
     widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
-    print()
+    say("")
     for row in table:
         cells = [
             cell.rjust(w) if c in (0, 2, 3, 4) else cell.ljust(w)
             for c, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
-        print("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 # -- sub-commands -----------------------------------------------------------------------------------------------------
@@ -356,7 +364,7 @@ def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words:
         raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
-    from toyexp.config import conf_dir
+    from toyexp.schema import conf_dir
 
     registry = load()
     print(

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from toyexp import config
+from toyexp import config, schema
 from toyexp.experiment import execute, prepare
 from toyexp.registry import load
 from toyexp_torch.ops import TorchOps
@@ -30,7 +30,7 @@ ROUNDS = 9
 def prepared(model, steps, registry):
     """The experiment that is measured, composed as the command line would."""
     overrides = [f"model={model}", "engine=cpu", f"steps={steps}", "eval_every=0"]
-    cfg = config.compose(overrides, registry, config.Source.of())
+    cfg = config.compose(overrides, registry, schema.Source.of())
     return prepare(config.build(cfg, registry))
 
 
@@ -98,7 +98,7 @@ def first_step_seconds(*words):
 def main():
     """Everything that the README's table says about overhead."""
     registry = load()
-    config.store_schemas(registry)
+    schema.store_schemas(registry)
     compare("nano", 200, registry)
     compare("small", 10, registry)
     print(f"process start to first step, nano on cpu: {first_step_seconds('recipe=warm', 'engine=cpu'):.2f} s")

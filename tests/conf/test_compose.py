@@ -10,8 +10,10 @@ import yaml
 
 from toyexp import Unavailable
 from toyexp.cli import main
-from toyexp.config import Source, build, compose, conf_dir, store_schemas, valid_choices
+from toyexp.config import build, compose
+from toyexp.mistakes import valid_choices
 from toyexp.registry import KINDS, load, settings_of
+from toyexp.schema import Source, conf_dir, store_schemas
 
 CONF = conf_dir()
 SOURCE = Source.of()

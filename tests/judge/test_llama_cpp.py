@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from toyexp import Model, Plan, Recipe, Run, Tokenizer, loop
-from toyexp.config import Config, Settings
+from toyexp.config import Config
 from toyexp.experiment import prepare
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import export_tensors, write_model
 from toyexp.init import draw
 from toyexp.optim import Optim
 from toyexp.recipe import start
+from toyexp.schema import Settings
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_callbacks.export import GGUFExport
 from toyexp_callbacks.schedules import Cosine

@@ -1,0 +1,177 @@
+"""The schema that Hydra composes against: the top-level keys, every plugin's dataclass, and where presets lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from toyexp.data import read_text
+from toyexp.errors import UserError, choose
+from toyexp.optim import Optim
+from toyexp.registry import Registry
+
+AUTO = "auto"
+PARTS = ("model", "data", "recipe", "engine", "optim")
+GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
+
+
+@dataclass
+class Settings:
+    """The top-level keys; what they mean stands in conf/config.yaml, which shows them all."""
+
+    name: str = "run"
+    seed: int = 0
+    steps: int = 200
+    batch_size: int = 8
+    lr: float = 1e-3
+    eval_every: int = 50
+    plugins: list[str] = field(default_factory=list)
+    model: Any = MISSING
+    data: Any = MISSING
+    recipe: Any = MISSING
+    engine: Any = MISSING
+    optim: Any = MISSING
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises UserError for numbers that cannot work."""
+        for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("eval_every", 0)):
+            value = getattr(self, name)
+            if not least <= value < 2**63:
+                most = f" to {2**63 - 1}" if value > least else ""
+                raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise UserError(f"lr={self.lr}: must be a number, 0 or above")
+        if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
+            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
+
+
+@dataclass
+class AutoEngine:
+    """The best engine that works here; it says which one and why."""
+
+
+def conf_dir() -> Path:
+    """The checkout's conf/, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
+
+
+def store_schemas(registry: Registry) -> None:
+    """Makes every plugin's dataclass known to Hydra under its group and name."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Settings)
+    store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
+    store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
+    for kind, offers in registry.offers.items():
+        for name, offer in offers.items():
+            package = f"callbacks.{name}" if kind == "callbacks" else None
+            try:
+                store.store(group=kind, name=name, node=schema(offer.cls, name), package=package)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{kind}={name} ({offer.plugin}): its fields cannot be settings: {error}") from None
+
+
+@functools.cache
+def schema(cls: type, name: str) -> type:
+    """A plain dataclass with the fields of `cls`, led by its name, so that a saved config says what it is of."""
+    hints = typing.get_type_hints(cls)
+    parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
+    for f in dataclasses.fields(cls):
+        copy = (
+            field(default=f.default)
+            if f.default is not dataclasses.MISSING
+            else field(default_factory=typing.cast("typing.Callable[[], Any]", f.default_factory))
+        )
+        parts.append((f.name, hints[f.name], copy))
+    return dataclasses.make_dataclass(cls.__name__, parts)
+
+
+def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
+    """The class whose settings `node` holds; UserError when nobody offers one of that name."""
+    if kind == "optim":
+        return Optim
+    return AutoEngine if (kind, node["name"]) == ("engine", AUTO) else registry.get(kind, str(node["name"]))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the configuration comes from: toyexp's conf/, or a person's own directory with conf/ behind it."""
+
+    directory: Path
+    name: str = "config"
+    extra: Path | None = None  # one more directory of presets
+
+    @classmethod
+    def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
+        """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
+        for flag, given in (("--config-path", path), ("--config-dir", extra)):
+            if given is not None and not Path(given).is_dir():
+                raise UserError(f"{flag} {given}: there is no such directory (looked in {Path.cwd()})")
+        directory = Path(path).absolute() if path else conf_dir()
+        source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
+        if not (directory / f"{source.name}.yaml").is_file():
+            there = [p.stem for p in directory.glob("*.yaml")]
+            raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; "
+                            f"{choose(source.name, there)}")  # fmt: skip
+        return source
+
+    @property
+    def directories(self) -> list[Path]:
+        """Every directory that may hold presets."""
+        return list(dict.fromkeys(d for d in (self.directory, self.extra, conf_dir()) if d))
+
+    def overrides(self) -> list[str]:
+        """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet."""
+        if len(self.directories) == 1:
+            return []
+        quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
+        added = [f"hydra.searchpath=[{','.join(quoted)}]"]
+        if self.directory == conf_dir():
+            return added
+        path = self.directory / f"{self.name}.yaml"
+        theirs = _load_yaml(path) or {}
+        if not isinstance(theirs, dict):
+            raise UserError(f"{path}: holds no keys with values, such as steps: 100")
+        if "hydra" in theirs:
+            return added
+        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
+        added += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
+        added += [f"hydra.{k}.{n}='{v}'" for k in ("run", "sweep") for n, v in ours[k].items()]
+        return added
+
+
+def _load_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise yaml_error(error, path) from None
+
+
+def compose_raw(overrides: list[str], source: Source) -> DictConfig:
+    """What Hydra composes, with its own settings under `hydra`; its own errors go through."""
+    with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
+        return hydra.compose(source.name, overrides=overrides, return_hydra_config=True)
+
+
+def yaml_error(error: yaml.YAMLError, where: Path) -> UserError:
+    """What is wrong with a YAML file, and on which line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = (
+        f"{where / mark.name if mark.name.endswith('.yaml') else where}, line {mark.line + 1}" if mark else str(where)
+    )
+    return UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}")

@@ -264,7 +264,8 @@ def print_result(result: Result) -> None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     say(f"run     {_short(result.dir)}")
     for path in result.artifacts:
-        say(f"        {_short(path)}  {path.stat().st_size / 1e6:.2f} MB")
+        name = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
+        say(f"        {name}  {path.stat().st_size / 1e6:.2f} MB")
 
 
 def _short(path: Path) -> str:

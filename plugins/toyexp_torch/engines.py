@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     import types
 
 DTYPES = ("float32", "bfloat16", "float64")
+WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
 
 def import_torch() -> types.ModuleType:
     """torch, or Unavailable with what to install."""
+    if not WAITING & os.environ.keys():
+        # GNU OpenMP's threads spin for milliseconds at every barrier. With one other busy process on two cores that
+        # made a nano run 20 to 50 times slower; this much spinning costs an idle machine about 5 %.
+        os.environ["GOMP_SPINCOUNT"] = "5000"
     try:
         import torch
     except ImportError as error:

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
+GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
 
 .PHONY: run test check donor wheel clean
 
@@ -29,6 +31,8 @@ wheel: $(INSTALLED)  ## build the wheel into dist/
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	CMAKE_ARGS="$(GGML_FLAGS)" $(BIN)/python -m pip install --quiet --no-cache-dir 'ggml-python>=0.0.45,<0.1'
+	rm -rf toyexp.egg-info build
 	$(BIN)/python -m pip install --quiet --editable '.[all,test]'
 	touch $(INSTALLED)
 

@@ -1,0 +1,395 @@
+"""The one file that touches ggml: memory, graphs, and one method per op with its shape rules checked first.
+
+A failed GGML_ASSERT ends the whole process, so everything that ggml asserts is checked here and raises GraphError.
+Shapes are written as numpy orders them, [B, T, d]; ggml's own `ne` is the reverse.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ggml
+import numpy as np
+
+from toyexp import ToyexpError
+
+LIMIT = 2**31 - 1  # largest index and row count that ggml's int32 ids and kernels take
+F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
+TYPES: dict[np.dtype[Any], int] = {np.dtype(np.float32): F32, np.dtype(np.int32): I32}
+
+
+class GraphError(ToyexpError):
+    """A graph that cannot be built: which op, and which shapes it was given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A tensor of a graph: ggml's pointer and the shape, [.., d]."""
+
+    ptr: Any
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+class Backend:
+    """A device that computes, with its threads."""
+
+    def __init__(self, device: str, threads: int):
+        if device == "CPU":
+            self.ptr = ggml.ggml_backend_cpu_init()
+            ggml.ggml_backend_cpu_set_n_threads(self.ptr, threads)
+        else:
+            self.ptr = _device(device)
+        if not self.ptr:
+            raise GraphError(f"ggml could not open the device {device}")
+
+    def supports(self, node: Node) -> bool:
+        """Whether the device computes this node."""
+        return bool(ggml.ggml_backend_supports_op(self.ptr, node.ptr))
+
+    def close(self) -> None:
+        """Frees the device."""
+        if self.ptr:
+            ggml.ggml_backend_free(self.ptr)
+            self.ptr = None
+
+
+def _device(name: str) -> Any:
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(i)
+        if ggml.ggml_backend_dev_name(device).decode().startswith(name):
+            return ggml.ggml_backend_dev_init(device, None)
+    return None
+
+
+def devices() -> list[str]:
+    """The devices this build of ggml finds here."""
+    count = ggml.ggml_backend_dev_count()
+    return [ggml.ggml_backend_dev_name(ggml.ggml_backend_dev_get(i)).decode() for i in range(count)]
+
+
+def version() -> str:
+    """ggml's version."""
+    return ggml.ggml_version().decode()
+
+
+class Memory:
+    """Tensors that live as long as the session: weights, moments, inputs."""
+
+    def __init__(self, backend: Backend, count: int):
+        self._backend = backend
+        size = ggml.ggml_tensor_overhead() * (count + 8)
+        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._buffer: Any = None
+
+    def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
+        """A new tensor; it has no memory until `allocate`."""
+        if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
+            raise GraphError(f"ggml holds tensors of 1 to 4 positive dimensions, not {list(shape)}")
+        ne = (ctypes.c_int64 * len(shape))(*reversed(shape))
+        ptr = ggml.ggml_new_tensor(self._context, TYPES[np.dtype(dtype)], len(shape), ne)
+        if trainable:
+            ggml.ggml_set_param(ptr)
+        return Node(ptr, shape)
+
+    def allocate(self) -> None:
+        """Gives every tensor its memory on the device, zeroed."""
+        self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
+        if not self._buffer:
+            raise GraphError("the device has too little memory for the weights and their moments")
+        ggml.ggml_backend_buffer_clear(self._buffer, 0)
+
+    def close(self) -> None:
+        """Frees the tensors."""
+        if self._buffer:
+            ggml.ggml_backend_buffer_free(self._buffer)
+        if self._context:
+            ggml.ggml_free(self._context)
+        self._buffer = self._context = None
+
+
+def put(node: Node, array: np.ndarray) -> None:
+    """Copies a contiguous array of the node's size into it."""
+    if array.size != node.size:
+        raise GraphError(f"{array.size} numbers for a tensor of {list(node.shape)}")
+    ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data_as(ctypes.c_void_p), 0, array.nbytes)
+
+
+def get(node: Node) -> np.ndarray:
+    """A float32 copy of a node's values."""
+    out = np.empty(node.shape, np.float32)
+    ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data_as(ctypes.c_void_p), 0, out.nbytes)
+    return out
+
+
+def clear(node: Node) -> None:
+    """Sets a node's values to zero."""
+    ggml.ggml_backend_tensor_memset(node.ptr, 0, 0, node.size * 4)
+
+
+class Graph:
+    """A static graph under construction and, once `finish`ed, ready to compute again and again."""
+
+    def __init__(self, backend: Backend, capacity: int):
+        self._backend = backend
+        self.capacity = capacity
+        size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
+        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._graph = ggml.ggml_new_graph_custom(self._context, capacity, False)
+        self._allocator: Any = None
+        self._made = 0
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _node(self, ptr: Any, shape: tuple[int, ...]) -> Node:
+        self._made += 1
+        if self._made > self.capacity - 8:
+            raise GraphError(f"the graph has more than {self.capacity} nodes")
+        return Node(ptr, shape)
+
+    def _same(self, op: str, a: Node, b: Node) -> None:
+        if a.shape != b.shape:
+            raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
+
+    def _repeats(self, op: str, a: Node, b: Node) -> None:
+        """b is repeated over a: each of its axes, counted from the last, divides a's."""
+        padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
+        if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
+            raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
+
+    def _binary(self, name: str, a: Node, b: Node) -> Node:
+        self._repeats(name, a, b)
+        return self._node(getattr(ggml, f"ggml_{name}")(self._context, a.ptr, b.ptr), a.shape)
+
+    def _unary(self, name: str, x: Node) -> Node:
+        return self._node(getattr(ggml, f"ggml_{name}")(self._context, x.ptr), x.shape)
+
+    def add(self, a: Node, b: Node) -> Node:
+        """a + b, b repeated over a."""
+        return self._binary("add", a, b)
+
+    def sub(self, a: Node, b: Node) -> Node:
+        """a - b, b repeated over a."""
+        return self._binary("sub", a, b)
+
+    def mul(self, a: Node, b: Node) -> Node:
+        """a * b, b repeated over a."""
+        return self._binary("mul", a, b)
+
+    def div(self, a: Node, b: Node) -> Node:
+        """a / b, b repeated over a."""
+        return self._binary("div", a, b)
+
+    def sqr(self, x: Node) -> Node:
+        """x squared."""
+        return self._unary("sqr", x)
+
+    def sqrt(self, x: Node) -> Node:
+        """The square root."""
+        return self._unary("sqrt", x)
+
+    def log(self, x: Node) -> Node:
+        """The natural logarithm."""
+        return self._unary("log", x)
+
+    def sigmoid(self, x: Node) -> Node:
+        """1 / (1 + exp(-x))."""
+        return self._unary("sigmoid", x)
+
+    def silu(self, x: Node) -> Node:
+        """x sigmoid(x)."""
+        return self._unary("silu", x)
+
+    def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
+        """x * factor + shift."""
+        return self._node(ggml.ggml_scale_bias(self._context, x.ptr, factor, shift), x.shape)
+
+    def clamp(self, x: Node, low: float, high: float) -> Node:
+        """x held between two numbers, in place: x is used up."""
+        return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
+
+    def total(self, x: Node) -> Node:
+        """The sum of everything, [1]."""
+        return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
+
+    def sum_last(self, x: Node) -> Node:
+        """The sum over the last axis, [.., 1]."""
+        return self._node(ggml.ggml_sum_rows(self._context, x.ptr), (*x.shape[:-1], 1))
+
+    def reshape(self, x: Node, *shape: int) -> Node:
+        """The same numbers in another shape; costs nothing."""
+        if math.prod(shape) != x.size or not 1 <= len(shape) <= 4:
+            raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
+        make = (ggml.ggml_reshape_1d, ggml.ggml_reshape_2d, ggml.ggml_reshape_3d, ggml.ggml_reshape_4d)[len(shape) - 1]
+        return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
+
+    def flat(self, x: Node) -> Node:
+        """[.., d] as [n, d]."""
+        return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
+
+    def transpose(self, x: Node) -> Node:
+        """The last two axes exchanged, contiguous."""
+        turned = ggml.ggml_transpose(self._context, x.ptr)
+        self._made += 1
+        shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+        return self._node(ggml.ggml_cont(self._context, turned), shape)
+
+    def swap_middle(self, x: Node) -> Node:
+        """[a, b, c, d] as [a, c, b, d], contiguous."""
+        a, b, c, d = x.shape
+        self._made += 1
+        turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
+        return self._node(ggml.ggml_cont(self._context, turned), (a, c, b, d))
+
+    def columns(self, x: Node, start: int, count: int) -> Node:
+        """Columns [start, start + count) of x [n, d], contiguous."""
+        n, d = x.shape
+        if not 0 <= start < start + count <= d:
+            raise GraphError(f"columns {start}..{start + count} of {list(x.shape)}")
+        view = ggml.ggml_view_2d(self._context, x.ptr, count, n, d * 4, start * 4)
+        self._made += 1
+        return self._node(ggml.ggml_cont(self._context, view), (n, count))
+
+    def first_rows(self, x: Node, count: int) -> Node:
+        """The first rows of x [n, d]; a view."""
+        if not 1 <= count <= x.shape[0]:
+            raise GraphError(f"the first {count} rows of {list(x.shape)}")
+        view = ggml.ggml_view_2d(self._context, x.ptr, x.shape[1], count, x.shape[1] * 4, 0)
+        return self._node(view, (count, x.shape[1]))
+
+    def concat(self, parts: Sequence[Node], axis: int) -> Node:
+        """Parts [n, d] joined along axis 0 (rows) or 1 (columns)."""
+        out = parts[0]
+        for part in parts[1:]:
+            if out.shape[1 - axis] != part.shape[1 - axis]:
+                raise GraphError(f"concat: {list(out.shape)} and {list(part.shape)}")
+            shape = list(out.shape)
+            shape[axis] += part.shape[axis]
+            out = self._node(ggml.ggml_concat(self._context, out.ptr, part.ptr, 1 - axis), tuple(shape))
+        return out
+
+    def mul_mat(self, w: Node, x: Node) -> Node:
+        """x [.., n, in] times w [.., out, in] transposed -> [.., n, out]; w's leading axes repeat over x's."""
+        if w.shape[-1] != x.shape[-1] or len(w.shape) > len(x.shape):
+            raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
+        if len(w.shape) > 2 and w.shape[:-2] != x.shape[:-2]:
+            raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
+        return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
+
+    def get_rows(self, table: Node, ids: Node) -> Node:
+        """Rows of table [n, d] at ids [m] -> [m, d]; the caller answers for the ids' range."""
+        if len(table.shape) != 2 or len(ids.shape) != 1:
+            raise GraphError(f"get_rows: {list(table.shape)} at {list(ids.shape)}")
+        return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
+
+    def get_rows_back(self, dy: Node, ids: Node, table: Node) -> Node:
+        """The gradient of get_rows: rows dy [m, d] summed into [n, d] at their ids."""
+        return self._node(ggml.ggml_get_rows_back(self._context, dy.ptr, ids.ptr, table.ptr), table.shape)
+
+    def set_rows(self, table: Node, rows: Node, ids: Node) -> Node:
+        """`table` [n, d], used up, with `rows` [m, d] put at ids [m]."""
+        if table.shape[1] != rows.shape[1] or rows.shape[0] != ids.shape[0]:
+            raise GraphError(f"set_rows: {list(rows.shape)} into {list(table.shape)} at {list(ids.shape)}")
+        return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
+
+    def repeat_back(self, x: Node, like: Node) -> Node:
+        """x summed over what `like` would be repeated along."""
+        self._repeats("repeat_back", x, like)
+        return self._node(ggml.ggml_repeat_back(self._context, x.ptr, like.ptr), like.shape)
+
+    def rms_norm(self, x: Node, eps: float) -> Node:
+        """x / sqrt(mean(x^2) + eps) over the last axis."""
+        return self._node(ggml.ggml_rms_norm(self._context, x.ptr, eps), x.shape)
+
+    def rms_norm_back(self, dy: Node, x: Node, eps: float) -> Node:
+        """The gradient of rms_norm."""
+        self._same("rms_norm_back", dy, x)
+        return self._node(ggml.ggml_rms_norm_back(self._context, dy.ptr, x.ptr, eps), x.shape)
+
+    def silu_back(self, dy: Node, x: Node) -> Node:
+        """The gradient of silu."""
+        self._same("silu_back", dy, x)
+        return self._node(ggml.ggml_silu_back(self._context, dy.ptr, x.ptr), x.shape)
+
+    def swiglu(self, gate: Node, up: Node) -> Node:
+        """silu(gate) * up."""
+        self._same("swiglu", gate, up)
+        return self._node(ggml.ggml_swiglu_split(self._context, gate.ptr, up.ptr), gate.shape)
+
+    def softmax(self, x: Node, mask: Node | None = None, scale: float = 1.0) -> Node:
+        """The softmax of x * scale + mask over the last axis; mask [T, T] repeats over the leading axes."""
+        ptr = ggml.ggml_soft_max_ext(self._context, x.ptr, mask.ptr if mask else None, scale, 0.0)
+        return self._node(ptr, x.shape)
+
+    def rope(self, x: Node, positions: Node, base: float, back: bool = False) -> Node:
+        """Rotates consecutive pairs of x [B, T, H, D] by their position; `back` turns the other way."""
+        if len(x.shape) != 4 or x.shape[3] % 2 or positions.shape != (x.shape[1],):
+            raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}")
+        make = ggml.ggml_rope_ext_back if back else ggml.ggml_rope_ext
+        rest = (x.shape[3], 0, 0, base, 1.0, 0.0, 1.0, 32.0, 1.0)  # mode 0: consecutive pairs; no scaling
+        return self._node(make(self._context, x.ptr, positions.ptr, None, *rest), x.shape)
+
+    def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
+        """Updates w, m and v in place by the seven numbers of hp."""
+        for other in (g, m, v):
+            self._same("adamw", w, other)
+        return self._node(ggml.ggml_opt_step_adamw(self._context, w.ptr, g.ptr, m.ptr, v.ptr, hp.ptr), w.shape)
+
+    def copy_into(self, x: Node, target: Node) -> Node:
+        """x written over `target`."""
+        self._same("copy_into", x, target)
+        return self._node(ggml.ggml_cpy(self._context, x.ptr, target.ptr), target.shape)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def want(self, node: Node, keep: bool = False) -> None:
+        """Makes the graph compute a node, after all that was wanted before; `keep` leaves it readable afterwards."""
+        if keep:
+            ggml.ggml_set_output(node.ptr)
+        ggml.ggml_build_forward_expand(self._graph, node.ptr)
+
+    def finish(self) -> None:
+        """Plans the memory; the graph can then be computed."""
+        buffer_type = ggml.ggml_backend_get_default_buffer_type(self._backend.ptr)
+        self._allocator = ggml.ggml_gallocr_new(buffer_type)
+        if not ggml.ggml_gallocr_alloc_graph(self._allocator, self._graph):
+            raise GraphError("the device has too little memory for the activations; use a smaller batch_size")
+
+    def compute(self) -> None:
+        """Computes every wanted node, in order."""
+        status = ggml.ggml_backend_graph_compute(self._backend.ptr, self._graph)
+        if status != ggml.GGML_STATUS_SUCCESS:
+            raise GraphError(f"ggml stopped computing with status {status}")
+
+    @property
+    def compute_bytes(self) -> int:
+        """Memory of the activations and gradients."""
+        return int(ggml.ggml_gallocr_get_buffer_size(self._allocator, 0))
+
+    def ops(self) -> Counter[str]:
+        """How many nodes of each op the graph has."""
+        nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
+        return Counter(ggml.ggml_op_name(n.contents.op).decode() for n in nodes)
+
+    def unsupported(self) -> Counter[str]:
+        """The ops among them that the device refuses."""
+        nodes = [ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph))]
+        refused = [n for n in nodes if not ggml.ggml_backend_supports_op(self._backend.ptr, n)]
+        return Counter(ggml.ggml_op_name(n.contents.op).decode() for n in refused)
+
+    def close(self) -> None:
+        """Frees the graph and its memory."""
+        if self._allocator:
+            ggml.ggml_gallocr_free(self._allocator)
+        if self._context:
+            ggml.ggml_free(self._context)
+        self._allocator = self._context = None

@@ -1,0 +1,285 @@
+"""The op vocabulary as graph nodes, and beside each op the rule that adds its gradient.
+
+Calling an op builds its forward nodes and notes (result, inputs, rule) on a tape. `backward` walks the tape from its
+end: a rule takes dy, the gradient of the result, and returns one function per input that builds that input's
+gradient; it is called only where something trainable lies behind. A rule has a fused form, where the device has the
+op, and a plain form otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from toyexp import Ops
+from toyexp_ggml.binding import Graph, GraphError, Node
+from toyexp_ggml.inputs import Inputs
+from toyexp_ggml.profiles import Profile
+
+Rule = Callable[[Node], Sequence[Callable[[], Node]]]
+
+
+class GGMLOps(Ops):
+    """Every op on nodes of one graph."""
+
+    def __init__(self, graph: Graph, profile: Profile, inputs: Inputs):
+        self.g, self._profile, self._inputs = graph, profile, inputs
+        self._tape: list[tuple[Node, tuple[Node, ...], Rule]] = []
+        self._turned: dict[Node, Node] = {}
+
+    # -- the tape -----------------------------------------------------------------------------------------------
+
+    def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
+        self._tape.append((out, inputs, rule))
+        return out
+
+    def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
+        """The gradients of the trainable nodes, from those of the results in `dlogits`."""
+        leads_somewhere = set(trainable)
+        for out, inputs, _ in self._tape:
+            if leads_somewhere.intersection(inputs):
+                leads_somewhere.add(out)
+        gradients = dict(dlogits)
+        for out, inputs, rule in reversed(self._tape):
+            dy = gradients.pop(out, None)
+            if dy is None:
+                continue
+            for x, build in zip(inputs, rule(dy), strict=True):
+                if x in leads_somewhere:
+                    gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
+        return {node: gradients[node] for node in trainable if node in gradients}
+
+    def _turn(self, x: Node) -> Node:
+        """The contiguous transpose of x [n, d], made once for all rules that need it."""
+        if x not in self._turned:
+            self._turned[x] = self.g.transpose(x)
+        return self._turned[x]
+
+    def _sum_rows(self, x: Node) -> Node:
+        """x [n, d] summed over n -> [d]."""
+        if self._profile.has("REPEAT_BACK"):
+            return self.g.repeat_back(x, self._inputs.zeros(x.shape[1]))
+        ones = self._inputs.ones(x.shape[0])
+        return self.g.reshape(self.g.mul_mat(self._turn(x), self.g.reshape(ones, 1, x.shape[0])), x.shape[1])
+
+    # -- tables -------------------------------------------------------------------------------------------------
+
+    def rows(self, table: Node, ids: Node) -> Node:
+        g, flat = self.g, self._inputs.flat_ids(ids)
+        y = g.get_rows(table, flat)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            dy = g.flat(dy)
+            if self._profile.has("GET_ROWS_BACK"):
+                return (lambda: g.get_rows_back(dy, flat, table),)
+            # The rows of each distinct id are summed by a product with the membership matrix and put into a zeroed
+            # table, whose one spare row takes what no id fills.
+            member, distinct = self._inputs.membership(flat, table.shape[0])
+            summed = lambda: g.mul_mat(self._turn(dy), member)  # noqa: E731 - built only when asked for
+            zeroed = lambda: g.scale(self._inputs.spare_table(table.shape), 0.0)  # noqa: E731
+            return (lambda: g.first_rows(g.set_rows(zeroed(), summed(), distinct), table.shape[0]),)
+
+        return self._note(g.reshape(y, *ids.shape, table.shape[1]), (table,), rule)
+
+    def first_rows(self, table: Node, n: int) -> Node:
+        g = self.g
+        rest = table.shape[0] - n
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            if rest == 0:
+                return (lambda: dy,)
+            return (lambda: g.concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0),)
+
+        return self._note(g.first_rows(table, n), (table,), rule)
+
+    # -- linear algebra -----------------------------------------------------------------------------------------
+
+    def matmul(self, x: Node, w: Node, bias: Node | None = None) -> Node:
+        g = self.g
+        flat = g.flat(x)
+        product = g.mul_mat(w, flat)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            dy = g.flat(dy)
+            return (
+                lambda: g.reshape(g.mul_mat(self._turn(w), dy), *x.shape),  # dx = dy w
+                lambda: g.mul_mat(self._turn(flat), self._turn(dy)),  # dw = dy^T x
+            )
+
+        y = self._note(g.reshape(product, *x.shape[:-1], w.shape[0]), (x, w), rule)
+        return y if bias is None else self.add(y, bias)
+
+    def add(self, a: Node, b: Node) -> Node:
+        g = self.g
+        if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
+            raise GraphError(f"add: {list(b.shape)} is no ending of {list(a.shape)}")
+
+        def db(dy: Node) -> Node:
+            if a.shape == b.shape:
+                return dy
+            return g.reshape(self._sum_rows(g.reshape(dy, a.size // b.size, b.size)), *b.shape)
+
+        return self._note(g.add(a, b), (a, b), lambda dy: (lambda: dy, lambda: db(dy)))
+
+    def scale(self, x: Node, factor: float) -> Node:
+        return self._note(self.g.scale(x, factor), (x,), lambda dy: (lambda: self.g.scale(dy, factor),))
+
+    def heads(self, x: Node, n: int) -> Node:
+        if len(x.shape) != 3 or x.shape[2] % n:
+            raise GraphError(f"heads: {list(x.shape)} into {n}")
+        y = self.g.reshape(x, *x.shape[:2], n, x.shape[2] // n)
+        return self._note(y, (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
+
+    def split(self, x: Node, n: int) -> tuple[Node, ...]:
+        g, width = self.g, x.shape[-1] // n
+        flat = g.flat(x)
+        parts = tuple(g.reshape(g.columns(flat, i * width, width), *x.shape[:-1], width) for i in range(n))
+        # The parts' gradients arrive one by one; each is widened with zeros, and the tape adds them up.
+        for i, part in enumerate(parts):
+            self._note(part, (x,), lambda dy, i=i: (lambda: self._widen(dy, x, i * width),))  # type: ignore[misc]
+        return parts
+
+    def _widen(self, dy: Node, x: Node, start: int) -> Node:
+        g, flat = self.g, self.g.flat(dy)
+        n, width = flat.shape
+        sides = [(n, start), (n, x.shape[-1] - start - width)]
+        left, right = (self._inputs.zeros(*s) if s[1] else None for s in sides)
+        return g.reshape(g.concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
+
+    # -- norms --------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
+        g = self.g
+        n = g.rms_norm(x, eps)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            return (
+                lambda: self._rms_norm_back(g.mul(dy, w), x, n, eps),
+                lambda: self._sum_rows(g.flat(g.mul(dy, n))),
+            )
+
+        return self._note(g.mul(n, w), (x, w), rule)
+
+    def _rms_norm_back(self, dn: Node, x: Node, n: Node, eps: float) -> Node:
+        """(dn - n mean(dn n)) / sqrt(mean(x^2) + eps), where n is the normed x."""
+        g, d = self.g, x.shape[-1]
+        if self._profile.has("RMS_NORM_BACK"):
+            return g.rms_norm_back(dn, x, eps)
+        root = g.sqrt(g.scale(g.sum_last(g.sqr(x)), 1 / d, eps))
+        along = g.mul(n, g.scale(g.sum_last(g.mul(dn, n)), 1 / d))
+        return g.div(g.sub(dn, along), root)
+
+    def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
+        """LayerNorm is RMSNorm of the centred x, because its eps stands inside the root."""
+        g, d = self.g, x.shape[-1]
+
+        def centre(t: Node) -> Node:
+            return g.sub(t, g.scale(g.sum_last(t), 1 / d))
+
+        centred = centre(x)
+        n = g.rms_norm(centred, eps)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            return (
+                lambda: centre(self._rms_norm_back(g.mul(dy, w), centred, n, eps)),
+                lambda: self._sum_rows(g.flat(g.mul(dy, n))),
+                lambda: self._sum_rows(g.flat(dy)),
+            )
+
+        return self._note(g.add(g.mul(n, w), b), (x, w, b), rule)
+
+    # -- attention ----------------------------------------------------------------------------------------------
+
+    def rope(self, x: Node, base: float) -> Node:
+        g, positions = self.g, self._inputs.positions(x.shape[1])
+        return self._note(
+            g.rope(x, positions, base), (x,), lambda dy: (lambda: g.rope(dy, positions, base, back=True),)
+        )
+
+    def attention(self, q: Node, k: Node, v: Node, causal: bool = True) -> Node:
+        """Query heads of one key/value head lie side by side, so [.., H, T, D] is also [.., Hkv, G T, D] for free."""
+        g = self.g
+        rows, length, heads, size = q.shape
+        shared = k.shape[2]
+        if heads % shared or k.shape != v.shape or k.shape != (rows, length, shared, size):
+            raise GraphError(f"attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+        scale, group = 1 / math.sqrt(size), heads // shared
+        whole, grouped = (rows, heads, length, length), (rows, shared, group * length, length)
+        q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
+        qg = g.reshape(q4, rows, shared, group * length, size)
+        mask = self._inputs.causal_mask(length) if causal else None
+        p = g.softmax(g.reshape(g.mul_mat(k4, qg), *whole), mask, scale)  # [B, H, T, T]
+        pg = g.reshape(p, *grouped)
+        out = g.reshape(g.mul_mat(g.transpose(v4), pg), rows, heads, length, size)
+        y = g.reshape(g.swap_middle(out), rows, length, heads * size)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            do = g.reshape(g.swap_middle(g.reshape(dy, rows, length, heads, size)), *qg.shape)  # [B, Hkv, G T, D]
+            dp = g.reshape(g.mul_mat(v4, do), *whole)
+            # softmax: p (dp - sum(p dp)); the plain form, see profiles.FUSED
+            ds = g.mul(p, g.sub(dp, g.sum_last(g.mul(p, dp))))
+            dsg = g.reshape(g.scale(ds, scale), *grouped)
+            turned = g.transpose(dsg)
+            return (
+                lambda: g.swap_middle(g.reshape(g.mul_mat(g.transpose(k4), dsg), rows, heads, length, size)),
+                lambda: g.swap_middle(g.mul_mat(g.transpose(qg), turned)),
+                lambda: g.swap_middle(g.mul_mat(g.transpose(do), g.transpose(pg))),
+            )
+
+        return self._note(y, (q, k, v), rule)
+
+    # -- activations --------------------------------------------------------------------------------------------
+
+    def gelu(self, x: Node) -> Node:
+        """x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): the tanh form, without ggml's float16 table."""
+        g = self.g
+        a = 2 * math.sqrt(2 / math.pi)
+        b = a * 0.044715
+        square = g.sqr(x)
+        s = g.sigmoid(g.mul(x, g.scale(square, b, a)))
+
+        def dx(dy: Node) -> Node:
+            inner = g.mul(g.mul(x, g.scale(square, 3 * b, a)), g.scale(s, -1.0, 1.0))
+            return g.mul(dy, g.mul(s, g.scale(inner, 1.0, 1.0)))  # s (1 + x u' (1 - s))
+
+        return self._note(g.mul(x, s), (x,), lambda dy: (lambda: dx(dy),))
+
+    def swiglu(self, gate: Node, up: Node) -> Node:
+        g = self.g
+
+        def dgate(dy: Node) -> Node:
+            if self._profile.has("SILU_BACK"):
+                return g.silu_back(g.mul(dy, up), gate)
+            s = g.sigmoid(gate)
+            slope = g.mul(s, g.scale(g.mul(gate, g.scale(s, -1.0, 1.0)), 1.0, 1.0))  # s (1 + gate (1 - s))
+            return g.mul(g.mul(dy, up), slope)
+
+        return self._note(
+            g.swiglu(gate, up), (gate, up), lambda dy: (lambda: dgate(dy), lambda: g.mul(dy, g.silu(gate)))
+        )
+
+    # -- the loss -----------------------------------------------------------------------------------------------
+
+    def cross_entropy(self, logits: Node, targets: Node, weights: Node) -> Node:
+        """Picks each target's probability out of the flattened softmax by its place, so no label matrix is needed."""
+        loss, _ = self.loss_and_gradient(logits, weights)
+        return loss
+
+    def loss_and_gradient(self, logits: Node, weights: Node) -> tuple[Node, Callable[[], Node]]:
+        """The weighted loss [1], and what builds its gradient by the logits."""
+        g = self.g
+        n, classes = logits.size // logits.shape[-1], logits.shape[-1]
+        places = self._inputs.places(n, classes)
+        p = g.softmax(g.reshape(logits, n, classes))
+        picked = g.get_rows(g.reshape(p, n * classes, 1), places)  # [n, 1]
+        column = g.reshape(weights, n, 1)
+        # A probability that underflows to 0 counts as 1e-37: a loss of 85, where float32 ends anyway.
+        log = g.log(g.clamp(g.scale(picked, 1.0), 1e-37, 1.0))
+        loss = g.scale(g.total(g.mul(log, column)), -1.0)
+
+        def gradient() -> Node:
+            # (p - one_hot(target)) * weight: the target's entry is lowered by 1 in place, after it was read.
+            lowered = g.set_rows(g.reshape(p, n * classes, 1), g.scale(picked, 1.0, -1.0), places)
+            return g.reshape(g.mul(g.reshape(lowered, n, classes), column), *logits.shape)
+
+        return loss, gradient

@@ -1,0 +1,35 @@
+"""What each device can compute, as far as training needs it (ggml 0.15.3).
+
+A gradient rule asks the profile for its fused op and otherwise takes the plain form; so one set of rules yields a
+graph that stays whole on the device. The tables were read from the devices' own `supports_op`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What every device has: enough for a whole training step in plain form.
+COMMON = frozenset({
+    "NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "ADD", "SUB", "MUL", "DIV", "SCALE",
+    "SQR", "SQRT", "LOG", "CLAMP", "SUM", "SUM_ROWS", "CONCAT", "GET_ROWS", "SET_ROWS", "MUL_MAT",
+    "SOFT_MAX", "RMS_NORM", "ROPE", "ROPE_BACK", "UNARY", "GLU", "OPT_STEP_ADAMW",
+})  # fmt: skip
+# Gradients in one op, where a device has them. SOFT_MAX_BACK is left out on purpose: the allocator may put its result
+# over its second source, and the CPU's kernel then reads what it has already overwritten.
+FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "GET_ROWS_BACK", "REPEAT_BACK"})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device and the ops it has."""
+
+    device: str
+    ops: frozenset[str]
+
+    def has(self, op: str) -> bool:
+        """Whether the device computes this op."""
+        return op in self.ops
+
+
+CPU = Profile("CPU", COMMON | FUSED)
+METAL = Profile("Metal", COMMON)

@@ -1,0 +1,217 @@
+"""One run's tensors on a ggml device, and the static graphs that train and look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
+from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
+from toyexp_ggml.inputs import Inputs
+from toyexp_ggml.ops import GGMLOps
+
+if TYPE_CHECKING:
+    from toyexp_ggml.engines import GGMLEngine
+
+
+class GGMLSession(Session):
+    """A Plan as ggml graphs: one for a training step, others made when first asked for."""
+
+    def __init__(self, plan: Plan, engine: GGMLEngine):
+        self._engine, self._profile = engine, engine.profile
+        self._backend = Backend(engine.device, engine.thread_count())
+        self._graphs: dict[str, Graph] = {}
+        self._outputs: dict[str, dict[str, Node]] = {}
+        self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
+        self._weights = {t.name: self._memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors}
+        self._m, self._v = ({t.name: self._memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
+        # Gradients outlive a graph only where several micro-batches add up.
+        kept = plan.trainable if plan.accumulate > 1 else ()
+        self._sums = {t.name: self._memory.tensor(t.shape) for t in kept}
+        self._hp = {True: self._memory.tensor((7,)), False: self._memory.tensor((7,))}  # with and without decay
+        self._memory.allocate()
+        self._inputs = Inputs(self._backend, plan.inputs, plan.rows)
+        try:
+            super().__init__(plan)
+        except BaseException:
+            self.do_close()
+            raise
+
+    def describe(self) -> dict[str, Any]:
+        """Device, threads, and where the nodes of the training step run."""
+        graph = self._graphs["step" if self.plan.accumulate == 1 else "accumulate"]
+        return {
+            "framework": f"ggml {version()}",
+            "device": self._engine.device,
+            "profile": self._profile.device,
+            "threads": self._engine.thread_count(),
+            "nodes": sum(graph.ops().values()),
+            "nodes_off_device": 0,
+            "compute_bytes": graph.compute_bytes,
+        }
+
+    # -- the contract -------------------------------------------------------------------------------------------
+
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        put(self._weights[tensor.name], array)
+
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        return get(self._weights[tensor.name])
+
+    def do_build(self) -> None:
+        if self.plan.accumulate == 1:
+            self._graph("step", self._build_step)
+        else:
+            self._graph("accumulate", self._build_accumulate)
+            self._graph("update", self._build_update)
+
+    def do_reset_moments(self) -> None:
+        for node in (*self._m.values(), *self._v.values()):
+            clear(node)
+
+    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+        put(self._hp[True], hp.astype(np.float32))
+        put(self._hp[False], np.where(np.arange(7) == 4, 0, hp).astype(np.float32))
+        if self.plan.accumulate == 1:
+            self._inputs.load(micros[0])
+            self._graphs["step"].compute()
+            out = self._outputs["step"]
+            return StepMetrics(_number(out["loss"]), _number(out["norm"]))
+        loss = 0.0
+        for node in self._sums.values():
+            clear(node)
+        for micro in micros:
+            self._inputs.load(micro)
+            self._graphs["accumulate"].compute()
+            loss += _number(self._outputs["accumulate"]["loss"])
+        self._graphs["update"].compute()
+        return StepMetrics(loss, _number(self._outputs["update"]["norm"]))
+
+    def do_loss(self, micro: Batch) -> float:
+        graph = self._graph("loss", self._build_loss)
+        self._inputs.load(micro)
+        graph.compute()
+        return _number(self._outputs["loss"]["loss"])
+
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        graph = self._graph("logits", self._build_logits)
+        self._inputs.load(micro)
+        graph.compute()
+        return get(self._outputs["logits"]["logits"])[:rows]
+
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        graph = self._graph("gradients", self._build_gradients)
+        total = {t.name: np.zeros(t.shape, np.float32) for t in self.plan.trainable}
+        for micro in micros:
+            self._inputs.load(micro)
+            graph.compute()
+            for name in total:
+                total[name] += get(self._outputs["gradients"][name])
+        return total
+
+    def do_close(self) -> None:
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._inputs.close()
+        self._memory.close()
+        self._backend.close()
+
+    # -- the graphs ---------------------------------------------------------------------------------------------
+
+    def _graph(self, name: str, build: Callable[[Graph], dict[str, Node]]) -> Graph:
+        """The graph of that name, built when first asked for; its outputs stay readable."""
+        if name not in self._graphs:
+            graph = Graph(self._backend, capacity=4096 + 256 * len(self.plan.tensors))
+            try:
+                outputs = build(graph)
+                missing = [op for op in graph.ops() if not self._profile.has(op)] or list(graph.unsupported())
+                if missing:
+                    raise GraphError(f"{self._profile.device} does not compute {', '.join(sorted(missing))}")
+                graph.finish()
+            except BaseException:
+                graph.close()
+                raise
+            self._graphs[name], self._outputs[name] = graph, outputs
+        return self._graphs[name]
+
+    def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
+        ops = GGMLOps(graph, self._profile, self._inputs)
+        return ops, self.plan.model.forward(ops, self.plan.params(self._weights), self._inputs.batch)
+
+    def _loss_and_gradients(self, graph: Graph) -> tuple[Node, dict[str, Node]]:
+        """The loss, wanted and kept, and every trainable tensor's gradient, wanted but not kept."""
+        ops, logits = self._forward(graph)
+        loss, dlogits = ops.loss_and_gradient(logits, self._inputs.batch["weights"])
+        graph.want(loss, keep=True)
+        trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
+        found = ops.backward({logits: dlogits()}, list(trainable.values()))
+        gradients = {n: found[w] if w in found else self._inputs.zeros(*w.shape) for n, w in trainable.items()}
+        # All gradients come before the first update in the graph's order: an update changes a weight in place that
+        # another gradient may still have to read.
+        for gradient in gradients.values():
+            graph.want(gradient)
+        return loss, gradients
+
+    def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
+        """The global norm, [1]."""
+        squares = [graph.total(graph.sqr(g)) for g in gradients.values()]
+        total = squares[0]
+        for square in squares[1:]:
+            total = graph.add(total, square)
+        norm = graph.sqrt(total)
+        graph.want(norm, keep=True)
+        return norm
+
+    def _update(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:
+        clip = self.plan.grad_clip
+        if clip:
+            limit = graph.scale(graph.div(self._inputs.ones(1), graph.scale(norm, 1.0, 1e-6)), clip)
+            factor = graph.clamp(limit, 0.0, 1.0)
+            gradients = {name: graph.mul(g, factor) for name, g in gradients.items()}
+        for tensor in self.plan.trainable:
+            n = tensor.name
+            hp = self._hp[tensor.decays]
+            graph.want(graph.adamw(self._weights[n], gradients[n], self._m[n], self._v[n], hp))
+
+    def _build_step(self, graph: Graph) -> dict[str, Node]:
+        loss, gradients = self._loss_and_gradients(graph)
+        norm = self._norm(graph, gradients)
+        self._update(graph, gradients, norm)
+        return {"loss": loss, "norm": norm}
+
+    def _build_accumulate(self, graph: Graph) -> dict[str, Node]:
+        loss, gradients = self._loss_and_gradients(graph)
+        for name, gradient in gradients.items():
+            graph.want(graph.copy_into(graph.add(gradient, self._sums[name]), self._sums[name]))
+        return {"loss": loss}
+
+    def _build_update(self, graph: Graph) -> dict[str, Node]:
+        norm = self._norm(graph, self._sums)
+        self._update(graph, self._sums, norm)
+        return {"norm": norm}
+
+    def _build_loss(self, graph: Graph) -> dict[str, Node]:
+        ops, logits = self._forward(graph)
+        loss, _ = ops.loss_and_gradient(logits, self._inputs.batch["weights"])
+        graph.want(loss, keep=True)
+        return {"loss": loss}
+
+    def _build_logits(self, graph: Graph) -> dict[str, Node]:
+        _, logits = self._forward(graph)
+        kept = graph.scale(logits, 1.0)  # an output must own its memory; the logits may be a view
+        graph.want(kept, keep=True)
+        return {"logits": kept}
+
+    def _build_gradients(self, graph: Graph) -> dict[str, Node]:
+        _, gradients = self._loss_and_gradients(graph)
+        kept = {name: graph.scale(g, 1.0) for name, g in gradients.items()}
+        for node in kept.values():
+            graph.want(node, keep=True)
+        return kept
+
+
+def _number(node: Node) -> float:
+    return float(get(node).reshape(-1)[0])

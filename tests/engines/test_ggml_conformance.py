@@ -1,0 +1,10 @@
+from toyexp.testing import EngineSuite
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+
+
+class TestGGML(EngineSuite):
+    engine = GGMLCPU(threads=1)
+
+
+class TestMetalEmulated(EngineSuite):
+    engine = GGMLMetal(threads=1, emulate=True)

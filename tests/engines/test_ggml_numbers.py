@@ -1,0 +1,117 @@
+"""Whole models on the ggml engine: against float64 code that shares nothing with it, and against the torch engine."""
+
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from float64_models import gpt2, llama
+from float64_models import loss as reference_loss
+from tiny import MODELS, batches, plan, weighted
+
+from toyexp import AdamW
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_torch.engines import TorchCPU
+
+ENGINES = {"cpu": GGMLCPU(threads=1), "metal": GGMLMetal(threads=1, emulate=True)}
+FORWARD = {"llama": llama, "gpt2": gpt2}
+MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_logits_and_every_gradient_of_a_model(name, engine):
+    the_plan, batch = plan(name), weighted(batches().batch(0))
+    weights = {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
+    logits = FORWARD[the_plan.model.name](weights, the_plan.model, torch.from_numpy(batch["tokens"]).long())
+    value = reference_loss(logits, batch)
+    grads = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
+    with ENGINES[engine].realize(the_plan) as session:
+        session.build()
+        np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
+        assert session.evaluate([batch]) == pytest.approx(value.item(), rel=1e-6)
+        for tensor, ours in session.gradients(batch).items():
+            theirs = grads[tensor].numpy()
+            assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor
+
+
+def curve(engine, the_plan, adamw, steps, total_rows=8):
+    data = batches(rows=total_rows)
+    with engine.realize(the_plan) as session:
+        session.build()
+        return [session.step(data.batch(s), adamw.hp_for_step(s)).loss for s in range(steps)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_200_steps_are_torchs(name, engine, mode):
+    ours = curve(ENGINES[engine], plan(name, rows=8), MODES[mode], 200)
+    theirs = curve(TorchCPU(threads=1), plan(name, rows=8), MODES[mode], 200)
+    np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+
+def test_200_steps_repeat_to_the_bit():
+    curves = [curve(GGMLCPU(threads=2), plan("llama", rows=8), MODES["lora"], 200) for _ in range(2)]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
+    whole = curve(ENGINES["cpu"], plan(name, rows=8), MODES["lora"], 100)
+    parts = curve(ENGINES["cpu"], plan(name, rows=2, accumulate=4), MODES["lora"], 100)
+    # Summing in another order changes the last bits, and 100 steps of training let them grow.
+    np.testing.assert_allclose(whole, parts, rtol=2e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
+    """With both betas 0, eps 1 and one step, the update is g / (|g| + 1): the clipped gradient shows."""
+    hp = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    batch = batches(rows=4).batch(0)
+    results = []
+    for engine in (ENGINES["cpu"], TorchCPU(threads=1)):
+        with engine.realize(plan("llama", rows=4 // accumulate, accumulate=accumulate, grad_clip=1e-3)) as session:
+            session.build()
+            norm = session.step(batch, hp).grad_norm
+            results.append((norm, session.download("output.weight")))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_metals_graph_has_no_node_that_metal_lacks(name):
+    """The session refuses such a graph; here it says which ops it has instead."""
+    with ENGINES["metal"].realize(plan(name)) as session:
+        session.build()
+        ops = session._graphs["step"].ops()
+    assert not {op for op in ops if op.endswith("_BACK")} - {"ROPE_BACK"}
+    assert "OUT_PROD" not in ops
+
+
+def test_a_hundred_sessions_do_not_grow_the_process():
+    def once():
+        with GGMLCPU(threads=1).realize(plan("llama", rows=8)) as session:
+            session.build()
+            session.step(batches(rows=8).batch(0), MODES["lora"].hp_for_step(0))
+            session.evaluate([batches(rows=8).batch(1)])
+
+    for _ in range(20):
+        once()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(100):
+        once()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB; one session holds about 1 MiB
+
+
+def test_a_run_never_imports_torch(tmp_path):
+    code = (
+        "import sys\nfrom toyexp.cli import main\n"
+        f"code = main(['recipe=warm', 'engine=ggml', 'experiment=smoke', 'hydra.run.dir={tmp_path}/run'])\n"
+        "sys.exit(code or 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "model.gguf").is_file()

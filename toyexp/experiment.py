@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
 from toyexp.data import Batches, Dataset
+from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
 from toyexp.loop import Outcome, train
 from toyexp.model import Model
@@ -82,43 +83,15 @@ def prepare(config: Config) -> Prepared:
 
 def execute(prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
-    config, plan = prepared.config, prepared.plan
+    config, bus = prepared.config, prepared.bus
     run_dir = RunDir(directory, config.plain)
-    reason, error = "errored", None
-    run: Run | None = None
     try:
         for line in introduction(prepared):
             log.info(line)
             say(line)
-        with start(config.recipe, config.engine, plan) as session:
-            run = Run(
-                name=config.settings.name,
-                dir=directory,
-                seed=config.settings.seed,
-                steps=config.settings.steps,
-                lr=config.settings.lr,
-                config=config.plain,
-                engine=config.engine.name,
-                plan=plan,
-                session=session,
-                dataset=prepared.dataset,
-                facts=facts(prepared, session.describe()),
-                bus=prepared.bus,
-            )
-            try:
-                prepared.bus.hook.on_start(run=run)
-                with stop_signals() as stopped:
-                    outcome = train(
-                        run, prepared.bus, prepared.batches, prepared.adamw, config.settings.eval_every, stopped
-                    )
-                reason = outcome.reason
-            except BaseException as caught:
-                error = caught
-                reason = "interrupted" if isinstance(caught, KeyboardInterrupt) else "errored"
-                raise
-            finally:
-                failures = prepared.bus.end(run, reason, error)
-        result = Result(run.name, directory, outcome, list(prepared.bus.artifacts))
+        with start(config.recipe, config.engine, prepared.plan) as session:
+            outcome, failures = _live(prepared, _run(prepared, directory, session))
+        result = Result(config.settings.name, directory, outcome, list(bus.artifacts))
         summary = {**asdict(outcome), "artifacts": [str(p) for p in result.artifacts]}
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
         if failures and isinstance(failures[0], ToyexpError):
@@ -126,13 +99,52 @@ def execute(prepared: Prepared, directory: Path, say: Callable[[str], None] = la
         if failures:
             raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {directory / 'log.txt'}")
         return result
-    except BaseException as caught:
-        log.error("%s", "".join(traceback.format_exception(caught)).rstrip())
+    except BaseException as error:
+        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         if not (directory / "result.json").exists():
-            run_dir.result({"reason": reason, "error": f"{type(caught).__name__}: {caught}"})
+            run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
         raise
     finally:
         run_dir.close()
+
+
+def _run(prepared: Prepared, directory: Path, session: Session) -> Run:
+    settings = prepared.config.settings
+    return Run(
+        name=settings.name,
+        dir=directory,
+        seed=settings.seed,
+        steps=settings.steps,
+        lr=settings.lr,
+        config=prepared.config.plain,
+        engine=prepared.config.engine.name,
+        plan=prepared.plan,
+        session=session,
+        dataset=prepared.dataset,
+        facts=facts(prepared, session.describe()),
+        bus=prepared.bus,
+    )
+
+
+def _live(prepared: Prepared, run: Run) -> tuple[Outcome, list[Exception]]:
+    """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
+    bus, error = prepared.bus, None
+    reason = "errored"
+    try:
+        bus.hook.on_start(run=run)
+        with stop_signals() as stopped:
+            outcome = train(run, bus, prepared.batches, prepared.adamw, prepared.config.settings.eval_every, stopped)
+        reason = outcome.reason
+    except BaseException as caught:
+        error, reason = caught, _reason(caught)
+        raise
+    finally:
+        failures = bus.end(run, reason, error)
+    return outcome, failures
+
+
+def _reason(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
 
 def introduction(prepared: Prepared) -> list[str]:

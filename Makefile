@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
+# OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.
+ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
+GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
+endif
 
 .PHONY: run test check donor wheel clean
 

@@ -41,9 +41,9 @@ class Node:
 
 
 class Backend:
-    """A device that computes, with its threads."""
+    """A device that computes, with its threads; on the CPU, BLAS beside it for the matrix products if `blas`."""
 
-    def __init__(self, device: str, threads: int):
+    def __init__(self, device: str, threads: int, blas: bool = False):
         if device == "CPU":
             self.ptr = ggml.ggml_backend_cpu_init()
             ggml.ggml_backend_cpu_set_n_threads(self.ptr, threads)
@@ -51,6 +51,9 @@ class Backend:
             self.ptr = _device(device)
         if not self.ptr:
             raise GraphError(f"ggml could not open the device {device}")
+        self.blas = _device("BLAS") if blas else None
+        if self.blas:
+            ggml.ggml_backend_blas_set_n_threads(self.blas, threads)
 
     def supports(self, node: Node) -> bool:
         """Whether the device computes this node."""
@@ -58,9 +61,10 @@ class Backend:
 
     def close(self) -> None:
         """Frees the device."""
-        if self.ptr:
-            ggml.ggml_backend_free(self.ptr)
-            self.ptr = None
+        for ptr in (self.blas, self.ptr):
+            if ptr:
+                ggml.ggml_backend_free(ptr)
+        self.ptr = self.blas = None
 
 
 def _device(name: str) -> Any:
@@ -145,7 +149,8 @@ class Graph:
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
         self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
         self._graph = ggml.ggml_new_graph_custom(self._context, capacity, False)
-        self._allocator: Any = None
+        self._allocator: Any = None  # with one device
+        self._scheduler: Any = None  # with BLAS beside the CPU
         self._made = 0
 
     # -- building -----------------------------------------------------------------------------------------------
@@ -285,6 +290,15 @@ class Graph:
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
+    def out_prod(self, a: Node, b: Node, turned: bool = False) -> Node:
+        """b^T a summed over rows: a [k, m], b [k, n] -> [n, m]; `turned` takes b as [n, k] without copying it."""
+        k = b.shape[1] if turned else b.shape[0]
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != k:
+            raise GraphError(f"out_prod: {list(a.shape)} by {list(b.shape)}")
+        other = ggml.ggml_transpose(self._context, b.ptr) if turned else b.ptr
+        self._made += 1
+        return self._node(ggml.ggml_out_prod(self._context, a.ptr, other), (b.shape[0 if turned else 1], a.shape[1]))
+
     def get_rows(self, table: Node, ids: Node) -> Node:
         """Rows of table [n, d] at ids [m] -> [m, d]; the caller answers for the ids' range."""
         if len(table.shape) != 2 or len(ids.shape) != 1:
@@ -359,26 +373,43 @@ class Graph:
 
     def finish(self) -> None:
         """Plans the memory; the graph can then be computed."""
-        buffer_type = ggml.ggml_backend_get_default_buffer_type(self._backend.ptr)
-        self._allocator = ggml.ggml_gallocr_new(buffer_type)
-        if not ggml.ggml_gallocr_alloc_graph(self._allocator, self._graph):
+        if self._backend.blas:
+            pair = (ctypes.c_void_p * 2)(self._backend.blas, self._backend.ptr)  # the first that can, computes
+            backends = ctypes.cast(pair, ctypes.POINTER(ctypes.c_void_p))
+            self._scheduler = ggml.ggml_backend_sched_new(backends, None, 2, self.capacity, False, False)
+            planned = ggml.ggml_backend_sched_alloc_graph(self._scheduler, self._graph)
+        else:
+            buffer_type = ggml.ggml_backend_get_default_buffer_type(self._backend.ptr)
+            self._allocator = ggml.ggml_gallocr_new(buffer_type)
+            planned = ggml.ggml_gallocr_alloc_graph(self._allocator, self._graph)
+        if not planned:
             raise GraphError("the device has too little memory for the activations; use a smaller batch_size")
 
     def compute(self) -> None:
         """Computes every wanted node, in order."""
-        status = ggml.ggml_backend_graph_compute(self._backend.ptr, self._graph)
+        if self._scheduler:
+            status = ggml.ggml_backend_sched_graph_compute(self._scheduler, self._graph)
+        else:
+            status = ggml.ggml_backend_graph_compute(self._backend.ptr, self._graph)
         if status != ggml.GGML_STATUS_SUCCESS:
             raise GraphError(f"ggml stopped computing with status {status}")
 
     @property
     def compute_bytes(self) -> int:
         """Memory of the activations and gradients."""
+        if self._scheduler:
+            pair = (self._backend.ptr, self._backend.blas)
+            return sum(int(ggml.ggml_backend_sched_get_buffer_size(self._scheduler, b)) for b in pair)
         return int(ggml.ggml_gallocr_get_buffer_size(self._allocator, 0))
 
     def ops(self) -> Counter[str]:
         """How many nodes of each op the graph has."""
         nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
         return Counter(ggml.ggml_op_name(n.contents.op).decode() for n in nodes)
+
+    def splits(self) -> int:
+        """Into how many parts the scheduler cut the graph to give BLAS its share; 1 with one device."""
+        return int(ggml.ggml_backend_sched_get_n_splits(self._scheduler)) if self._scheduler else 1
 
     def unsupported(self) -> Counter[str]:
         """The ops among them that the device refuses."""
@@ -390,6 +421,8 @@ class Graph:
         """Frees the graph and its memory."""
         if self._allocator:
             ggml.ggml_gallocr_free(self._allocator)
+        if self._scheduler:
+            ggml.ggml_backend_sched_free(self._scheduler)
         if self._context:
             ggml.ggml_free(self._context)
-        self._allocator = self._context = None
+        self._allocator = self._scheduler = self._context = None

@@ -18,6 +18,15 @@ def require_ggml() -> None:
         raise Unavailable("ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler)")
 
 
+def calm_threads() -> None:
+    """Lets GNU OpenMP's threads spin less at barriers, unless the user chose; call it before ggml is loaded.
+
+    With other work on the same cores, spinning costs far more than it brings.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "5000"
+
+
 @dataclass
 class GGMLEngine(Engine):
     """What the ggml devices share."""
@@ -51,11 +60,8 @@ class GGMLEngine(Engine):
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
+        calm_threads()
         self.check()
-        # GNU OpenMP's threads spin at every barrier; on a machine shared with others that costs far more than it
-        # brings. Read when ggml's library is loaded, a few lines below.
-        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-            os.environ["GOMP_SPINCOUNT"] = "5000"
         from toyexp_ggml.session import GGMLSession
 
         return GGMLSession(plan, self)
@@ -68,15 +74,21 @@ class GGMLCPU(GGMLEngine):
     name: ClassVar[str] = "ggml"
     priority: ClassVar[int] = 10
 
+    blas: bool = True  # give the large matrix products to BLAS, where ggml-python was built with it
+
     @property
     def profile(self) -> profiles.Profile:
-        """The CPU's."""
-        return profiles.CPU
+        """The CPU's, with or without BLAS."""
+        from toyexp_ggml.binding import devices
+
+        return profiles.CPU_BLAS if self.blas and "BLAS" in devices() else profiles.CPU
 
     def check(self) -> str:
-        """The number of threads."""
+        """The number of threads, and whether BLAS is there."""
         self.check_settings()
-        return f"ggml on the CPU, {self.thread_count()} threads"
+        calm_threads()
+        with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
+        return f"ggml on the CPU{with_blas}, {self.thread_count()} threads"
 
 
 @dataclass

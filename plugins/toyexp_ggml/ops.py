@@ -101,6 +101,11 @@ class GGMLOps(Ops):
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             dy = g.flat(dy)
+            if self._profile.has("OUT_PROD"):
+                return (
+                    lambda: g.reshape(g.out_prod(w, dy, turned=True), *x.shape),
+                    lambda: g.out_prod(flat, dy),
+                )
             return (
                 lambda: g.reshape(g.mul_mat(self._turn(w), dy), *x.shape),  # dx = dy w
                 lambda: g.mul_mat(self._turn(flat), self._turn(dy)),  # dw = dy^T x

@@ -32,4 +32,6 @@ class Profile:
 
 
 CPU = Profile("CPU", COMMON | FUSED)
+# ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
+CPU_BLAS = Profile("CPU", CPU.ops | {"OUT_PROD"})
 METAL = Profile("Metal", COMMON)

@@ -21,7 +21,7 @@ class GGMLSession(Session):
 
     def __init__(self, plan: Plan, engine: GGMLEngine):
         self._engine, self._profile = engine, engine.profile
-        self._backend = Backend(engine.device, engine.thread_count())
+        self._backend = Backend(engine.device, engine.thread_count(), blas=self._profile.has("OUT_PROD"))
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
         self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
@@ -40,7 +40,7 @@ class GGMLSession(Session):
             raise
 
     def describe(self) -> dict[str, Any]:
-        """Device, threads, and where the nodes of the training step run."""
+        """Device, threads, and the size of the training step's graph."""
         graph = self._graphs["step" if self.plan.accumulate == 1 else "accumulate"]
         return {
             "framework": f"ggml {version()}",
@@ -48,7 +48,7 @@ class GGMLSession(Session):
             "profile": self._profile.device,
             "threads": self._engine.thread_count(),
             "nodes": sum(graph.ops().values()),
-            "nodes_off_device": 0,
+            "splits": graph.splits(),
             "compute_bytes": graph.compute_bytes,
         }
 

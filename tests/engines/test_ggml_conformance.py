@@ -6,5 +6,9 @@ class TestGGML(EngineSuite):
     engine = GGMLCPU(threads=1)
 
 
+class TestGGMLWithoutBLAS(EngineSuite):
+    engine = GGMLCPU(threads=1, blas=False)
+
+
 class TestMetalEmulated(EngineSuite):
     engine = GGMLMetal(threads=1, emulate=True)

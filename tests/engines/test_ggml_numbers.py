@@ -15,7 +15,11 @@ from toyexp import AdamW
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_torch.engines import TorchCPU
 
-ENGINES = {"cpu": GGMLCPU(threads=1), "metal": GGMLMetal(threads=1, emulate=True)}
+ENGINES = {
+    "cpu": GGMLCPU(threads=1),  # with BLAS, where it is built in
+    "cpu_without_blas": GGMLCPU(threads=1, blas=False),
+    "metal": GGMLMetal(threads=1, emulate=True),
+}
 FORWARD = {"llama": llama, "gpt2": gpt2}
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as toyexp sets it, for both sides
 
 import torch
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from toyexp.engine import Batch
 from toyexp.errors import UserError
+from toyexp.init import stream
 from toyexp.plan import InputSpec
 from toyexp.tokenizer import Tokenizer
 
@@ -164,12 +165,6 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
         "targets": np.ascontiguousarray(window[:, 1:], np.int32),
         "weights": np.ones((len(starts), len(span) - 1), np.float32),
     }
-
-
-def stream(seed: int, name: str, index: int) -> np.random.Philox:
-    """A counter-based stream of 64-bit words for (seed, name, index); numpy promises it never changes."""
-    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
-    return np.random.Philox(key=int.from_bytes(digest[:16], "little"))
 
 
 def split_documents(documents: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:

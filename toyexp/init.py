@@ -49,14 +49,19 @@ class FromGGUF:
 Values = Normal | Constant | Given | FromGGUF
 
 
+def stream(*key: object) -> np.random.Philox:
+    """A counter-based stream of 64-bit words that is a function of its key alone; numpy promises it never changes."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+
+
 def generator(seed: int, name: str) -> np.random.Generator:
     """The random stream that belongs to `name` under `seed`.
 
     Philox is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a stream is a
     function of its key alone, so no draw depends on which other tensors were drawn before it.
     """
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    return np.random.Generator(stream(seed, name))
 
 
 def draw(values: Values, shape: tuple[int, ...], seed: int, name: str) -> Array:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
-from toyexp.data import stream
+from toyexp.init import stream
 
 
 @dataclass(eq=False)

@@ -55,10 +55,6 @@ class Backend:
         if self.blas:
             ggml.ggml_backend_blas_set_n_threads(self.blas, threads)
 
-    def supports(self, node: Node) -> bool:
-        """Whether the device computes this node."""
-        return bool(ggml.ggml_backend_supports_op(self.ptr, node.ptr))
-
     def close(self) -> None:
         """Frees the device."""
         for ptr in (self.blas, self.ptr):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
+from toyexp.threads import available_cores, calm_threads
 from toyexp_ggml import profiles
 
 
@@ -16,15 +16,6 @@ def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
     if importlib.util.find_spec("ggml") is None:
         raise Unavailable("ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler)")
-
-
-def calm_threads() -> None:
-    """Lets GNU OpenMP's threads spin less at barriers, unless the user chose; call it before ggml is loaded.
-
-    With other work on the same cores, spinning costs far more than it brings.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "5000"
 
 
 @dataclass
@@ -45,22 +36,17 @@ class GGMLEngine(Engine):
 
     def thread_count(self) -> int:
         """Threads of the CPU."""
-        if self.threads:
-            return self.threads
-        try:
-            return len(os.sched_getaffinity(0))
-        except AttributeError:  # only Linux can tell
-            return os.cpu_count() or 1
+        return self.threads or available_cores()
 
     def check_settings(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without ggml-python."""
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
         require_ggml()
+        calm_threads()  # before anything imports ggml
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
-        calm_threads()
         self.check()
         from toyexp_ggml.session import GGMLSession
 
@@ -86,7 +72,6 @@ class GGMLCPU(GGMLEngine):
     def check(self) -> str:
         """The number of threads, and whether BLAS is there."""
         self.check_settings()
-        calm_threads()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
         return f"ggml on the CPU{with_blas}, {self.thread_count()} threads"
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError, choose
+from toyexp.threads import available_cores, calm_threads
 
 if TYPE_CHECKING:
     import types
 
 DTYPES = ("float32", "bfloat16", "float64")
-WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
 
 def import_torch() -> types.ModuleType:
     """torch, or Unavailable with what to install."""
-    if not WAITING & os.environ.keys():
-        # GNU OpenMP's threads spin for milliseconds at every barrier. With one other busy process on two cores that
-        # made a nano run 20 to 50 times slower; this much spinning costs an idle machine about 5 %.
-        os.environ["GOMP_SPINCOUNT"] = "5000"
+    calm_threads()
     try:
         import torch
     except ImportError as error:
@@ -108,11 +104,3 @@ class TorchMPS(TorchEngine):
         if not torch.backends.mps.is_available():
             raise Unavailable(f"torch {torch.__version__}: no MPS device here; use engine=cpu")
         return f"torch {torch.__version__}, {platform.machine()}"
-
-
-def available_cores() -> int:
-    """Cores this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux can tell
-        return os.cpu_count() or 1

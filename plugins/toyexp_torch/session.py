@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
-from toyexp_torch.engines import TorchCPU, TorchCUDA, available_cores
+from toyexp.threads import available_cores
+from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
 
 if TYPE_CHECKING:

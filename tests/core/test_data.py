@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
-from toyexp.data import batch_digest, split_documents, stream
+from toyexp.data import batch_digest, split_documents
+from toyexp.init import stream
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_data.cache import cached_tokens
 from toyexp_data.text import Stdlib, Text

@@ -361,6 +361,31 @@ def doctor(words: Sequence[str]) -> int:
     return 0
 
 
+def parity(words: Sequence[str]) -> int:
+    """Whether several engines compute the same experiment's numbers, within tolerances."""
+    from toyexp.parity import STEPS, compare, help_text, split, summary
+
+    if "-h" in words or "--help" in words:
+        print(help_text())
+        return 0
+    options, settings = split(words)
+    from toyexp import mistakes, schema
+    from toyexp.run import dump_json
+    from toyexp.variants import prepare_variants
+
+    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: parity compares one experiment; give one value")
+    modules = _modules(parsed)
+    registry = load(modules)
+    schema.store_schemas(registry)
+    variants = prepare_variants([f"steps={STEPS}", *settings], registry, modules)
+    report = compare(variants, options.tolerances, (lambda line: None) if options.json else say)
+    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(summary(report, options.all)))
+    return 0 if report.within else 1
+
+
 def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words:
@@ -377,6 +402,7 @@ def show_help(words: Sequence[str] = ()) -> int:
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           doctor            which engines work here, and why the others do not
+          parity [...]      whether several engines compute the same numbers: toyexp parity --help
           help              this page
 
         examples
@@ -411,4 +437,9 @@ def show_version() -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plugins": plugins, "doctor": doctor, "help": show_help}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "plugins": plugins,
+    "doctor": doctor,
+    "parity": parity,
+    "help": show_help,
+}

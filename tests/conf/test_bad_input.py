@@ -234,6 +234,39 @@ def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkey
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("engine=cpu", ["engine=cpu: parity takes two or more"]),
+        ("engine=", ["engine=: takes a name"]),
+        ("engine=ggml,ggml", ["names one twice"]),
+        ("engine=ggml,gmgl", ["did you mean ggml?"]),
+        ("engine=ggml,ggml:blass=1", ["did you mean engine.blas?"]),
+        ("engine=ggml,ggml:blas", ["written ggml:key=value"]),
+        ("engine=ggml,cpu engine=cpu", ["one list"]),
+        ("ggml", ["parity ggml: is no setting", "engine=cpu,ggml"]),
+        ("stesp=5", ["did you mean steps?"]),
+        ("seed=1,2", ["seed=1,2: parity compares one experiment"]),
+        ("lr=[1", ["a bracket is not closed"]),
+        ("-m seed=1", ["parity -m: there is no such option", "--gradient"]),
+        ("--los 1", ["did you mean --loss?"]),
+        ("--loss", ["--loss needs a number"]),
+        ("--loss x", ["--loss x: must be a number"]),
+        ("--gradient=-1", ["--gradient -1: must be a number, 0 or above"]),
+        ("--weights nan", ["--weights nan: must be a number"]),
+        ("--json=2", ["did you mean --json?"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_word_to_parity_is_one_plain_error(refused, line, words):
+    refused(["parity", *SMALL, *line.split(" ")], *words)
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="Metal may be here")
+def test_parity_on_an_engine_that_is_not_here_says_why(refused):
+    refused(["parity", *SMALL, "engine=ggml,metal"], "engine=metal", "macOS")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
         ("hydra.run.dir=", ["hydra.run.dir=: must name a directory"]),
         ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, a key that is not there"]),
         ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),

@@ -1,0 +1,111 @@
+"""What parity reports: the differences by hand, and what counts as too far apart."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from toyexp.cli import main
+from toyexp.parity import Measured, loss_difference, tensor_differences
+
+
+def measured(start, gradients, weights, losses=(1.0,)):
+    def arrays(values):
+        return {name: np.array(value, np.float32) for name, value in values.items()}
+
+    return Measured(arrays(start), arrays(gradients), list(losses), arrays(weights))
+
+
+def differences(ours, theirs):
+    return {t.name: t for t in tensor_differences(ours, theirs)}
+
+
+def test_the_differences_are_those_computed_by_hand():
+    reference = measured({"w": [1, 1]}, {"w": [3, 4]}, {"w": [1, 3]})
+    other = measured({"w": [1, 1]}, {"w": [3, 5]}, {"w": [1.5, 3]})
+    found = differences(other, reference)["w"]
+    assert found.gradient == pytest.approx(1 / 5)
+    assert found.cosine == pytest.approx((3 * 3 + 4 * 5) / (5 * math.sqrt(34)))
+    assert found.weights == pytest.approx(0.5 / 2)  # 0.5 apart, where the reference moved by 2
+    assert found.of_norm == pytest.approx(0.5 / math.sqrt(10))
+
+
+def test_losses_differ_absolutely_and_relatively():
+    found = loss_difference([4.0, 2.5, 1.0], [4.0, 2.0, 0.8])
+    assert found.largest == pytest.approx(0.5)
+    assert found.mean == pytest.approx(0.7 / 3)
+    assert found.largest_relative == pytest.approx(0.25)
+    assert found.mean_relative == pytest.approx(0.5 / 3)
+
+
+def test_gradients_that_are_zero_in_both_are_equal_and_in_one_are_not():
+    zero, some = {"w": [0, 0], "v": [1, 1]}, {"w": [0, 1], "v": [1, 1]}
+    both = differences(measured(zero, zero, zero), measured(zero, zero, zero))["w"]
+    assert (both.gradient, both.cosine, both.weights, both.of_norm) == (0, 1, 0, 0)
+    one = differences(measured(zero, some, zero), measured(zero, zero, zero))["w"]
+    assert one.gradient > 1e5
+    assert one.cosine == 0
+
+
+def test_a_tensor_that_only_rounding_moves_counts_for_little():
+    """As the bias of the keys without rope: its gradient is noise, of which AdamW makes small steps."""
+    start = {"w": [0] * 4, "bias": [0] * 4}
+    reference = measured(start, {"w": [1] * 4, "bias": [1e-11] * 4}, {"w": [0.1] * 4, "bias": [1e-4] * 4})
+    other = measured(start, {"w": [1] * 4, "bias": [-1e-11] * 4}, {"w": [0.1] * 4, "bias": [-1e-4] * 4})
+    bias = differences(other, reference)["bias"]
+    assert bias.gradient == pytest.approx(2e-5, rel=1e-3)
+    assert bias.weights == pytest.approx(2 * math.sqrt(2) * 1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_infinitely_far(bad):
+    fine = {"w": [1, 1], "v": [1, 1]}
+    broken = {"w": [1, bad], "v": [1, 1]}
+    for ours, theirs in ((broken, fine), (fine, broken), (broken, broken)):
+        found = differences(measured(fine, ours, ours), measured(fine, theirs, theirs))
+        assert (found["w"].gradient, found["w"].weights) == (math.inf, math.inf)
+        assert found["v"].gradient == found["v"].weights == 0
+    assert loss_difference([1, bad], [1, bad]).largest == math.inf
+
+
+# -- the command, with an engine that computes nothing ----------------------------------------------------------------
+
+LINE = ["parity", "plugins=[toyexp.testing.null]", "data=text", "data.path=book.txt", "data.tokenizer=byte"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
+
+
+def test_equal_engines_are_within_zero_and_nothing_is_written(tmp_path, capsys):
+    engines = "engine=noop,noop:nan_at=99"
+    assert main([*LINE, engines, "--loss", "0", "--gradient=0", "--weights=0", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "within the tolerances, 20 steps"
+    assert "21 of 21 tensors" in out
+    assert {p.name for p in tmp_path.iterdir()} <= {"book.txt", "cache"}
+
+
+def test_a_loss_that_is_no_number_exceeds_and_the_json_stays_strict(capsys):
+    assert main([*LINE, "engine=noop,noop:nan_at=3", "steps=4", "--json"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert err == ""
+    assert report["within"] is False
+    (engine,) = report["engines"]
+    assert engine["losses"][2] is None and None not in report["losses"]
+    assert engine["loss"]["largest"] is None
+    assert [line.partition(":")[0] for line in engine["exceeded"]] == ["loss"]
+    assert main([*LINE, "engine=noop:nan_at=3,noop", "steps=4"]) == 1
+    assert "noop exceeds loss: one step's differs by inf" in capsys.readouterr().out
+
+
+def test_help_names_every_option_and_its_default(capsys):
+    assert main(["parity", "--help"]) == 0
+    out = capsys.readouterr().out
+    for words in ("--loss 0.001", "--gradient 0.0001", "--weights 0.01", "--all", "--json", "steps=20"):
+        assert words in out

@@ -1,0 +1,125 @@
+"""`toyexp parity` between real engines: those that are right agree, and each kind of mistake is found and named."""
+
+import json
+
+import pytest
+
+from toyexp.cli import main
+
+TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16",
+        "engine.threads=1", "lr=1e-3"]  # fmt: skip
+
+WRONG = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import hookimpl
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_ggml.session import GGMLSession
+
+TENSOR = "blk.1.ffn_up.weight"
+
+
+@dataclass
+class Wrong(GGMLCPU):
+    """ggml with a mistake."""
+
+    name: ClassVar[str] = "wrong"
+    mistake: str = ""  # which
+
+    def realize(self, plan):
+        return WrongSession(plan, self)
+
+
+class WrongSession(GGMLSession):
+    def __init__(self, plan, engine):
+        self.mistake = engine.mistake
+        super().__init__(plan, engine)
+
+    def do_upload(self, tensor, array):
+        super().do_upload(tensor, array * (1.001 if (self.mistake, tensor.name) == ("start", TENSOR) else 1))
+
+    def do_gradients(self, micros):
+        gradients = super().do_gradients(micros)
+        if self.mistake == "gradient":
+            gradients[TENSOR] = gradients[TENSOR] * 1.001
+        return gradients
+
+    def do_step(self, micros, hp):
+        hp = hp.copy()
+        hp[0] *= 1.05 if self.mistake == "rate" else 1
+        hp[4] += 0.1 if self.mistake == "decay" else 0
+        return super().do_step(micros, hp)
+
+
+@hookimpl
+def register_engines(register):
+    register(Wrong)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    (tmp_path / "wrong_engine.py").write_text(WRONG)
+
+
+def parity(capsys, *words):
+    code = main(["parity", *TINY, *words])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
+    code, (out, err) = parity(capsys, f"model={model}", "engine=cpu,ggml,metal:emulate=true", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["within"] is True
+    assert [e["engine"] for e in report["engines"]] == ["ggml", "metal:emulate=true"]
+    for engine in report["engines"]:
+        assert engine["exceeded"] == []
+        assert len(engine["losses"]) == 20
+        assert engine["loss"]["largest"] < 1e-4
+        assert max(t["gradient"] for t in engine["tensors"]) < 1e-5
+        assert min(t["cosine"] for t in engine["tensors"]) > 1 - 1e-9
+        assert 0 < max(t["weights"] for t in engine["tensors"]) < 1e-2
+    run = [*TINY, f"model={model}", "engine=cpu", "steps=20", "callbacks=[cosine,events]", "hydra.run.dir=run"]
+    assert main(run) == 0
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert report["losses"] == [e["loss"] for e in events if e["kind"] == "step"]
+
+
+def test_warm_tensors_start_from_the_same_bytes(capsys):
+    warm = ["recipe=warm", "data.tokenizer=auto", "steps=2"]
+    code, (out, _) = parity(capsys, *warm, "engine=ggml,metal:emulate=true")
+    assert code == 0
+    assert out.splitlines()[-1] == "within the tolerances, 2 steps"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "exceeded"),
+    [("gradient", {"gradient"}), ("decay", {"weights"}), ("rate", {"loss", "weights"})],
+)
+def test_a_mistake_exceeds_the_tolerances_it_touches(mistake, exceeded, capsys):
+    code, (out, err) = parity(capsys, "plugins=[wrong_engine]", f"engine=ggml,wrong:mistake={mistake}")
+    assert (code, err) == (1, "")
+    verdict = [line.split(" exceeds ")[1] for line in out.splitlines() if " exceeds " in line]
+    assert {line.partition(":")[0] for line in verdict} == exceeded
+    if mistake == "gradient":
+        assert verdict == ["gradient: that of blk.1.ffn_up.weight differs by 1.0e-03, 10 times the tolerance 0.0001"]
+
+
+def test_a_looser_tolerance_lets_a_mistake_pass(capsys):
+    code, _ = parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=gradient", "--gradient", "2e-3")
+    assert code == 0
+
+
+def test_engines_that_start_apart_are_not_compared(capsys):
+    code, (_, err) = parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=start")
+    assert code == 1
+    assert err == (
+        "toyexp: error: wrong:mistake=start: blk.1.ffn_up.weight does not start from the bytes that "
+        "the reference starts from\n"
+    )

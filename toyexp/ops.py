@@ -8,7 +8,7 @@ Weights follow GGUF: a linear's weight is [out, in].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -36,9 +36,10 @@ class Adapted:
 class Params(Mapping[str, Tensor]):
     """A model's tensors by GGUF name; `block(i)` is the view whose names start with `blk.i.`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "", on_block: Callable[[], None] | None = None):
         self._tensors = tensors
         self._prefix = prefix
+        self._on_block = on_block
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
@@ -50,7 +51,9 @@ class Params(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def block(self, i: int) -> Params:
-        """The tensors of block `i`, under their names inside the block."""
+        """The tensors of block `i`, under their names inside the block; models ask for it where the block begins."""
+        if self._on_block:
+            self._on_block()
         return Params(self._tensors, f"{self._prefix}blk.{i}.")
 
 

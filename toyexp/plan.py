@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,11 @@ class Plan:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
         return array
 
-    def params(self, values: Mapping[str, Tensor]) -> Params:
-        """`values` as a model sees them: each adapted tensor together with its adapter."""
+    def params(self, values: Mapping[str, Tensor], on_block: Callable[[], None] | None = None) -> Params:
+        """`values` as a model sees them: each adapted tensor together with its adapter.
+
+        `on_block` is called whenever the model takes up its next block.
+        """
         seen: dict[str, Any] = dict(values)
         for adapter in self.adapters:
             base = values[adapter.target]
@@ -113,7 +116,7 @@ class Plan:
             else:
                 a, b = (values[name] for name in lora_names(adapter.target))
                 seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale))
-        return Params(seen)
+        return Params(seen, on_block=on_block)
 
 
 def lora_names(target: str) -> list[str]:

@@ -121,13 +121,13 @@ def put(node: Node, array: np.ndarray) -> None:
     """Copies a contiguous array of the node's size into it."""
     if array.size != node.size:
         raise GraphError(f"{array.size} numbers for a tensor of {list(node.shape)}")
-    ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data_as(ctypes.c_void_p), 0, array.nbytes)
+    ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
 
 
 def get(node: Node) -> np.ndarray:
     """A float32 copy of a node's values."""
     out = np.empty(node.shape, np.float32)
-    ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data_as(ctypes.c_void_p), 0, out.nbytes)
+    ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data, 0, out.nbytes)
     return out
 
 
@@ -222,6 +222,13 @@ class Graph:
         """The sum of everything, [1]."""
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
 
+    def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
+        """The sum of x^2, [1]; `by_dot` takes it as the dot product of each row with itself."""
+        if not by_dot or len(x.shape) != 2:
+            return self.total(self.sqr(x))
+        rows = self.reshape(x, x.shape[0], 1, x.shape[1])
+        return self.total(self.mul_mat(rows, rows))
+
     def sum_last(self, x: Node) -> Node:
         """The sum over the last axis, [.., 1]."""
         return self._node(ggml.ggml_sum_rows(self._context, x.ptr), (*x.shape[:-1], 1))
@@ -237,12 +244,56 @@ class Graph:
         """[.., d] as [n, d]."""
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
-    def transpose(self, x: Node) -> Node:
-        """The last two axes exchanged, contiguous."""
-        turned = ggml.ggml_transpose(self._context, x.ptr)
-        self._made += 1
+    def transpose(self, x: Node, by_concat: bool = False) -> Node:
+        """The last two axes exchanged, contiguous; `by_concat` copies with CONCAT in the place of CONT."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
-        return self._node(ggml.ggml_cont(self._context, turned), shape)
+        halves = self._halves(x) if by_concat else ()
+        if halves:
+            joined = ggml.ggml_concat(self._context, *(self._turned(h) for h in halves), 2)
+            a, n, d = halves[0].shape
+            return self.reshape(self._node(joined, (2 * a, d, n)), *shape)
+        self._made += 1
+        return self._node(ggml.ggml_cont(self._context, ggml.ggml_transpose(self._context, x.ptr)), shape)
+
+    def _halves(self, x: Node) -> tuple[Node, ...]:
+        """Views of x [.., n, d] that CONCAT joins along the third axis: half its matrices each, or half its columns."""
+        n, d = x.shape[-2:]
+        matrices = x.size // (n * d)
+        if matrices % 2 == 0:
+            step, shape, strides = matrices // 2 * n * d, (matrices // 2, n, d), (n * d, d)
+        elif matrices == 1 and d % 2 == 0:
+            step, shape, strides = d // 2, (1, n, d // 2), (n * d, d)
+        else:
+            return ()
+        return tuple(self._view(x, shape, strides, start) for start in (0, step))
+
+    def _view(self, x: Node, shape: tuple[int, int, int], strides: tuple[int, int], start: int) -> Node:
+        """Part of x as [a, b, c]; strides of a and b, and the start, in numbers."""
+        outer, inner = (s * 4 for s in strides)
+        return self._node(ggml.ggml_view_3d(self._context, x.ptr, *reversed(shape), inner, outer, start * 4), shape)
+
+    def _turned(self, x: Node) -> Any:
+        self._made += 1
+        return ggml.ggml_transpose(self._context, x.ptr)
+
+    def transpose_both(self, a: Node, b: Node) -> Node:
+        """The transposes of a and b, both [.., n, d], behind each other as [2 .., d, n], in one copy."""
+        self._same("transpose_both", a, b)
+        n, d = a.shape[-2:]
+        flat = (self.reshape(x, x.size // (n * d), n, d) for x in (a, b))
+        joined = ggml.ggml_concat(self._context, *(self._turned(x) for x in flat), 2)
+        shape = (2 * a.size // (n * d), d, n)
+        return self._node(joined, shape)
+
+    def halves(self, x: Node, shape: tuple[int, ...]) -> tuple[Node, Node]:
+        """x cut in two along its first axis; views of the given shape."""
+        if x.size != 2 * math.prod(shape):
+            raise GraphError(f"halves: {list(x.shape)} into {list(shape)}")
+        first, second = (
+            self._node(ggml.ggml_view_1d(self._context, x.ptr, x.size // 2, i * x.size // 2 * 4), (x.size // 2,))
+            for i in range(2)
+        )
+        return self.reshape(first, *shape), self.reshape(second, *shape)
 
     def swap_middle(self, x: Node) -> Node:
         """[a, b, c, d] as [a, c, b, d], contiguous."""
@@ -251,14 +302,19 @@ class Graph:
         turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
         return self._node(ggml.ggml_cont(self._context, turned), (a, c, b, d))
 
-    def columns(self, x: Node, start: int, count: int) -> Node:
-        """Columns [start, start + count) of x [n, d], contiguous."""
-        n, d = x.shape
-        if not 0 <= start < start + count <= d:
-            raise GraphError(f"columns {start}..{start + count} of {list(x.shape)}")
-        view = ggml.ggml_view_2d(self._context, x.ptr, count, n, d * 4, start * 4)
+    def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
+        """Places start to stop - 1 of one axis, contiguous; x itself when that is all of it."""
+        if not 0 <= start < stop <= x.shape[axis]:
+            raise GraphError(f"part {start}..{stop} of axis {axis} of {list(x.shape)}")
+        if (start, stop) == (0, x.shape[axis]):
+            return x
+        inner = math.prod(x.shape[axis + 1 :])
+        width, outer = x.shape[axis] * inner, x.size // (x.shape[axis] * inner)
+        taken = (stop - start) * inner
         self._made += 1
-        return self._node(ggml.ggml_cont(self._context, view), (n, count))
+        view = ggml.ggml_view_2d(self._context, x.ptr, taken, outer, width * 4, start * inner * 4)
+        copy = self._node(ggml.ggml_cont(self._context, view), (outer, taken))
+        return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
 
     def first_rows(self, x: Node, count: int) -> Node:
         """The first rows of x [n, d]; a view."""
@@ -268,15 +324,24 @@ class Graph:
         return self._node(view, (count, x.shape[1]))
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
-        """Parts [n, d] joined along axis 0 (rows) or 1 (columns)."""
+        """Parts joined along one axis; the others agree."""
         out = parts[0]
         for part in parts[1:]:
-            if out.shape[1 - axis] != part.shape[1 - axis]:
-                raise GraphError(f"concat: {list(out.shape)} and {list(part.shape)}")
-            shape = list(out.shape)
-            shape[axis] += part.shape[axis]
-            out = self._node(ggml.ggml_concat(self._context, out.ptr, part.ptr, 1 - axis), tuple(shape))
+            a, b = list(out.shape), list(part.shape)
+            a[axis] += b[axis]
+            if len(a) != len(b) or a[:axis] + a[axis + 1 :] != b[:axis] + b[axis + 1 :]:
+                raise GraphError(f"concat: {list(out.shape)} and {list(part.shape)} along axis {axis}")
+            joined = ggml.ggml_concat(self._context, out.ptr, part.ptr, len(a) - 1 - axis)
+            out = self._node(joined, tuple(a))
         return out
+
+    def add_to_rows(self, x: Node, rows: Node) -> Node:
+        """x [a, n, d], used up, with `rows` [a, m, d] added to the first m of n."""
+        if x.shape[::2] != rows.shape[::2] or rows.shape[1] > x.shape[1]:
+            raise GraphError(f"add_to_rows: {list(rows.shape)} to {list(x.shape)}")
+        _, n, d = x.shape
+        size = x.size * 4
+        return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
         """x [.., n, in] times w [.., out, in] transposed -> [.., n, out]; w's leading axes repeat over x's."""
@@ -339,6 +404,18 @@ class Graph:
         """The softmax of x * scale + mask over the last axis; mask [T, T] repeats over the leading axes."""
         ptr = ggml.ggml_soft_max_ext(self._context, x.ptr, mask.ptr if mask else None, scale, 0.0)
         return self._node(ptr, x.shape)
+
+    def softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
+        """scale p (dp - sum(p dp)): the gradient of softmax(x * scale), p being its result.
+
+        The allocator may put a result over a source that nothing reads later, and ggml's kernel reads p after it began
+        to write: so p is read once more, afterwards.
+        """
+        self._same("softmax_back", dp, p)
+        result = self._node(ggml.ggml_soft_max_ext_back(self._context, dp.ptr, p.ptr, scale, 0.0), p.shape)
+        self.want(result)
+        self.want(self.total(self._node(ggml.ggml_view_1d(self._context, p.ptr, 1, 0), (1,))))
+        return result
 
     def rope(self, x: Node, positions: Node, base: float, back: bool = False) -> Node:
         """Rotates consecutive pairs of x [B, T, H, D] by their position; `back` turns the other way."""

@@ -23,6 +23,7 @@ class GGMLEngine(Engine):
     """What the ggml devices share."""
 
     threads: int = 0  # cores to use; 0: all that this process may use
+    recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
     @property
     def device(self) -> str:

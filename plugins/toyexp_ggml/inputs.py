@@ -63,9 +63,10 @@ class Inputs:
         """0, 1, .. [T]."""
         return self._constant(("positions", length), lambda: np.arange(length, dtype=np.int32))
 
-    def causal_mask(self, length: int) -> Node:
-        """[T, T]: 0 where a position may look, minus infinity where it may not."""
-        return self._constant(("mask", length), lambda: np.triu(np.full((length, length), -np.inf, np.float32), 1))
+    def causal_mask(self, queries: int, seen: int) -> Node:
+        """[queries, seen] for the last `queries` of `seen` positions: 0 where one may look, else minus infinity."""
+        hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731
+        return self._constant(("mask", queries, seen), hidden)
 
     def spare_table(self, shape: tuple[int, ...]) -> Node:
         """Zeros with one row more than a table."""

@@ -17,6 +17,7 @@ from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.profiles import Profile
 
 Rule = Callable[[Node], Sequence[Callable[[], Node]]]
+Tape = list[tuple[Node, tuple[Node, ...], Rule]]
 
 
 class GGMLOps(Ops):
@@ -24,8 +25,11 @@ class GGMLOps(Ops):
 
     def __init__(self, graph: Graph, profile: Profile, inputs: Inputs):
         self.g, self._profile, self._inputs = graph, profile, inputs
-        self._tape: list[tuple[Node, tuple[Node, ...], Rule]] = []
+        self._tape: Tape = []
         self._turned: dict[Node, Node] = {}
+
+    def begin_block(self) -> None:
+        """Called where the model begins one of its blocks."""
 
     # -- the tape -----------------------------------------------------------------------------------------------
 
@@ -35,25 +39,39 @@ class GGMLOps(Ops):
 
     def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
         """The gradients of the trainable nodes, from those of the results in `dlogits`."""
-        leads_somewhere = set(trainable)
-        for out, inputs, _ in self._tape:
+        gradients, leads_somewhere = dict(dlogits), set(trainable)
+        self._follow(self._tape, leads_somewhere)
+        self._walk(self._tape, gradients, leads_somewhere)
+        return {node: gradients[node] for node in trainable if node in gradients}
+
+    @staticmethod
+    def _follow(tape: Tape, leads_somewhere: set[Node]) -> None:
+        """Adds the results that something trainable lies behind."""
+        for out, inputs, _ in tape:
             if leads_somewhere.intersection(inputs):
                 leads_somewhere.add(out)
-        gradients = dict(dlogits)
-        for out, inputs, rule in reversed(self._tape):
+
+    def _walk(self, tape: Tape, gradients: dict[Node, Node], leads_somewhere: set[Node]) -> None:
+        """Trades the gradients of the tape's results for those of its inputs, from its end to its beginning."""
+        for out, inputs, rule in reversed(tape):
             dy = gradients.pop(out, None)
             if dy is None:
                 continue
             for x, build in zip(inputs, rule(dy), strict=True):
                 if x in leads_somewhere:
                     gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
-        return {node: gradients[node] for node in trainable if node in gradients}
+                    # In the graph's order a weight's gradient comes as soon as it can, so that the activations
+                    # which only it still reads are freed.
+                    self.g.want(gradients[x])
 
     def _turn(self, x: Node) -> Node:
         """The contiguous transpose of x [n, d], made once for all rules that need it."""
         if x not in self._turned:
-            self._turned[x] = self.g.transpose(x)
+            self._turned[x] = self._transpose(x)
         return self._turned[x]
+
+    def _transpose(self, x: Node) -> Node:
+        return self.g.transpose(x, by_concat=self._profile.slow_cont)
 
     def _sum_rows(self, x: Node) -> Node:
         """x [n, d] summed over n -> [d]."""
@@ -137,8 +155,7 @@ class GGMLOps(Ops):
 
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
         g, width = self.g, x.shape[-1] // n
-        flat = g.flat(x)
-        parts = tuple(g.reshape(g.columns(flat, i * width, width), *x.shape[:-1], width) for i in range(n))
+        parts = tuple(g.part(x, len(x.shape) - 1, i * width, (i + 1) * width) for i in range(n))
         # The parts' gradients arrive one by one; each is widened with zeros, and the tape adds them up.
         for i, part in enumerate(parts):
             self._note(part, (x,), lambda dy, i=i: (lambda: self._widen(dy, x, i * width),))  # type: ignore[misc]
@@ -202,36 +219,64 @@ class GGMLOps(Ops):
         )
 
     def attention(self, q: Node, k: Node, v: Node, causal: bool = True) -> Node:
-        """Query heads of one key/value head lie side by side, so [.., H, T, D] is also [.., Hkv, G T, D] for free."""
+        """Block by block of queries, so that a causal one never computes most of what it would hide.
+
+        Query heads of one key/value head lie side by side, so [.., H, n, D] is also [.., Hkv, G n, D] for free.
+        """
         g = self.g
         rows, length, heads, size = q.shape
         shared = k.shape[2]
         if heads % shared or k.shape != v.shape or k.shape != (rows, length, shared, size):
             raise GraphError(f"attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
         scale, group = 1 / math.sqrt(size), heads // shared
-        whole, grouped = (rows, heads, length, length), (rows, shared, group * length, length)
+        n = self._profile.query_block if causal else length
+        blocks = [(start, min(start + n, length)) for start in range(0, length, n)]
+
+        def grouped(x: Node) -> Node:  # [B, H, n, ..] as [B, Hkv, G n, ..]
+            return g.reshape(x, rows, shared, group * x.shape[2], x.shape[3])
+
+        def split(x: Node) -> Node:  # and back
+            return g.reshape(x, rows, heads, x.shape[2] // group, x.shape[3])
+
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
-        qg = g.reshape(q4, rows, shared, group * length, size)
-        mask = self._inputs.causal_mask(length) if causal else None
-        p = g.softmax(g.reshape(g.mul_mat(k4, qg), *whole), mask, scale)  # [B, H, T, T]
-        pg = g.reshape(p, *grouped)
-        out = g.reshape(g.mul_mat(g.transpose(v4), pg), rows, heads, length, size)
-        y = g.reshape(g.swap_middle(out), rows, length, heads * size)
+        vt = self._transpose(v4)
+        queries, weights, outs = [], [], []
+        for start, stop in blocks:
+            seen = stop if causal else length
+            queries.append(grouped(g.part(q4, 2, start, stop)))
+            scores = split(g.mul_mat(g.part(k4, 2, 0, seen), queries[-1]))  # [B, H, n, seen]
+            mask = self._inputs.causal_mask(stop - start, seen) if causal else None
+            weights.append(g.softmax(scores, mask, scale))
+            outs.append(split(g.mul_mat(g.part(vt, 3, 0, seen), grouped(weights[-1]))))
+        y = g.reshape(g.swap_middle(g.concat(outs, 2)), rows, length, heads * size)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
-            do = g.reshape(g.swap_middle(g.reshape(dy, rows, length, heads, size)), *qg.shape)  # [B, Hkv, G T, D]
-            dp = g.reshape(g.mul_mat(v4, do), *whole)
-            # softmax: p (dp - sum(p dp)); the plain form, see profiles.FUSED
-            ds = g.mul(p, g.sub(dp, g.sum_last(g.mul(p, dp))))
-            dsg = g.reshape(g.scale(ds, scale), *grouped)
-            turned = g.transpose(dsg)
-            return (
-                lambda: g.swap_middle(g.reshape(g.mul_mat(g.transpose(k4), dsg), rows, heads, length, size)),
-                lambda: g.swap_middle(g.mul_mat(g.transpose(qg), turned)),
-                lambda: g.swap_middle(g.mul_mat(g.transpose(do), g.transpose(pg))),
-            )
+            dout = g.swap_middle(g.reshape(dy, rows, length, heads, size))
+            kt = self._transpose(k4)
+            dqs: list[Node] = []
+            dkv = None
+            for (start, stop), qb, p in reversed(list(zip(blocks, queries, weights, strict=True))):
+                seen = p.shape[3]
+                do = grouped(g.part(dout, 2, start, stop))
+                dp = split(g.mul_mat(g.part(v4, 2, 0, seen), do))
+                ds = grouped(self._softmax_back(dp, p, scale))
+                dqs.insert(0, split(g.mul_mat(g.part(kt, 3, 0, seen), ds)))
+                # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
+                both = g.mul_mat(g.transpose_both(qb, do), g.transpose_both(ds, grouped(p)))
+                dkv = both if dkv is None else g.add_to_rows(dkv, both)
+            assert dkv is not None
+            dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
+            dq = g.swap_middle(g.concat(dqs, 2))
+            return (lambda: dq, lambda: dk, lambda: dv)
 
         return self._note(y, (q, k, v), rule)
+
+    def _softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
+        """The gradient of softmax(x * scale): scale p (dp - sum(p dp))."""
+        g = self.g
+        if self._profile.has("SOFT_MAX_BACK"):
+            return g.softmax_back(dp, p, scale)
+        return g.scale(g.mul(p, g.sub(dp, g.sum_last(g.mul(p, dp)))), scale)
 
     # -- activations --------------------------------------------------------------------------------------------
 

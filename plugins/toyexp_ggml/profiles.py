@@ -6,17 +6,16 @@ graph that stays whole on the device. The tables were read from the devices' own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # What every device has: enough for a whole training step in plain form.
 COMMON = frozenset({
     "NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "ADD", "SUB", "MUL", "DIV", "SCALE",
-    "SQR", "SQRT", "LOG", "CLAMP", "SUM", "SUM_ROWS", "CONCAT", "GET_ROWS", "SET_ROWS", "MUL_MAT",
+    "SQR", "SQRT", "LOG", "CLAMP", "ACC", "SUM", "SUM_ROWS", "CONCAT", "GET_ROWS", "SET_ROWS", "MUL_MAT",
     "SOFT_MAX", "RMS_NORM", "ROPE", "ROPE_BACK", "UNARY", "GLU", "OPT_STEP_ADAMW",
 })  # fmt: skip
-# Gradients in one op, where a device has them. SOFT_MAX_BACK is left out on purpose: the allocator may put its result
-# over its second source, and the CPU's kernel then reads what it has already overwritten.
-FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "GET_ROWS_BACK", "REPEAT_BACK"})
+# Gradients in one op, where a device has them.
+FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK", "REPEAT_BACK"})
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,16 @@ class Profile:
 
     device: str
     ops: frozenset[str]
+    query_block: int = 256  # causal attention takes so many queries at a time
+    slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
+    slow_sum: bool = False  # SUM runs on one thread
 
     def has(self, op: str) -> bool:
         """Whether the device computes this op."""
         return op in self.ops
 
 
-CPU = Profile("CPU", COMMON | FUSED)
+CPU = Profile("CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
-CPU_BLAS = Profile("CPU", CPU.ops | {"OUT_PROD"})
+CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
 METAL = Profile("Metal", COMMON)

@@ -11,6 +11,7 @@ from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
 from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.ops import GGMLOps
+from toyexp_ggml.recompute import RecomputingOps
 
 if TYPE_CHECKING:
     from toyexp_ggml.engines import GGMLEngine
@@ -72,8 +73,8 @@ class GGMLSession(Session):
             clear(node)
 
     def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
-        put(self._hp[True], hp.astype(np.float32))
-        put(self._hp[False], np.where(np.arange(7) == 4, 0, hp).astype(np.float32))
+        put(self._hp[True], _float32_hp(hp))
+        put(self._hp[False], _float32_hp(np.where(np.arange(7) == 4, 0, hp)))
         if self.plan.accumulate == 1:
             self._inputs.load(micros[0])
             self._graphs["step"].compute()
@@ -138,8 +139,10 @@ class GGMLSession(Session):
         return self._graphs[name]
 
     def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
-        ops = GGMLOps(graph, self._profile, self._inputs)
-        return ops, self.plan.model.forward(ops, self.plan.params(self._weights), self._inputs.batch)
+        kind = RecomputingOps if self._engine.recompute else GGMLOps
+        ops = kind(graph, self._profile, self._inputs)
+        params = self.plan.params(self._weights, on_block=ops.begin_block)
+        return ops, self.plan.model.forward(ops, params, self._inputs.batch)
 
     def _loss_and_gradients(self, graph: Graph) -> tuple[Node, dict[str, Node]]:
         """The loss, wanted and kept, and every trainable tensor's gradient, wanted but not kept."""
@@ -157,7 +160,7 @@ class GGMLSession(Session):
 
     def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
         """The global norm, [1]."""
-        squares = [graph.total(graph.sqr(g)) for g in gradients.values()]
+        squares = [graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients.values()]
         total = squares[0]
         for square in squares[1:]:
             total = graph.add(total, square)
@@ -211,6 +214,17 @@ class GGMLSession(Session):
         for node in kept.values():
             graph.want(node, keep=True)
         return kept
+
+
+def _float32_hp(hp: np.ndarray) -> np.ndarray:
+    """The seven numbers as the kernel takes them.
+
+    It works out 1 - beta in float32, which for 0.999 is 1.3e-5 off; the slots that multiply the moments make up for it.
+    """
+    rounded = hp.astype(np.float32)
+    left = (1 - rounded[1:3]).astype(np.float64)
+    rounded[5:] = hp[5:] * np.divide(1 - hp[1:3], left, out=np.ones(2), where=left > 0)
+    return rounded
 
 
 def _number(node: Node) -> float:

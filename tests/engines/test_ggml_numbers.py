@@ -9,16 +9,20 @@ import pytest
 import torch
 from float64_models import gpt2, llama
 from float64_models import loss as reference_loss
-from tiny import MODELS, batches, plan, weighted
+from tiny import MODELS, VOCAB, batches, plan, weighted
 
-from toyexp import AdamW
+from toyexp import AdamW, Setup
+from toyexp.testing import token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_models.llama import Llama
+from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
     "cpu": GGMLCPU(threads=1),  # with BLAS, where it is built in
     "cpu_without_blas": GGMLCPU(threads=1, blas=False),
     "metal": GGMLMetal(threads=1, emulate=True),
+    "recompute": GGMLCPU(threads=1, recompute=True),
 }
 FORWARD = {"llama": llama, "gpt2": gpt2}
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
@@ -27,12 +31,25 @@ MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_every_gradient_of_a_model(name, engine):
-    the_plan, batch = plan(name), weighted(batches().batch(0))
+    hold_against_float64(ENGINES[engine], plan(name), weighted(batches().batch(0)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
+    """Of unequal lengths, with shared key/value heads, in four layers."""
+    length = 300
+    assert ENGINES[engine].profile.query_block < length
+    data = token_dataset(VOCAB, count=2000, seed=5).batches(length, 2, 0)
+    model = Llama(d_model=16, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=24, context=length, vocab=VOCAB)
+    hold_against_float64(ENGINES[engine], Scratch().plan(model, Setup(data.inputs, rows=2)), weighted(data.batch(0)))
+
+
+def hold_against_float64(engine, the_plan, batch):
     weights = {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
     logits = FORWARD[the_plan.model.name](weights, the_plan.model, torch.from_numpy(batch["tokens"]).long())
     value = reference_loss(logits, batch)
     grads = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
-    with ENGINES[engine].realize(the_plan) as session:
+    with engine.realize(the_plan) as session:
         session.build()
         np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
         assert session.evaluate([batch]) == pytest.approx(value.item(), rel=1e-6)
@@ -93,6 +110,20 @@ def test_metals_graph_has_no_node_that_metal_lacks(name):
         ops = session._graphs["step"].ops()
     assert not {op for op in ops if op.endswith("_BACK")} - {"ROPE_BACK"}
     assert "OUT_PROD" not in ops
+
+
+@pytest.mark.parametrize("blas", [True, False])
+def test_recompute_halves_the_memory_of_a_deep_model(blas):
+    """12 layers, context 512: what the step's graph needs beside weights and moments."""
+    data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
+    model = Llama(d_model=64, n_layers=12, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
+    needed = {}
+    for recompute in (False, True):
+        engine = GGMLCPU(threads=1, blas=blas, recompute=recompute)
+        with engine.realize(Scratch().plan(model, Setup(data.inputs, rows=1))) as session:
+            session.build()
+            needed[recompute] = session.describe()["compute_bytes"]
+    assert needed[True] <= needed[False] / 2
 
 
 def test_a_hundred_sessions_do_not_grow_the_process():

@@ -361,6 +361,29 @@ def doctor(words: Sequence[str]) -> int:
     return 0
 
 
+def bench(words: Sequence[str]) -> int:
+    """Engines side by side on this machine: their speed, and their memory."""
+    from toyexp.bench import HELP, measure, split, table
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    options, settings = split(words)
+    from toyexp import mistakes, schema
+    from toyexp.run import dump_json
+
+    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: bench compares engines on one experiment; give one value")
+    modules = _modules(parsed)
+    registry = load(modules)
+    schema.store_schemas(registry)
+    report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
+    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
+    return 0
+
+
 def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words:
@@ -377,6 +400,7 @@ def show_help(words: Sequence[str] = ()) -> int:
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           doctor            which engines work here, and why the others do not
+          bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
         examples
@@ -411,4 +435,9 @@ def show_version() -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plugins": plugins, "doctor": doctor, "help": show_help}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "plugins": plugins,
+    "doctor": doctor,
+    "bench": bench,
+    "help": show_help,
+}

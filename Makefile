@@ -26,8 +26,9 @@ check: $(INSTALLED)  ## lint and types only
 donor: $(INSTALLED)  ## train the shipped donor again and put it into the package
 	$(BIN)/python tests/make_donor.py
 
-bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop
+bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engines side by side
 	$(BIN)/python tests/benchmarks/overhead.py
+	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

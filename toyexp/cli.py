@@ -369,21 +369,44 @@ def parity(words: Sequence[str]) -> int:
         print(help_text())
         return 0
     options, settings = split(words)
-    from toyexp import mistakes, schema
     from toyexp.run import dump_json
     from toyexp.variants import prepare_variants
 
-    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
-    for override in parsed:
-        if override.is_sweep_override():
-            raise UserError(f"{override.input_line}: parity compares one experiment; give one value")
-    modules = _modules(parsed)
-    registry = load(modules)
-    schema.store_schemas(registry)
+    registry, modules = _for_one_experiment("parity", settings)
     variants = prepare_variants([f"steps={STEPS}", *settings], registry, modules)
     report = compare(variants, options.tolerances, (lambda line: None) if options.json else say)
     print(dump_json(report.plain(), indent=2) if options.json else "\n".join(summary(report, options.all)))
     return 0 if report.within else 1
+
+
+def bench(words: Sequence[str]) -> int:
+    """Engines side by side on this machine: their speed, and their memory."""
+    from toyexp.bench import HELP, measure, split, table
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    options, settings = split(words)
+    from toyexp.run import dump_json
+
+    registry, modules = _for_one_experiment("bench", settings)
+    report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
+    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
+    return 0
+
+
+def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str]]:
+    """The plugins for a command that runs one experiment on several engines; UserError when a setting has more."""
+    from toyexp import mistakes, schema
+
+    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
+    modules = _modules(parsed)
+    registry = load(modules)
+    schema.store_schemas(registry)
+    return registry, modules
 
 
 def show_help(words: Sequence[str] = ()) -> int:
@@ -403,6 +426,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           doctor            which engines work here, and why the others do not
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
+          bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
         examples
@@ -441,5 +465,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plugins": plugins,
     "doctor": doctor,
     "parity": parity,
+    "bench": bench,
     "help": show_help,
 }

@@ -5,10 +5,12 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """stdlib, text and tokens."""
+    """stdlib, text, tokens and random."""
+    from toyexp_data.noise import Random
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Tokens
 
     register(Stdlib)
     register(Text)
     register(Tokens)
+    register(Random)

@@ -64,7 +64,7 @@ class TorchSession(Session):
             "device": self._engine.check(),
             "dtype": self._engine.dtype,
             "compile": self._engine.compile,
-            "threads": torch.get_num_threads(),
+            "threads": self._settings.threads or torch.get_num_threads(),
         }
 
     # -- the contract -------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class _Settings:
     """
 
     def __init__(self, engine: TorchEngine):
-        self._threads = (engine.threads or available_cores()) if isinstance(engine, TorchCPU) else None
+        self.threads = (engine.threads or available_cores()) if isinstance(engine, TorchCPU) else None
         self._tf32 = engine.tf32 if isinstance(engine, TorchCUDA) else None
         self._deterministic = engine.deterministic
         if self._deterministic and engine.device == "cuda":
@@ -208,8 +208,8 @@ class _Settings:
         """Sets what differs, and puts it back."""
         undo: list[Callable[[], object]] = []
         threads = torch.get_num_threads()
-        if self._threads is not None and threads != self._threads:
-            torch.set_num_threads(self._threads)
+        if self.threads is not None and threads != self.threads:
+            torch.set_num_threads(self.threads)
             undo.append(lambda: torch.set_num_threads(threads))
         if self._deterministic and not torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(True)

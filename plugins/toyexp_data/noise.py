@@ -1,0 +1,36 @@
+"""Random token ids: something to compute on where speed is the question and no text is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Data, TokenDataset, UserError
+from toyexp.init import generator
+
+TOKENS = 1_000_000
+HELD_OUT = 50_000
+EVAL_BATCHES = 16
+
+
+@dataclass
+class Random(Data):
+    """Random token ids, for measuring speed: there is nothing in them to learn."""
+
+    name: ClassVar[str] = "random"
+    gives: ClassVar[str] = "tokens"
+
+    vocab: int = 1024  # ids run from 0 to vocab - 1
+
+    def check(self) -> None:
+        """Raises UserError for a vocabulary that cannot be."""
+        if not 1 <= self.vocab < 2**31:
+            raise UserError(f"data.vocab={self.vocab}: must be a whole number from 1 to {2**31 - 1}")
+
+    def open(self, vocabulary: Path | None) -> TokenDataset:
+        """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
+        ids = generator(0, "data=random").integers(0, self.vocab, TOKENS, dtype=np.int32)
+        return TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, EVAL_BATCHES, {"vocab": self.vocab})

@@ -1,0 +1,82 @@
+"""A llama's training step as one would write it in PyTorch for this one model: eager, and with torch.compile."""
+
+import torch
+import torch._dynamo  # torch.optim would import it later, and its 70 MB would count as the optimiser's
+import torch.nn.functional as F
+
+from toyexp import Unavailable
+
+ENGINE = "cpu"
+
+
+class BareTorch:
+    """Takes steps of torch.optim.AdamW from the plan's initial values; a target's weight plays no part."""
+
+    name = "bare torch"
+
+    def __init__(self, plan, adamw, threads):
+        model = plan.model
+        if model.name != "llama" or plan.adapters:
+            raise Unavailable("only written for a plain model=llama")
+        self.note = f"torch {torch.__version__}, {threads} threads"
+        self.threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        self.weights = {t.name: torch.from_numpy(plan.initial(t)).requires_grad_() for t in plan.tensors}
+        self.optimiser = torch.optim.AdamW(
+            self.weights.values(), lr=adamw.lr, betas=(adamw.beta1, adamw.beta2), eps=adamw.eps,
+            weight_decay=adamw.weight_decay, fused=True,
+        )  # fmt: skip
+        self.model = model
+        self.size = model.d_model // model.n_heads
+        frequency = model.rope_base ** (-torch.arange(0, self.size, 2) / self.size)
+        angle = torch.outer(torch.arange(model.context), frequency)  # [T, D/2]
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def step(self, batch):
+        loss = self.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]).long())
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def close(self):
+        torch.set_num_threads(self.threads_before)
+
+    def loss(self, tokens, targets):
+        """The mean cross entropy over all targets [B, T]."""
+        w, model = self.weights, self.model
+        x = F.embedding(tokens, w["token_embd.weight"])  # [B, T, d]
+        for i in range(model.n_layers):
+            block = f"blk.{i}."
+            h = self.norm(x, w[block + "attn_norm.weight"])
+            q, k, v = (F.linear(h, w[f"{block}attn_{n}.weight"], w.get(f"{block}attn_{n}.bias")) for n in "qkv")
+            q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
+            grouped = model.n_kv_heads != model.n_heads
+            a = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True, enable_gqa=grouped)
+            x = x + F.linear(a.transpose(1, 2).flatten(-2), w[block + "attn_output.weight"])
+            h = self.norm(x, w[block + "ffn_norm.weight"])
+            h = F.silu(F.linear(h, w[block + "ffn_gate.weight"])) * F.linear(h, w[block + "ffn_up.weight"])
+            x = x + F.linear(h, w[block + "ffn_down.weight"])
+        output = w["token_embd.weight" if model.tied else "output.weight"]
+        logits = F.linear(self.norm(x, w["output_norm.weight"]), output)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def norm(self, x, weight):
+        return F.rms_norm(x, weight.shape, weight, self.model.norm_eps)
+
+    def rope(self, x):
+        even, odd = x[..., 0::2], x[..., 1::2]  # [B, H, T, D/2]
+        return torch.stack((even * self.cos - odd * self.sin, even * self.sin + odd * self.cos), -1).flatten(-2)
+
+
+class CompiledTorch(BareTorch):
+    """The same with its forward and backward pass compiled."""
+
+    name = "bare torch compiled"
+
+    def __init__(self, plan, adamw, threads):
+        super().__init__(plan, adamw, threads)
+        self.loss = torch.compile(self.loss, dynamic=False)
+
+
+BASELINES = (BareTorch, CompiledTorch)

@@ -1,0 +1,243 @@
+"""toyexp bench: what it reports is what it measured, and the baselines train the same model."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import batches
+
+from toyexp import AdamW, Setup, Unavailable, stepper
+from toyexp.bench import split, step_flops, take_turns, warm_up
+from toyexp.cli import main
+from toyexp.errors import RunFailed
+from toyexp.recipe import start
+from toyexp.stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
+from toyexp.testing import DataSuite, token_dataset
+from toyexp_data.noise import Random
+from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
+from toyexp_recipes.scratch import Scratch
+from toyexp_torch.engines import TorchCPU
+
+TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
+        "batch_size=2", "engine.threads=1"]  # fmt: skip
+QUICK = ["--rounds", "1", "--steps", "1"]
+
+
+def bench(capsys, *words):
+    assert main(["bench", *TINY, *QUICK, *words]) == 0
+    return capsys.readouterr().out
+
+
+class TestRandom(DataSuite):
+    data = Random(vocab=32)
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_every_engine(capsys):
+    lines = bench(capsys, "engine=cpu,ggml:blas=false", "--no-memory").splitlines()
+    assert lines[0].startswith("machine  ") and lines[2] == "data     random, 32 token ids"
+    titles = ["engine", "ms/step", "quartiles", "tokens/s", "GFLOP/s", "ratio"]
+    assert lines[4].split() == titles
+    assert [line.split()[0] for line in lines[5:7]] == ["cpu", "ggml:blas=false"]
+    assert all(len(line.split()) == len(titles) for line in lines[5:7])
+    assert lines[5].split()[-1] == "1.00"
+    assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 threads")
+
+
+def test_the_json_holds_numbers_that_fit_together(capsys):
+    report = json.loads(bench(capsys, "--rounds=3", "--steps=2", "--json"))
+    cpu, ggml = report["engines"]
+    assert (cpu["name"], ggml["name"]) == ("cpu", "ggml")
+    assert report["tokens_per_step"] == 2 * 8
+    for engine in (cpu, ggml):
+        assert len(engine["rounds"]) == 3 and engine["steps_per_round"] == 2
+        assert engine["seconds_per_step"] == sorted(engine["rounds"])[1]
+        low, high = engine["quartiles"]
+        assert min(engine["rounds"]) <= low <= engine["seconds_per_step"] <= high <= max(engine["rounds"])
+        assert engine["tokens_per_second"] == pytest.approx(16 / engine["seconds_per_step"])
+        assert engine["flops_per_second"] == pytest.approx(report["flops_per_step"] / engine["seconds_per_step"])
+        assert engine["seconds_per_step"] < engine["first_step_seconds"] < 120
+        assert 0 < engine["beyond_import_bytes"] < engine["peak_rss_bytes"] < 2e9
+    assert ggml["ratio"] == pytest.approx(cpu["seconds_per_step"] / ggml["seconds_per_step"])
+    assert ggml["peak_rss_bytes"] < cpu["peak_rss_bytes"] - 50e6  # its process has no torch in it
+    assert ggml["compute_bytes"] > 0
+
+
+def a_plan(model, rows):
+    data = token_dataset(40, count=2000, seed=5)
+    inputs = data.batches(model.context, rows, 0).inputs
+    return Scratch().plan(model.fit(data), Setup(inputs, rows=rows))
+
+
+def test_flops_are_those_counted_by_hand():
+    # Forward, a product of [T, in] with [in, out] takes 2 T in out operations; with its gradients three times that.
+    length, d, kv, ff, vocab, layers, rows = 6, 8, 4, 10, 40, 3, 2
+    sizes = {"d_model": d, "n_layers": layers, "n_heads": 4, "d_ff": ff, "context": length}
+    linears = 2 * length * (2 * d * d + 2 * kv * d + 3 * d * ff)
+    attention = 2 * (2 * length * length * d)  # q k^T, and its softmax times v, over all heads
+    output = 2 * length * d * vocab
+    by_hand = 3 * rows * (layers * (linears + attention) + output)
+    for tied in (True, False):  # the embedding's look-up is no product
+        assert step_flops(a_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)) == by_hand
+    linears = 2 * length * (4 * d * d + 2 * d * ff)
+    by_hand = 3 * rows * (layers * (linears + attention) + output)
+    assert step_flops(a_plan(GPT2(**sizes), rows)) == by_hand
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Takes a step by writing down its name."""
+
+    note = "counts"
+
+    def __init__(self, name="", seen=None, fails=False):
+        self.name, self.seen, self.fails, self.closed = name, seen if seen is not None else [], fails, False
+
+    def step(self, batch):
+        if self.fails:
+            raise RuntimeError("cannot")
+        self.seen.append(self.name)
+        return 0.0
+
+    def close(self):
+        self.closed = True
+
+
+def test_they_take_turns_and_who_begins_changes():
+    seen = []
+    ready = {name: (Counter(name, seen), steps) for name, steps in (("a", 1), ("b", 2), ("c", 1))}
+    seconds = take_turns(ready, [{}] * 8, rounds=4)
+    assert "".join(seen) == "abbc" + "bbca" + "cabb" + "abbc"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_step_that_fails_while_warming_up_closes_what_was_open():
+    broken = Counter(fails=True)
+    with pytest.raises(RuntimeError):
+        warm_up(lambda: broken, [{}] * 8, 1)
+    assert broken.closed
+
+
+def test_the_peak_of_memory_is_seen_and_forgotten():
+    block = np.ones(8_000_000)  # 64 MB
+    with_block, _ = memory_bytes()
+    del block
+    present, peak = memory_bytes()
+    assert peak > with_block - 1e6  # Linux counts in batches of pages
+    if present < peak - 50e6:  # where the system tells what is held now
+        forget_peak()
+        assert memory_bytes()[1] < peak - 50e6
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RunFailed, match=r"odd: in a process of its own: .*unknown key modle; .*--no-memory"):
+        alone(Entry("odd", ["modle=llama", "engine=ggml"], []))
+
+
+# -- the baselines ----------------------------------------------------------------------------------------------------
+
+
+def baseline(file, name):
+    spec = importlib.util.spec_from_file_location(file, BASELINES / f"{file}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {b.name: b for b in module.BASELINES}[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "rows", "kv_heads", "tied"),
+    [
+        ("bare_torch", "bare torch", 3, 4, True),
+        ("bare_torch", "bare torch", 3, 2, False),
+        ("ggml_autodiff", "ggml autodiff", 3, 4, True),
+        ("ggml_autodiff", "ggml autodiff", 1, 2, False),
+    ],
+)
+def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
+    model = Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=kv_heads, d_ff=48, context=12, tied=tied)
+    plan, data = a_plan(model, rows), batches(rows)
+    adamw = replace(AdamW.for_lora(), lr=0.01)
+    with start(Scratch(), TorchCPU(threads=1), plan) as session:
+        expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
+    bare = baseline(file, name)(plan, adamw, 1)
+    losses = [bare.step(data.batch(k)) for k in range(10)]
+    bare.close()
+    np.testing.assert_allclose(losses, expected, atol=2e-4)
+    assert abs(expected[-1] - expected[0]) > 0.01  # the updates are seen
+
+
+def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
+    with pytest.raises(Unavailable, match=r"no gradient of grouped heads in a batch: model\.n_kv_heads=model\.n_heads"):
+        baseline("ggml_autodiff", "ggml autodiff")(a_plan(Llama(context=12), 2), AdamW.for_lora(), 1)
+
+
+def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys):
+    lines = bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
+    left_out = [line.split("  ")[0] for line in lines if "left out: only written for a plain model=llama" in line]
+    assert left_out == ["bare torch", "bare torch compiled", "ggml autodiff"]
+
+
+def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):
+    (tmp_path / "ggml_autodiff.py").write_text((BASELINES / "ggml_autodiff.py").read_text())
+    (tmp_path / "needs_more.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.setattr(stepper, "BASELINES", tmp_path)
+    report = json.loads(bench(capsys, "engine=ggml", "model.n_kv_heads=4", "--baseline", "--json"))
+    engine, autodiff = report["engines"]
+    assert (engine["name"], autodiff["name"]) == ("ggml", "ggml autodiff")
+    assert autodiff["tokens_per_second"] > 0 and autodiff["beyond_import_bytes"] > 0
+    assert autodiff["note"].endswith(", 1 threads")
+    assert report["left_out"] == {"needs more": "No module named 'a_module_that_nobody_has'"}
+
+
+def test_without_the_source_there_are_no_baselines(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(stepper, "BASELINES", tmp_path / "none")
+    assert main(["bench", *TINY, "--baseline"]) == 2
+    assert "no part of an installed toyexp; run bench in a checkout" in capsys.readouterr().err
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_option(capsys):
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {flag} " in text for flag in ("--rounds", "--steps", "--baseline", "--no-memory", "--json"))
+
+
+def test_options_are_read_in_both_forms():
+    options, settings = split(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
+    assert (options.rounds, options.steps, options.memory, options.json) == (2, 3, False, False)
+    assert settings == ["lr=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--round", "3"], "bench --round: there is no such option; did you mean --rounds?"),
+        (["-m", "lr=1,2"], "bench -m: there is no such option; there is: --baseline"),
+        (["--rounds"], "--rounds: takes a whole number"),
+        (["--rounds", "0"], "--rounds 0: takes a whole number from 1"),
+        (["--steps=x"], "--steps x: takes a whole number"),
+        (["--json=1"], "--json takes no value"),
+        (["steps=5"], "steps=5: bench takes the steps that fill its rounds; to fix them: --steps 5"),
+        (["fast"], "bench fast: neither an option nor a setting"),
+        (["lr=1,2"], "lr=1,2: bench compares engines on one experiment"),
+        (["engine=ggml,ggml"], "names one twice"),
+        (["engine=ggml:blas"], "an engine's own settings are written ggml:key=value"),
+        (["engine=gmgl"], "did you mean ggml?"),
+        (["data=random", "data.vocab=0"], "data.vocab=0: must be a whole number from 1"),
+        (["model.d_modle=32"], "did you mean model.d_model?"),
+    ],
+)
+def test_bad_words_are_told_in_one_line(capsys, words, expected):
+    assert main(["bench", *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("toyexp: error: ") and expected in told.err
+    assert len(told.err.splitlines()) == 1 and told.out == ""

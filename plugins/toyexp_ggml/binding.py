@@ -352,13 +352,12 @@ class Graph:
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
     def out_prod(self, a: Node, b: Node, turned: bool = False) -> Node:
-        """b^T a summed over rows: a [k, m], b [k, n] -> [n, m]; `turned` takes b as [n, k] without copying it."""
-        k = b.shape[1] if turned else b.shape[0]
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != k:
+        """b^T a: a [.., k, m], b [.., k, n] -> [.., n, m]; `turned` takes b as [.., n, k] without copying it."""
+        k, n = reversed(b.shape[-2:]) if turned else b.shape[-2:]
+        if a.shape[:-1] != (*b.shape[:-2], k):
             raise GraphError(f"out_prod: {list(a.shape)} by {list(b.shape)}")
-        other = ggml.ggml_transpose(self._context, b.ptr) if turned else b.ptr
-        self._made += 1
-        return self._node(ggml.ggml_out_prod(self._context, a.ptr, other), (b.shape[0 if turned else 1], a.shape[1]))
+        other = self._turned(b) if turned else b.ptr
+        return self._node(ggml.ggml_out_prod(self._context, a.ptr, other), (*b.shape[:-2], n, a.shape[-1]))
 
     def get_rows(self, table: Node, ids: Node) -> Node:
         """Rows of table [n, d] at ids [m] -> [m, d]; the caller answers for the ids' range."""

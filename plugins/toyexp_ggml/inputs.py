@@ -13,6 +13,8 @@ import numpy as np
 from toyexp import Batch, InputSpec
 from toyexp_ggml.binding import LIMIT, Backend, GraphError, Memory, Node, put
 
+CHUNK = 256  # ids whose gradients are summed at a time where the device has no op for it: work and memory grow with it
+
 
 class Inputs:
     """The input tensors of a session; `load` fills those that depend on the batch."""
@@ -92,28 +94,31 @@ class Inputs:
             self._from_batch.append((self._known[key], lambda batch: base + batch["targets"].reshape(-1)))
         return self._known[key]
 
-    def membership(self, ids: Node, rows: int) -> tuple[Node, Node]:
-        """For ids [n]: which positions hold each distinct id, [n, n], and the distinct ids [n].
+    def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
+        """For each chunk start..stop of ids [n]: its distinct ids [c], and which positions hold each of them, [c, c].
 
-        Unused slots point at the spare row `rows`, so that every list has the same length.
+        Unused slots point at the spare row `rows`, so that every list has the length of its chunk.
         """
         name = next(name for name, node in self.batch.items() if node.ptr is ids.ptr)
-        key = ("membership", name, rows)
+        chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]
+        return [(start, stop, *self._membership(name, start, stop, rows)) for start, stop in chunks]
+
+    def _membership(self, name: str, start: int, stop: int, rows: int) -> tuple[Node, Node]:
+        key, count = ("membership", name, start, rows), stop - start
         if key not in self._known:
-            n = ids.size
 
             def distinct(batch: Batch) -> np.ndarray:
-                found = np.unique(batch[name])
-                return np.concatenate([found, np.full(n - len(found), rows, np.int32)]).astype(np.int32)
+                found = np.unique(batch[name].reshape(-1)[start:stop])
+                return np.concatenate([found, np.full(count - len(found), rows, np.int32)]).astype(np.int32)
 
             def member(batch: Batch) -> np.ndarray:
-                _, slots = np.unique(batch[name].reshape(-1), return_inverse=True)
-                matrix = np.zeros((n, n), np.float32)
-                matrix[slots, np.arange(n)] = 1
+                _, slots = np.unique(batch[name].reshape(-1)[start:stop], return_inverse=True)
+                matrix = np.zeros((count, count), np.float32)
+                matrix[slots, np.arange(count)] = 1
                 return matrix
 
-            self._known[key] = self._make((n, n), np.float32)
-            self._known[*key, "distinct"] = self._make((n,), np.int32)
+            self._known[key] = self._make((count, count), np.float32)
+            self._known[*key, "distinct"] = self._make((count,), np.int32)
             self._from_batch.append((self._known[key], member))
             self._from_batch.append((self._known[*key, "distinct"], distinct))
         return self._known[key], self._known[*key, "distinct"]

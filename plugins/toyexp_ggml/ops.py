@@ -73,6 +73,27 @@ class GGMLOps(Ops):
     def _transpose(self, x: Node) -> Node:
         return self.g.transpose(x, by_concat=self._profile.slow_cont)
 
+    def _out_prod(self, x: Node) -> bool:
+        """Whether the device multiplies without transposed copies: BLAS matrices only, CUDA also stacks of them."""
+        return self._profile.has("OUT_PROD") and (len(x.shape) == 2 or self._profile.stacked_out_prod)
+
+    def _times(self, x: Node, w: Node) -> Node:
+        """x [.., n, k] times w [.., k, m] -> [.., n, m]."""
+        return self.g.out_prod(w, x, turned=True) if self._out_prod(x) else self.g.mul_mat(self._turn(w), x)
+
+    def _outer(self, x: Node, y: Node) -> Node:
+        """x [k, n] transposed times y [k, m] -> [n, m]."""
+        return self.g.out_prod(y, x) if self._out_prod(x) else self.g.mul_mat(self._turn(y), self._turn(x))
+
+    def _both_outer(self, x: Node, y: Node, x2: Node, y2: Node) -> Node:
+        """Two products x [.., k, n] transposed times y [.., k, m], one behind the other: [2 .., n, m]."""
+        g = self.g
+        if not self._out_prod(x):
+            return g.mul_mat(g.transpose_both(y, y2), g.transpose_both(x, x2))
+        n, m = x.shape[-1], y.shape[-1]
+        one, two = (g.reshape(g.out_prod(b, a), y.size // (y.shape[-2] * m), n, m) for a, b in ((x, y), (x2, y2)))
+        return g.concat([one, two], 0)
+
     def _sum_rows(self, x: Node) -> Node:
         """x [n, d] summed over n -> [d]."""
         if self._profile.has("REPEAT_BACK"):
@@ -90,14 +111,23 @@ class GGMLOps(Ops):
             dy = g.flat(dy)
             if self._profile.has("GET_ROWS_BACK"):
                 return (lambda: g.get_rows_back(dy, flat, table),)
-            # The rows of each distinct id are summed by a product with the membership matrix and put into a zeroed
-            # table, whose one spare row takes what no id fills.
-            member, distinct = self._inputs.membership(flat, table.shape[0])
-            summed = lambda: g.mul_mat(self._turn(dy), member)  # noqa: E731 - built only when asked for
-            zeroed = lambda: g.scale(self._inputs.spare_table(table.shape), 0.0)  # noqa: E731
-            return (lambda: g.first_rows(g.set_rows(zeroed(), summed(), distinct), table.shape[0]),)
+            return (lambda: self._scatter_add(dy, flat, table.shape),)
 
         return self._note(g.reshape(y, *ids.shape, table.shape[1]), (table,), rule)
+
+    def _scatter_add(self, dy: Node, ids: Node, shape: tuple[int, ...]) -> Node:
+        """Rows dy [n, d] summed into zeros [V, d] at their ids, a chunk at a time.
+
+        In a chunk the rows of equal ids are summed by a product with the membership matrix, so that each id is written
+        once; the table's one spare row takes what no id fills.
+        """
+        g = self.g
+        table = g.scale(self._inputs.spare_table(shape), 0.0)
+        for start, stop, member, distinct in self._inputs.memberships(ids, shape[0]):
+            summed = g.mul_mat(self._transpose(g.part(dy, 0, start, stop)), member)
+            table = g.set_rows(table, g.add(g.get_rows(table, distinct), summed), distinct)
+            g.want(table)  # the next chunk reads what this one wrote
+        return g.first_rows(table, shape[0])
 
     def first_rows(self, table: Node, n: int) -> Node:
         g = self.g
@@ -119,15 +149,7 @@ class GGMLOps(Ops):
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             dy = g.flat(dy)
-            if self._profile.has("OUT_PROD"):
-                return (
-                    lambda: g.reshape(g.out_prod(w, dy, turned=True), *x.shape),
-                    lambda: g.out_prod(flat, dy),
-                )
-            return (
-                lambda: g.reshape(g.mul_mat(self._turn(w), dy), *x.shape),  # dx = dy w
-                lambda: g.mul_mat(self._turn(flat), self._turn(dy)),  # dw = dy^T x
-            )
+            return (lambda: g.reshape(self._times(dy, w), *x.shape), lambda: self._outer(dy, flat))
 
         y = self._note(g.reshape(product, *x.shape[:-1], w.shape[0]), (x, w), rule)
         return y if bias is None else self.add(y, bias)
@@ -239,7 +261,6 @@ class GGMLOps(Ops):
             return g.reshape(x, rows, heads, x.shape[2] // group, x.shape[3])
 
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
-        vt = self._transpose(v4)
         queries, weights, outs = [], [], []
         for start, stop in blocks:
             seen = stop if causal else length
@@ -247,12 +268,11 @@ class GGMLOps(Ops):
             scores = split(g.mul_mat(g.part(k4, 2, 0, seen), queries[-1]))  # [B, H, n, seen]
             mask = self._inputs.causal_mask(stop - start, seen) if causal else None
             weights.append(g.softmax(scores, mask, scale))
-            outs.append(split(g.mul_mat(g.part(vt, 3, 0, seen), grouped(weights[-1]))))
+            outs.append(split(self._times(grouped(weights[-1]), g.part(v4, 2, 0, seen))))
         y = g.reshape(g.swap_middle(g.concat(outs, 2)), rows, length, heads * size)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             dout = g.swap_middle(g.reshape(dy, rows, length, heads, size))
-            kt = self._transpose(k4)
             dqs: list[Node] = []
             dkv = None
             for (start, stop), qb, p in reversed(list(zip(blocks, queries, weights, strict=True))):
@@ -260,9 +280,9 @@ class GGMLOps(Ops):
                 do = grouped(g.part(dout, 2, start, stop))
                 dp = split(g.mul_mat(g.part(v4, 2, 0, seen), do))
                 ds = grouped(self._softmax_back(dp, p, scale))
-                dqs.insert(0, split(g.mul_mat(g.part(kt, 3, 0, seen), ds)))
-                # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
-                both = g.mul_mat(g.transpose_both(qb, do), g.transpose_both(ds, grouped(p)))
+                dqs.insert(0, split(self._times(ds, g.part(k4, 2, 0, seen))))
+                both = self._both_outer(ds, qb, grouped(p), do)  # dk = ds^T q and dv = p^T do
+                # Later blocks see more keys; they come first here.
                 dkv = both if dkv is None else g.add_to_rows(dkv, both)
             assert dkv is not None
             dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))

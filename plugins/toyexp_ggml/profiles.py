@@ -25,6 +25,7 @@ class Profile:
     device: str
     ops: frozenset[str]
     query_block: int = 256  # causal attention takes so many queries at a time
+    stacked_out_prod: bool = False  # OUT_PROD takes stacks of matrices as fast as single ones
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
 

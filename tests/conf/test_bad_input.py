@@ -243,7 +243,7 @@ def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkey
         ("engine=ggml,cpu engine=cpu", ["one list"]),
         ("ggml", ["parity ggml: is no setting", "engine=cpu,ggml"]),
         ("stesp=5", ["did you mean steps?"]),
-        ("seed=1,2", ["seed=1,2: parity compares one experiment"]),
+        ("seed=1,2", ["seed=1,2: parity compares engines on one experiment"]),
         ("lr=[1", ["a bracket is not closed"]),
         ("-m seed=1", ["parity -m: there is no such option", "--gradient"]),
         ("--los 1", ["did you mean --loss?"]),

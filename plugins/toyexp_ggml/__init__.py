@@ -5,8 +5,8 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    """ggml and metal."""
-    from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+    """ggml, metal, ggml_cuda and vulkan."""
+    from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 
-    register(GGMLCPU)
-    register(GGMLMetal)
+    for engine in (GGMLCPU, GGMLMetal, GGMLCUDA, GGMLVulkan):
+        register(engine)

@@ -7,16 +7,43 @@ Shapes are written as numpy orders them, [B, T, d]; ggml's own `ne` is the rever
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ggml
 import numpy as np
 
 from toyexp import ToyexpError
+
+ABSENT = "ggml_backend_cuda_allreduce_tensor"
+
+
+def _load() -> Any:
+    """ggml-python, with two habits of its version 0.0.45 held back while it loads.
+
+    It looks up a function that ggml's CUDA library declares and does not have, and its import fails. And it shows
+    ggml's C++ symbols to every library that is loaded later, which broke PyTorch's compiler on a GPU.
+    """
+    lookup, visible = ctypes.CDLL.__getattr__, ctypes.RTLD_GLOBAL
+
+    def lenient(library: ctypes.CDLL, name: str) -> Any:
+        return ctypes.CFUNCTYPE(None)() if name == ABSENT else lookup(library, name)
+
+    ctypes.CDLL.__getattr__ = lenient  # type: ignore[method-assign]
+    ctypes.RTLD_GLOBAL = ctypes.RTLD_LOCAL
+    try:
+        return importlib.import_module("ggml")
+    finally:
+        ctypes.CDLL.__getattr__ = lookup  # type: ignore[method-assign]
+        ctypes.RTLD_GLOBAL = visible
+
+
+ggml = _load()
+# ggml-python 0.0.45 leaves this pointer to be read as an int of 32 bits.
+ggml.ggml_backend_sched_get_tensor_backend.restype = ctypes.c_void_p
 
 LIMIT = 2**31 - 1  # largest index and row count that ggml's int32 ids and kernels take
 F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
@@ -40,27 +67,51 @@ class Node:
         return math.prod(self.shape)
 
 
+VIEWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
+IN_PLACE = frozenset({"OPT_STEP_ADAMW", "CPY"})
+
+
+def _op(node: Any) -> str:
+    return ggml.ggml_op_name(node.contents.op).decode()
+
+
 class Backend:
-    """A device that computes, with its threads; on the CPU, BLAS beside it for the matrix products if `blas`."""
+    """A device that computes; beside the CPU BLAS for the matrix products, if `blas`; beside another one the CPU."""
 
     def __init__(self, device: str, threads: int, blas: bool = False):
-        if device == "CPU":
-            self.ptr = ggml.ggml_backend_cpu_init()
-            ggml.ggml_backend_cpu_set_n_threads(self.ptr, threads)
-        else:
-            self.ptr = _device(device)
-        if not self.ptr:
+        self.device = device
+        cpu = ggml.ggml_backend_cpu_init()
+        ggml.ggml_backend_cpu_set_n_threads(cpu, threads)
+        self._pointers = [cpu]
+        if device != "CPU":
+            self._pointers.insert(0, _device(device))
+        elif blas:
+            self._pointers.insert(0, _device("BLAS"))
+            ggml.ggml_backend_blas_set_n_threads(self._pointers[0], threads)
+        if not all(self._pointers):
+            self.close()
             raise GraphError(f"ggml could not open the device {device}")
-        self.blas = _device("BLAS") if blas else None
-        if self.blas:
-            ggml.ggml_backend_blas_set_n_threads(self.blas, threads)
+        self.blas = blas
+
+    @property
+    def ptr(self) -> Any:
+        """The device that holds the tensors."""
+        return self._pointers[-1 if self.device == "CPU" else 0]
+
+    @property
+    def all(self) -> list[Any]:
+        """Every device a scheduler may use; the first that can computes a node."""
+        return self._pointers
+
+    def runs(self, node: Any) -> bool:
+        """Whether the device itself computes a node."""
+        return bool(ggml.ggml_backend_supports_op(self.ptr, node))
 
     def close(self) -> None:
-        """Frees the device."""
-        for ptr in (self.blas, self.ptr):
-            if ptr:
-                ggml.ggml_backend_free(ptr)
-        self.ptr = self.blas = None
+        """Frees the devices."""
+        for ptr in filter(None, self._pointers):
+            ggml.ggml_backend_free(ptr)
+        self._pointers = []
 
 
 def _device(name: str) -> Any:
@@ -71,10 +122,23 @@ def _device(name: str) -> Any:
     return None
 
 
-def devices() -> list[str]:
-    """The devices this build of ggml finds here."""
-    count = ggml.ggml_backend_dev_count()
-    return [ggml.ggml_backend_dev_name(ggml.ggml_backend_dev_get(i)).decode() for i in range(count)]
+def devices() -> dict[str, str]:
+    """The devices this build of ggml finds here, by name, with a description."""
+    found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return {
+        ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in found
+    }
+
+
+def built_with(name: str) -> bool:
+    """Whether this build of ggml knows that kind of device at all."""
+    kinds = (ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count()))
+    return any(ggml.ggml_backend_reg_name(kind).decode().startswith(name) for kind in kinds)
+
+
+def has_llamafile() -> bool:
+    """Whether ggml's CPU code has llamafile's matrix products."""
+    return bool(ggml.ggml_cpu_has_llamafile())
 
 
 def version() -> str:
@@ -444,9 +508,12 @@ class Graph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def finish(self) -> None:
-        """Plans the memory; the graph can then be computed."""
-        if self._backend.blas:
-            pair = (ctypes.c_void_p * 2)(self._backend.blas, self._backend.ptr)  # the first that can, computes
+        """Plans the memory; the graph can then be computed.
+
+        What the device refuses goes to the CPU through the scheduler, as the products do that BLAS takes.
+        """
+        if self._backend.blas or not all(map(self._backend.runs, self._nodes())):
+            pair = (ctypes.c_void_p * 2)(*self._backend.all)
             backends = ctypes.cast(pair, ctypes.POINTER(ctypes.c_void_p))
             self._scheduler = ggml.ggml_backend_sched_new(backends, None, 2, self.capacity, False, False)
             planned = ggml.ggml_backend_sched_alloc_graph(self._scheduler, self._graph)
@@ -470,24 +537,30 @@ class Graph:
     def compute_bytes(self) -> int:
         """Memory of the activations and gradients."""
         if self._scheduler:
-            pair = (self._backend.ptr, self._backend.blas)
-            return sum(int(ggml.ggml_backend_sched_get_buffer_size(self._scheduler, b)) for b in pair)
+            return sum(int(ggml.ggml_backend_sched_get_buffer_size(self._scheduler, b)) for b in self._backend.all)
         return int(ggml.ggml_gallocr_get_buffer_size(self._allocator, 0))
+
+    def _nodes(self) -> list[Any]:
+        """The nodes that compute something: views cost nothing and run nowhere."""
+        nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
+        return [n for n in nodes if _op(n) not in VIEWS]
 
     def ops(self) -> Counter[str]:
         """How many nodes of each op the graph has."""
-        nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
-        return Counter(ggml.ggml_op_name(n.contents.op).decode() for n in nodes)
+        return Counter(map(_op, self._nodes()))
 
-    def splits(self) -> int:
-        """Into how many parts the scheduler cut the graph to give BLAS its share; 1 with one device."""
-        return int(ggml.ggml_backend_sched_get_n_splits(self._scheduler)) if self._scheduler else 1
+    def stuck(self) -> set[str]:
+        """Ops that change a tensor in place where it lies and that its device refuses: no scheduler can help."""
+        return {_op(n) for n in self._nodes() if _op(n) in IN_PLACE and not self._backend.runs(n)}
 
-    def unsupported(self) -> Counter[str]:
-        """The ops among them that the device refuses."""
-        nodes = [ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph))]
-        refused = [n for n in nodes if not ggml.ggml_backend_supports_op(self._backend.ptr, n)]
-        return Counter(ggml.ggml_op_name(n.contents.op).decode() for n in refused)
+    def residency(self) -> dict[str, dict[str, int]]:
+        """How many nodes of which ops run on which device, of the finished graph."""
+        where: dict[str, Counter[str]] = {}
+        for node in self._nodes():
+            ptr = self._scheduler and ggml.ggml_backend_sched_get_tensor_backend(self._scheduler, node)
+            name = ggml.ggml_backend_name(ptr or self._backend.ptr).decode()
+            where.setdefault(name, Counter())[_op(node)] += 1
+        return {name: dict(sorted(ops.items())) for name, ops in sorted(where.items())}
 
     def close(self) -> None:
         """Frees the graph and its memory."""

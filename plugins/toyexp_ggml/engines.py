@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
@@ -16,6 +18,14 @@ def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
     if importlib.util.find_spec("ggml") is None:
         raise Unavailable("ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler)")
+
+
+def rebuild(flags: str) -> str:
+    """The command that builds ggml-python again with these flags of CMake."""
+    return (
+        f"CMAKE_ARGS='-DGGML_LLAMAFILE=ON {flags}' pip install --force-reinstall --no-deps --no-cache-dir "
+        "--no-binary ggml-python ggml-python"
+    )
 
 
 @dataclass
@@ -74,42 +84,100 @@ class GGMLCPU(GGMLEngine):
         """The number of threads, and whether BLAS is there."""
         self.check_settings()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
-        return f"ggml on the CPU{with_blas}, {self.thread_count()} threads"
+        return f"ggml on the CPU{with_blas}, {self.thread_count()} threads{self.slow_build()}"
+
+    def slow_build(self) -> str:
+        """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""
+        from toyexp_ggml.binding import devices, has_llamafile
+
+        openblas = platform.system() == "Linux" and next(Path("/usr/include").glob("*/openblas-openmp/cblas.h"), None)
+        flags = "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if openblas and "BLAS" not in devices() else ""
+        if has_llamafile() and not flags:
+            return ""
+        return f"; slower than it could be, build ggml-python again: {rebuild(flags)}"
 
 
 @dataclass
-class GGMLMetal(GGMLEngine):
+class GGMLGPU(GGMLEngine):
+    """What the GPUs share."""
+
+    needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and CMake's flag that builds it in
+
+    emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
+
+    @property
+    def device(self) -> str:
+        """The GPU, or the CPU that stands in for it."""
+        return "CPU" if self.emulate else self.profile.device
+
+    def check(self) -> str:
+        """The device."""
+        self.check_settings()
+        name = self.profile.label
+        if self.emulate:
+            return f"{name}'s graph, emulated on the CPU with {self.thread_count()} threads"
+        system, flag = self.needs
+        if system and platform.system() != system:
+            raise Unavailable(
+                f"{name} needs macOS; this is {platform.system()}. Use engine=ggml, or engine.emulate=true for a test"
+            )
+        from toyexp_ggml.binding import built_with, devices
+
+        for found, description in devices().items():
+            if found.startswith(self.profile.device):
+                return f"ggml on {name}: {description}"
+        if built_with(self.profile.device):
+            raise Unavailable(f"ggml-python has {name}, but finds no such device here")
+        raise Unavailable(f"this ggml-python is built without {name}; build it again: {rebuild(flag)}")
+
+
+@dataclass
+class GGMLMetal(GGMLGPU):
     """A static ggml graph on the GPU of Apple silicon."""
 
     name: ClassVar[str] = "metal"
     priority: ClassVar[int] = 25
-
-    emulate: bool = False  # run the very graph Metal would get on the CPU, for tests
-
-    @property
-    def device(self) -> str:
-        """Metal, or the CPU that stands in for it."""
-        return "CPU" if self.emulate else "Metal"
+    needs: ClassVar[tuple[str, str]] = ("Darwin", "-DGGML_METAL=ON")
 
     @property
     def profile(self) -> profiles.Profile:
         """Metal's."""
         return profiles.METAL
 
-    def check(self) -> str:
-        """The device."""
-        self.check_settings()
-        if self.emulate:
-            return f"Metal's graph, emulated on the CPU with {self.thread_count()} threads"
-        if platform.system() != "Darwin":
-            raise Unavailable(
-                f"Metal needs macOS; this is {platform.system()}. Use engine=ggml, or engine.emulate=true for a test"
-            )
-        from toyexp_ggml.binding import devices
 
-        if not any(d.startswith("Metal") for d in devices()):
-            raise Unavailable(
-                "this ggml-python is built without Metal; build it again: CMAKE_ARGS=-DGGML_METAL=ON "
-                "pip install --force-reinstall --no-binary ggml-python ggml-python"
-            )
-        return "ggml on Metal"
+@dataclass
+class GGMLCUDA(GGMLGPU):
+    """A static ggml graph on an NVIDIA GPU."""
+
+    name: ClassVar[str] = "ggml_cuda"
+    priority: ClassVar[int] = 15
+    needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
+
+    tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
+
+    @property
+    def profile(self) -> profiles.Profile:
+        """CUDA's."""
+        return profiles.CUDA
+
+    def realize(self, plan: Plan) -> Session:
+        """A session; ggml asks cuBLAS for TF32, and only this variable says no."""
+        if self.tf32:
+            os.environ.pop("NVIDIA_TF32_OVERRIDE", None)
+        else:
+            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+        return super().realize(plan)
+
+
+@dataclass
+class GGMLVulkan(GGMLGPU):
+    """A static ggml graph on any GPU with Vulkan."""
+
+    name: ClassVar[str] = "vulkan"
+    priority: ClassVar[int] = 12
+    needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
+
+    @property
+    def profile(self) -> profiles.Profile:
+        """Vulkan's."""
+        return profiles.VULKAN

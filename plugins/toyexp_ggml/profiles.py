@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 # What every device has: enough for a whole training step in plain form.
 COMMON = frozenset({
-    "NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "ADD", "SUB", "MUL", "DIV", "SCALE",
+    "CONT", "CPY", "ADD", "SUB", "MUL", "DIV", "SCALE",
     "SQR", "SQRT", "LOG", "CLAMP", "ACC", "SUM", "SUM_ROWS", "CONCAT", "GET_ROWS", "SET_ROWS", "MUL_MAT",
     "SOFT_MAX", "RMS_NORM", "ROPE", "ROPE_BACK", "UNARY", "GLU", "OPT_STEP_ADAMW",
 })  # fmt: skip
@@ -22,7 +22,8 @@ FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK
 class Profile:
     """A device and the ops it has."""
 
-    device: str
+    device: str  # what ggml's name of the device begins with
+    label: str  # what people call it
     ops: frozenset[str]
     query_block: int = 256  # causal attention takes so many queries at a time
     stacked_out_prod: bool = False  # OUT_PROD takes stacks of matrices as fast as single ones
@@ -34,7 +35,10 @@ class Profile:
         return op in self.ops
 
 
-CPU = Profile("CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
+CPU = Profile("CPU", "CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
-METAL = Profile("Metal", COMMON)
+METAL = Profile("MTL", "Metal", COMMON)
+VULKAN = Profile("Vulkan", "Vulkan", COMMON | FUSED)
+# CUDA's launches cost more than its arithmetic at these sizes: few large nodes.
+CUDA = Profile("CUDA", "CUDA", COMMON | FUSED | {"OUT_PROD"}, query_block=1024, stacked_out_prod=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
+from toyexp_ggml import profiles
 from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.ops import GGMLOps
@@ -22,7 +23,7 @@ class GGMLSession(Session):
 
     def __init__(self, plan: Plan, engine: GGMLEngine):
         self._engine, self._profile = engine, engine.profile
-        self._backend = Backend(engine.device, engine.thread_count(), blas=self._profile.has("OUT_PROD"))
+        self._backend = Backend(engine.device, engine.thread_count(), blas=self._profile is profiles.CPU_BLAS)
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
         self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
@@ -41,15 +42,15 @@ class GGMLSession(Session):
             raise
 
     def describe(self) -> dict[str, Any]:
-        """Device, threads, and the size of the training step's graph."""
+        """Device, threads, and the training step's graph: its size, and what of it runs where."""
         graph = self._graphs["step" if self.plan.accumulate == 1 else "accumulate"]
         return {
             "framework": f"ggml {version()}",
             "device": self._engine.device,
-            "profile": self._profile.device,
+            "profile": self._profile.label,
             "threads": self._engine.thread_count(),
             "nodes": sum(graph.ops().values()),
-            "splits": graph.splits(),
+            "residency": graph.residency(),
             "compute_bytes": graph.compute_bytes,
         }
 
@@ -128,9 +129,9 @@ class GGMLSession(Session):
             graph = Graph(self._backend, capacity=4096 + 256 * len(self.plan.tensors))
             try:
                 outputs = build(graph)
-                missing = [op for op in graph.ops() if not self._profile.has(op)] or list(graph.unsupported())
+                missing = graph.stuck() or {op for op in graph.ops() if not self._profile.has(op)}
                 if missing:
-                    raise GraphError(f"{self._profile.device} does not compute {', '.join(sorted(missing))}")
+                    raise GraphError(f"{self._profile.label} does not compute {', '.join(sorted(missing))}")
                 graph.finish()
             except BaseException:
                 graph.close()

@@ -7,6 +7,7 @@ shapes, so an engine implements only the `do_*` methods and can trust what reach
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,13 @@ class Session(ABC):
         self._require(State.BUILT, "step()")
         if hp.shape != (7,):
             raise SessionError(f"step(): hp has the shape {list(hp.shape)}, expected [7]")
+        if not np.isfinite(hp).all():
+            raise SessionError(f"step(): hp holds numbers that are not finite: {', '.join(f'{x:g}' for x in hp)}")
         micros = self._micro_batches(batch)
+        if len(micros) != self.plan.accumulate:
+            raise SessionError(
+                f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
+            )
         if not self._moments_are_set:
             self.do_reset_moments()
             self._moments_are_set = True
@@ -105,8 +112,8 @@ class Session(ABC):
             for micro in self._cut(batch):
                 total += self.do_loss(micro)
                 weight += float(micro["weights"].sum(dtype=np.float64))
-        if weight == 0:
-            raise SessionError("evaluate(): no target carries any weight")
+        if not 0 < weight < math.inf:
+            raise SessionError(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
         return total / weight
 
     @final
@@ -205,8 +212,8 @@ class Session(ABC):
         """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
         micros = self._cut(batch)
         total = batch["weights"].sum(dtype=np.float64)
-        if not total > 0:
-            raise SessionError("a batch whose targets carry no weight has no loss")
+        if not 0 < total < math.inf:
+            raise SessionError(f"a batch whose targets weigh {total:g} in all has no loss")
         return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
 
     def _cut(self, batch: Batch) -> list[Batch]:
@@ -218,15 +225,18 @@ class Session(ABC):
         return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)]
 
     def _check_batch(self, batch: Batch) -> None:
-        for name, spec in self.plan.inputs.items():
+        for name in self.plan.inputs:
             if name not in batch:
                 raise SessionError(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+        for name, spec in self.plan.inputs.items():
             array = batch[name]
             if array.shape[1:] != spec.shape or array.dtype != spec.dtype:
                 raise SessionError(
                     f"batch[{name!r}]: expected [rows, {', '.join(map(str, spec.shape))}] {spec.dtype}, "
                     f"got {list(array.shape)} {array.dtype}"
                 )
+            if len(array) != len(batch["targets"]):
+                raise SessionError(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
 
     def _pad(self, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
         """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
@@ -240,6 +250,8 @@ class Session(ABC):
                     raise SessionError(
                         f"logits(): {name} {list(part.shape)} does not fit the plan's {list(full.shape)}"
                     )
+                if part.dtype != full.dtype:
+                    raise SessionError(f"logits(): {name} is {part.dtype}, expected {full.dtype}")
                 full[tuple(slice(n) for n in part.shape)] = part
                 kept = tuple(range(n) for n in part.shape[:2]) if name == "tokens" else (range(part.shape[0]),)
             padded[name] = full

@@ -83,6 +83,14 @@ class Plan:
             for name in needed:
                 if name not in names:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
+        if self.rows < 1 or self.accumulate < 1:
+            raise UserError(f"plan: rows={self.rows} and accumulate={self.accumulate} must be 1 or above")
+        if not 0 <= self.grad_clip < math.inf:
+            raise UserError(f"plan: grad_clip={self.grad_clip} must be 0 (none) or above")
+        for name, kind in (("targets", "int"), ("weights", "float")):
+            dtype = self.inputs[name].dtype if name in self.inputs else "missing"
+            if not dtype.startswith(kind):
+                raise UserError(f"plan: inputs need {kind} {name}; they are {dtype}")
 
     def tensor(self, name: str) -> PlanTensor:
         """The tensor of that name; KeyError when there is none."""

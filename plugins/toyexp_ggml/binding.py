@@ -33,12 +33,12 @@ def _load() -> Any:
         return ctypes.CFUNCTYPE(None)() if name == ABSENT else lookup(library, name)
 
     ctypes.CDLL.__getattr__ = lenient  # type: ignore[method-assign]
-    ctypes.RTLD_GLOBAL = ctypes.RTLD_LOCAL
+    ctypes.RTLD_GLOBAL = ctypes.RTLD_LOCAL  # type: ignore[misc]
     try:
         return importlib.import_module("ggml")
     finally:
         ctypes.CDLL.__getattr__ = lookup  # type: ignore[method-assign]
-        ctypes.RTLD_GLOBAL = visible
+        ctypes.RTLD_GLOBAL = visible  # type: ignore[misc]
 
 
 ggml = _load()
@@ -92,6 +92,7 @@ class Backend:
             self.close()
             raise GraphError(f"ggml could not open the device {device}")
         self.blas = blas
+        self.memory = _memory(self.ptr)
 
     @property
     def ptr(self) -> Any:
@@ -120,6 +121,15 @@ def _device(name: str) -> Any:
         if ggml.ggml_backend_dev_name(device).decode().startswith(name):
             return ggml.ggml_backend_dev_init(device, None)
     return None
+
+
+def _memory(backend: Any) -> int:
+    """Bytes of memory that the device has; 0 if it does not say."""
+    free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    device = ggml.ggml_backend_get_device(backend)
+    if device:
+        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    return total.value
 
 
 def devices() -> dict[str, str]:
@@ -154,22 +164,30 @@ class Memory:
         size = ggml.ggml_tensor_overhead() * (count + 8)
         self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
         self._buffer: Any = None
+        self._bytes = 0
 
     def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
         """A new tensor; it has no memory until `allocate`."""
         if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
-            raise GraphError(f"ggml holds tensors of 1 to 4 positive dimensions, not {list(shape)}")
+            raise GraphError(f"ggml holds tensors of 1 to 4 dimensions, each from 1 to 2^31 - 1, not {list(shape)}")
+        if np.dtype(dtype) not in TYPES:
+            raise GraphError(f"the graph holds float32 and int32 numbers, not {np.dtype(dtype)}")
         ne = (ctypes.c_int64 * len(shape))(*reversed(shape))
         ptr = ggml.ggml_new_tensor(self._context, TYPES[np.dtype(dtype)], len(shape), ne)
         if trainable:
             ggml.ggml_set_param(ptr)
+        self._bytes += 4 * math.prod(shape)
         return Node(ptr, shape)
 
     def allocate(self) -> None:
         """Gives every tensor its memory on the device, zeroed."""
-        self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
+        # The system may promise more than there is, and end the process when it is used; so this asks first.
+        if not self._backend.memory or self._bytes <= self._backend.memory:
+            self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
-            raise GraphError("the device has too little memory for the weights and their moments")
+            raise GraphError(
+                f"the device has too little memory for {self._bytes / 2**30:.1f} GiB of weights and inputs"
+            )
         ggml.ggml_backend_buffer_clear(self._buffer, 0)
 
     def close(self) -> None:
@@ -183,8 +201,8 @@ class Memory:
 
 def put(node: Node, array: np.ndarray) -> None:
     """Copies a contiguous array of the node's size into it."""
-    if array.size != node.size:
-        raise GraphError(f"{array.size} numbers for a tensor of {list(node.shape)}")
+    if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
+        raise GraphError(f"{array.size} numbers of type {array.dtype} for a tensor of {list(node.shape)}")
     ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
 
 
@@ -299,7 +317,7 @@ class Graph:
 
     def reshape(self, x: Node, *shape: int) -> Node:
         """The same numbers in another shape; costs nothing."""
-        if math.prod(shape) != x.size or not 1 <= len(shape) <= 4:
+        if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
         make = (ggml.ggml_reshape_1d, ggml.ggml_reshape_2d, ggml.ggml_reshape_3d, ggml.ggml_reshape_4d)[len(shape) - 1]
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
@@ -382,7 +400,7 @@ class Graph:
 
     def first_rows(self, x: Node, count: int) -> Node:
         """The first rows of x [n, d]; a view."""
-        if not 1 <= count <= x.shape[0]:
+        if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
             raise GraphError(f"the first {count} rows of {list(x.shape)}")
         view = ggml.ggml_view_2d(self._context, x.ptr, x.shape[1], count, x.shape[1] * 4, 0)
         return self._node(view, (count, x.shape[1]))
@@ -409,7 +427,7 @@ class Graph:
 
     def mul_mat(self, w: Node, x: Node) -> Node:
         """x [.., n, in] times w [.., out, in] transposed -> [.., n, out]; w's leading axes repeat over x's."""
-        if w.shape[-1] != x.shape[-1] or len(w.shape) > len(x.shape):
+        if w.shape[-1] != x.shape[-1] or not 2 <= len(w.shape) <= len(x.shape):
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
         if len(w.shape) > 2 and w.shape[:-2] != x.shape[:-2]:
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
@@ -446,6 +464,8 @@ class Graph:
 
     def rms_norm(self, x: Node, eps: float) -> Node:
         """x / sqrt(mean(x^2) + eps) over the last axis."""
+        if not 0 <= eps < math.inf:
+            raise GraphError(f"rms_norm: eps={eps} must be 0 or above")
         return self._node(ggml.ggml_rms_norm(self._context, x.ptr, eps), x.shape)
 
     def rms_norm_back(self, dy: Node, x: Node, eps: float) -> Node:
@@ -483,7 +503,9 @@ class Graph:
     def rope(self, x: Node, positions: Node, base: float, back: bool = False) -> Node:
         """Rotates consecutive pairs of x [B, T, H, D] by their position; `back` turns the other way."""
         if len(x.shape) != 4 or x.shape[3] % 2 or positions.shape != (x.shape[1],):
-            raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}")
+            raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}; D must be even")
+        if not 0 < base < math.inf:
+            raise GraphError(f"rope: base={base} must be above 0")
         make = ggml.ggml_rope_ext_back if back else ggml.ggml_rope_ext
         rest = (x.shape[3], 0, 0, base, 1.0, 0.0, 1.0, 32.0, 1.0)  # mode 0: consecutive pairs; no scaling
         return self._node(make(self._context, x.ptr, positions.ptr, None, *rest), x.shape)
@@ -516,7 +538,9 @@ class Graph:
             pair = (ctypes.c_void_p * 2)(*self._backend.all)
             backends = ctypes.cast(pair, ctypes.POINTER(ctypes.c_void_p))
             self._scheduler = ggml.ggml_backend_sched_new(backends, None, 2, self.capacity, False, False)
-            planned = ggml.ggml_backend_sched_alloc_graph(self._scheduler, self._graph)
+            # Reserved first: where there is too little memory, alloc_graph alone would follow a null pointer.
+            planned = ggml.ggml_backend_sched_reserve(self._scheduler, self._graph)
+            planned = planned and ggml.ggml_backend_sched_alloc_graph(self._scheduler, self._graph)
         else:
             buffer_type = ggml.ggml_backend_get_default_buffer_type(self._backend.ptr)
             self._allocator = ggml.ggml_gallocr_new(buffer_type)

@@ -5,32 +5,58 @@ Ops ask for what they need while a graph is built; each is made once and shared 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from toyexp import Batch, InputSpec
+from toyexp import Batch, InputSpec, SessionError
 from toyexp_ggml.binding import LIMIT, Backend, GraphError, Memory, Node, put
 
 CHUNK = 256  # ids whose gradients are summed at a time where the device has no op for it: work and memory grow with it
 
 
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """Integers of a batch, [..], as a model sees them: `rows` looks them up, and no other op can take them."""
+
+    name: str
+    flat: Node  # ggml's row lookups take one flat list
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.flat.size
+
+    @property
+    def ptr(self) -> Any:
+        """Where an op would read numbers; raises GraphError."""
+        raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed take those")
+
+
 class Inputs:
     """The input tensors of a session; `load` fills those that depend on the batch."""
 
-    def __init__(self, backend: Backend, specs: Mapping[str, InputSpec], rows: int):
+    def __init__(self, backend: Backend):
         self._backend = backend
         self._memories: list[Memory] = []
         self._known: dict[Any, Node] = {}
         self._from_batch: list[tuple[Node, Callable[[Batch], np.ndarray]]] = []
-        self.batch: dict[str, Node] = {}
-        for name, spec in specs.items():
-            # ggml's row lookups take ids as one flat list; the node keeps the batch's shape for the model's eyes.
-            shape = (rows, *spec.shape)
-            flat = self._make((int(np.prod(shape)),), spec.dtype)
-            self.batch[name] = Node(flat.ptr, shape)
-            self._from_batch.append((flat, lambda batch, name=name: batch[name]))  # type: ignore[misc]
+        self._below: dict[str, int] = {}
+        self.batch: dict[str, Any] = {}  # a Node, or Ids
+
+    def add(self, name: str, spec: InputSpec, rows: int) -> None:
+        """Makes the tensor of one array of the batch."""
+        shape = (rows, *spec.shape)
+        if spec.dtype == "int32":
+            node = self._make((math.prod(shape),), np.int32)
+            self.batch[name] = Ids(name, node, shape)
+        else:
+            self.batch[name] = node = self._make(shape, spec.dtype)
+        self._from_batch.append((node, lambda batch: batch[name]))
 
     def _make(self, shape: tuple[int, ...], dtype: Any) -> Node:
         memory = Memory(self._backend, 1)
@@ -47,7 +73,11 @@ class Inputs:
         return self._known[key]
 
     def load(self, batch: Batch) -> None:
-        """Uploads a batch."""
+        """Uploads a batch; raises SessionError for ids outside the tables they are looked up in."""
+        for name, below in self._below.items():
+            low, high = batch[name].min(), batch[name].max()
+            if low < 0 or high >= below:
+                raise SessionError(f"batch[{name!r}] holds ids from {low} to {high}, expected 0 to {below - 1}")
         for node, make in self._from_batch:
             put(node, np.ascontiguousarray(make(batch)))
 
@@ -76,9 +106,16 @@ class Inputs:
 
     # -- worked out from the batch ------------------------------------------------------------------------------
 
-    def flat_ids(self, ids: Node) -> Node:
-        """Ids [..] as one list."""
-        return Node(ids.ptr, (ids.size,)) if ids.shape != (ids.size,) else ids
+    def flat_ids(self, ids: Ids, below: int) -> Node:
+        """Ids [..] as one list, of which every batch must keep to 0..below-1."""
+        if not isinstance(ids, Ids):
+            raise GraphError("rows: the ids must be an int32 array of the batch")
+        self._keep_below(ids.name, below)
+        return ids.flat
+
+    def _keep_below(self, name: str, below: int) -> None:
+        # ggml ends the process at an id that is out of range.
+        self._below[name] = min(below, self._below.get(name, below))
 
     def places(self, n: int, classes: int) -> Node:
         """Where each target's entry lies in logits [n, classes] laid out flat."""
@@ -87,6 +124,10 @@ class Inputs:
                 f"{n} positions times {classes} classes are more than 2^31 - 1 logits; "
                 "use a smaller batch_size, or optim.accumulate"
             )
+        targets = self.batch["targets"]
+        if not isinstance(targets, Ids) or targets.size != n:
+            raise GraphError(f"logits of {n} positions for targets {list(targets.shape)}")
+        self._keep_below("targets", classes)
         key = ("places", n, classes)
         if key not in self._known:
             self._known[key] = self._make((n,), np.int32)
@@ -99,7 +140,7 @@ class Inputs:
 
         Unused slots point at the spare row `rows`, so that every list has the length of its chunk.
         """
-        name = next(name for name, node in self.batch.items() if node.ptr is ids.ptr)
+        name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]
         return [(start, stop, *self._membership(name, start, stop, rows)) for start, stop in chunks]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from toyexp import Ops
 from toyexp_ggml.binding import Graph, GraphError, Node
-from toyexp_ggml.inputs import Inputs
+from toyexp_ggml.inputs import Ids, Inputs
 from toyexp_ggml.profiles import Profile
 
 Rule = Callable[[Node], Sequence[Callable[[], Node]]]
@@ -103,8 +103,8 @@ class GGMLOps(Ops):
 
     # -- tables -------------------------------------------------------------------------------------------------
 
-    def rows(self, table: Node, ids: Node) -> Node:
-        g, flat = self.g, self._inputs.flat_ids(ids)
+    def rows(self, table: Node, ids: Ids) -> Node:
+        g, flat = self.g, self._inputs.flat_ids(ids, table.shape[0])
         y = g.get_rows(table, flat)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
@@ -170,7 +170,7 @@ class GGMLOps(Ops):
         return self._note(self.g.scale(x, factor), (x,), lambda dy: (lambda: self.g.scale(dy, factor),))
 
     def heads(self, x: Node, n: int) -> Node:
-        if len(x.shape) != 3 or x.shape[2] % n:
+        if len(x.shape) != 3 or n < 1 or x.shape[2] % n:
             raise GraphError(f"heads: {list(x.shape)} into {n}")
         y = self.g.reshape(x, *x.shape[:2], n, x.shape[2] // n)
         return self._note(y, (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
@@ -192,8 +192,14 @@ class GGMLOps(Ops):
 
     # -- norms --------------------------------------------------------------------------------------------------
 
+    def _one_a_feature(self, op: str, x: Node, *vectors: Node) -> None:
+        for vector in vectors:
+            if vector.shape != x.shape[-1:]:  # a divisor of d would repeat, and go unnoticed
+                raise GraphError(f"{op}: a weight {list(vector.shape)} for features {list(x.shape)}")
+
     def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
         g = self.g
+        self._one_a_feature("rms_norm", x, w)
         n = g.rms_norm(x, eps)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
@@ -216,6 +222,7 @@ class GGMLOps(Ops):
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
         """LayerNorm is RMSNorm of the centred x, because its eps stands inside the root."""
         g, d = self.g, x.shape[-1]
+        self._one_a_feature("layer_norm", x, w, b)
 
         def centre(t: Node) -> Node:
             return g.sub(t, g.scale(g.sum_last(t), 1 / d))
@@ -235,6 +242,8 @@ class GGMLOps(Ops):
     # -- attention ----------------------------------------------------------------------------------------------
 
     def rope(self, x: Node, base: float) -> Node:
+        if len(x.shape) != 4:
+            raise GraphError(f"rope: {list(x.shape)} is not [B, T, H, D]")
         g, positions = self.g, self._inputs.positions(x.shape[1])
         return self._note(
             g.rope(x, positions, base), (x,), lambda dy: (lambda: g.rope(dy, positions, base, back=True),)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from toyexp_ggml.engines import GGMLEngine
 
 
+# ggml's allocator ends the process once its memory has 256 gaps. Gradients that wait for the norm leave some: seen from
+# 820 trainable tensors on (llama of 92 layers). And the tables of ggml's scheduler take 5 MB for each of all tensors.
+MOST_TRAINABLE, MOST_TENSORS = 600, 2000
+
+
 class GGMLSession(Session):
     """A Plan as ggml graphs: one for a training step, others made when first asked for."""
 
@@ -27,19 +32,30 @@ class GGMLSession(Session):
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
         self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
-        self._weights = {t.name: self._memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors}
-        self._m, self._v = ({t.name: self._memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
-        # Gradients outlive a graph only where several micro-batches add up.
-        kept = plan.trainable if plan.accumulate > 1 else ()
-        self._sums = {t.name: self._memory.tensor(t.shape) for t in kept}
-        self._hp = {True: self._memory.tensor((7,)), False: self._memory.tensor((7,))}  # with and without decay
-        self._memory.allocate()
-        self._inputs = Inputs(self._backend, plan.inputs, plan.rows)
+        self._inputs = Inputs(self._backend)
         try:
+            self._reserve(plan)
             super().__init__(plan)
         except BaseException:
             self.do_close()
             raise
+
+    def _reserve(self, plan: Plan) -> None:
+        if len(plan.trainable) > MOST_TRAINABLE or len(plan.tensors) > MOST_TENSORS:
+            raise GraphError(
+                f"{len(plan.tensors)} tensors, {len(plan.trainable)} of them to train: ggml's allocator takes up to "
+                f"{MOST_TENSORS} and {MOST_TRAINABLE}; use fewer layers, or engine=cpu"
+            )
+        memory = self._memory
+        self._weights = {t.name: memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors}
+        self._m, self._v = ({t.name: memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
+        # Gradients outlive a graph only where several micro-batches add up.
+        kept = plan.trainable if plan.accumulate > 1 else ()
+        self._sums = {t.name: memory.tensor(t.shape) for t in kept}
+        self._hp = {True: memory.tensor((7,)), False: memory.tensor((7,))}  # with and without decay
+        memory.allocate()
+        for name, spec in plan.inputs.items():
+            self._inputs.add(name, spec, plan.rows)
 
     def describe(self) -> dict[str, Any]:
         """Device, threads, and the training step's graph: its size, and what of it runs where."""
@@ -161,6 +177,8 @@ class GGMLSession(Session):
 
     def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
         """The global norm, [1]."""
+        if not gradients:
+            raise GraphError("the plan trains nothing")
         squares = [graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients.values()]
         total = squares[0]
         for square in squares[1:]:

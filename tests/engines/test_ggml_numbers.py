@@ -1,5 +1,6 @@
 """Whole models on the ggml engine: against float64 code that shares nothing with it, and against the torch engine."""
 
+import dataclasses
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from float64_models import gpt2, llama
 from float64_models import loss as reference_loss
 from tiny import MODELS, VOCAB, batches, plan, weighted
 
-from toyexp import AdamW, Setup
+from toyexp import AdamW, Setup, ToyexpError
 from toyexp.testing import token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_models.llama import Llama
@@ -150,3 +151,15 @@ def test_a_run_never_imports_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "model.gguf").is_file()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_deepest_model_that_is_allowed_steps(engine):
+    """Its 597 trainable tensors are as many as ggml's allocator is trusted with."""
+    model = Llama(d_model=64, n_layers=66, n_heads=2, n_kv_heads=1, d_ff=172, context=12).fit(token_dataset(40))
+    setup = Setup(batches().inputs, rows=3, grad_clip=1.0)
+    with ENGINES[engine].realize(Scratch().plan(model, setup)) as session:
+        session.build()
+        session.step(batches().batch(0), MODES["lora"].hp_for_step(0))
+    with pytest.raises(ToyexpError, match="606 of them to train"):
+        ENGINES[engine].realize(Scratch().plan(dataclasses.replace(model, n_layers=67), setup))

@@ -254,6 +254,10 @@ class EngineSuite(PluginSuite):
             session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
         with pytest.raises(SessionError, match=r"hp has the shape \[6\]"):
             session.step(batch, hp[:6])
+        with pytest.raises(SessionError, match="not finite"):
+            session.step(batch, hp * math.nan)
+        with pytest.raises(SessionError, match="6 rows, expected 3"):
+            session.step(op_batch(rows=6), hp)
         with pytest.raises(SessionError, match="does not divide"):
             session.step(op_batch(rows=4), hp)
         with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):

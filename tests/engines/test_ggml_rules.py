@@ -1,0 +1,385 @@
+"""Every op of the vocabulary and its gradient rule, on drawn shapes and values, against PyTorch in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from probe import Probe, float32, probe_plan
+
+from toyexp import Adapted, LowRank, Ops, Params
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_ggml.profiles import CPU_BLAS
+
+ENGINES = {
+    "fused": GGMLCPU(threads=1, blas=False),
+    "blas": GGMLCPU(threads=1),
+    "plain": GGMLMetal(threads=1, emulate=True),
+}
+TOLERANCE = 1e-5  # of a whole tensor: |ours - float64| / |float64|
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+class TorchOps(Ops):
+    """The vocabulary by PyTorch's own functions, in whatever precision its arguments have."""
+
+    def rows(self, table, ids):
+        return F.embedding(ids, table)
+
+    def first_rows(self, table, n):
+        return table[:n]
+
+    def matmul(self, x, w, bias=None):
+        return F.linear(x, w, bias)
+
+    def add(self, a, b):
+        return a + b
+
+    def scale(self, x, factor):
+        return x * factor
+
+    def rms_norm(self, x, w, eps):
+        return F.rms_norm(x, w.shape, w, eps)
+
+    def layer_norm(self, x, w, b, eps):
+        return F.layer_norm(x, w.shape, w, b, eps)
+
+    def heads(self, x, n):
+        return x.unflatten(-1, (n, -1))
+
+    def split(self, x, n):
+        return x.chunk(n, -1)
+
+    def rope(self, x, base):
+        size = x.shape[-1]
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * base ** (
+            -torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
+        cos, sin = angle.cos().to(x), angle.sin().to(x)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    def attention(self, q, k, v, causal=True):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    def gelu(self, x):
+        return F.gelu(x, approximate="tanh")
+
+    def swiglu(self, gate, up):
+        return F.silu(gate) * up
+
+    def cross_entropy(self, logits, targets, weights):
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
+
+
+# -- what is drawn ------------------------------------------------------------------------------------------------
+
+sizes = st.one_of(st.integers(1, 40), st.integers(32, 40))  # BLAS takes products from 32 on
+few = st.integers(1, 4)
+rows = st.integers(1, 3)
+seeds = st.integers(0, 2**32 - 1)
+magnitudes = st.sampled_from([1e-4, 1e-2, 1.0, 1.0, 1.0, 1e2, 1e4])
+leads = st.one_of(st.tuples(sizes), st.tuples(rows, st.integers(1, 17)))  # [n] or [B, T]
+
+
+class Case:
+    """Named arrays and a function of them, drawn once and computed by each side."""
+
+    def __init__(self, draw):
+        self.draw, self.random = draw, np.random.default_rng(draw(seeds))
+        self.arrays, self.ids, self.function = {}, {}, None
+
+    def array(self, name, *shape, magnitude=None, uneven=True):
+        """Normal values; if `uneven`, now and then each row has its own magnitude."""
+        spread = 10.0 ** self.random.uniform(-1, 1, (*shape[:-1], 1)) if uneven and self.draw(st.booleans()) else 1.0
+        scale = self.draw(magnitudes) if magnitude is None else magnitude
+        self.arrays[name] = float32(self.random.standard_normal(shape) * spread * scale)
+
+    def labels(self, shape, classes):
+        """Targets and weights, a fifth of which are 0."""
+        weights = self.random.uniform(0.1, 2, shape) * (self.random.random(shape) < 0.8)
+        weights.flat[0] = 1.0
+        return {"targets": self.random.integers(0, classes, shape, dtype=np.int32), "weights": float32(weights)}
+
+
+def torched(array, dtype):
+    return torch.from_numpy(array).to(dtype if array.dtype == np.float32 else torch.int64)
+
+
+def by_torch(function, batch, arrays, dtype):
+    """The logits, the loss, and its gradient by every array."""
+    tensors = {n: torched(a, dtype).requires_grad_() for n, a in arrays.items()}
+    inputs = {n: torched(a, dtype) for n, a in batch.items()}
+    logits = function(TorchOps(), Params(tensors), inputs)
+    loss = TorchOps().cross_entropy(logits, inputs["targets"], inputs["weights"]) / inputs["weights"].sum()
+    gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True, materialize_grads=True)
+    return {"logits": logits.detach(), "loss": loss.detach(), **dict(zip(tensors, gradients, strict=True))}
+
+
+def by_ggml(engine, model, batch):
+    """The same from a session."""
+    plan = probe_plan(model, len(batch["targets"]), {n: a.shape[1:] for n, a in batch.items()})
+    with engine.realize(plan) as session:
+        session.build()
+        logits = session.logits({n: a for n, a in batch.items() if n != "weights"})
+        return {"logits": logits, "loss": session.evaluate([batch]), **session.gradients(batch)}
+
+
+def distance(a, b):
+    return norm(torch.as_tensor(a).double() - torch.as_tensor(b).double())
+
+
+def norm(t):
+    return float(torch.linalg.vector_norm(t))
+
+
+def check(engine, case):
+    """The case's result goes through a matrix to a loss, so that a gradient of every direction comes back."""
+    with torch.no_grad():
+        wide = Params({n: torched(a, torch.float64) for n, a in case.arrays.items()})
+        y = case.function(TorchOps(), wide, {n: torched(a, torch.float64) for n, a in case.ids.items()})
+    shape, d, classes = tuple(y.shape[:-1]), y.shape[-1], case.draw(st.integers(2, 12))
+    factor = 1 / (float(y.square().mean().sqrt()) or 1.0)  # logits near 1, whatever the magnitude
+    case.arrays["out"] = float32(case.random.standard_normal((classes, d)) / math.sqrt(d))
+    batch = {**case.ids, **case.labels(shape, classes)}
+
+    def function(ops, p, batch):
+        return ops.matmul(ops.scale(case.function(ops, p, batch), factor), p["out"])
+
+    # Which arrays are results of ops, and in which order the gradients are asked for, decides what ggml may overwrite.
+    names = case.draw(st.permutations(sorted(case.arrays)))
+    arrays, computed = {n: case.arrays[n] for n in names}, frozenset(case.draw(st.sets(st.sampled_from(names))))
+    expected = by_torch(function, batch, arrays, torch.float64)
+    # Where float32 itself loses more than the tolerance (a difference of two nearly equal numbers), the bound is ten
+    # times what PyTorch in float32 loses when its arrays move in their last place.
+    noise = dict.fromkeys(expected, 0.0)
+    for _ in range(3):
+        moved = {n: float32(a * (1 + 2**-23 * case.random.choice([-1, 0, 1], a.shape))) for n, a in arrays.items()}
+        rough = by_torch(function, batch, moved, torch.float32)
+        noise = {n: max(e, distance(rough[n], expected[n])) for n, e in noise.items()}
+    ours = by_ggml(engine, Probe(arrays, function, computed), batch)
+    for name, theirs in expected.items():
+        assert distance(ours[name], theirs) <= max(TOLERANCE * norm(theirs), 10 * noise[name], 1e-30), name
+
+
+# -- the ops --------------------------------------------------------------------------------------------------------
+
+
+def rows_case(draw):
+    case = Case(draw)
+    vocab = draw(sizes)
+    case.array("table", vocab, draw(sizes))
+    shape = draw(st.one_of(leads, st.sampled_from([(257,), (3, 200)])))  # a rule may sum the rows in chunks
+    case.ids["ids"] = case.random.integers(0, vocab, shape, dtype=np.int32)
+    case.function = lambda ops, p, batch: ops.embed(p["table"], batch["ids"])
+    return case
+
+
+def lens_case(draw):
+    case = rows_case(draw)
+    case.array("lens", draw(sizes), case.arrays["table"].shape[1])
+    case.function = lambda ops, p, batch: ops.embed(Adapted(p["table"], lens=p["lens"]), batch["ids"])
+    return case
+
+
+def first_rows_case(draw):
+    case = Case(draw)
+    total = draw(sizes)
+    n = draw(st.integers(1, total))
+    case.array("table", total, draw(sizes))
+    case.function = lambda ops, p, batch: ops.first_rows(p["table"], n)
+    return case
+
+
+def matmul_case(draw):
+    case = Case(draw)
+    x, out, bias = (*draw(leads), draw(sizes)), draw(sizes), draw(st.booleans())
+    case.array("x", *x)
+    case.array("w", out, x[-1])
+    if bias:
+        # A bias of another magnitude than the product would leave nothing of one of the two.
+        case.array("bias", out, magnitude=float(np.linalg.norm(case.arrays["x"]) * np.abs(case.arrays["w"]).mean()))
+    case.function = lambda ops, p, batch: ops.linear(p["x"], p["w"], p.get("bias"))
+    return case
+
+
+def low_rank_case(draw):
+    case = Case(draw)
+    x, out, rank, scale = (*draw(leads), draw(sizes)), draw(sizes), draw(few), draw(st.sampled_from([0.25, 1.0, 16.0]))
+    case.array("x", *x)
+    case.array("w", out, x[-1], magnitude=1.0)
+    case.array("a", rank, x[-1], magnitude=1.0)
+    case.array("b", out, rank, magnitude=1.0)
+    case.function = lambda ops, p, batch: ops.linear(p["x"], Adapted(p["w"], LowRank(p["a"], p["b"], scale)))
+    return case
+
+
+def add_case(draw):
+    case = Case(draw)
+    a, magnitude = (*draw(leads), draw(sizes)), draw(magnitudes)
+    missing, twice = draw(st.integers(0, len(a) - 1)), draw(st.booleans())
+    case.array("a", *a, magnitude=magnitude)
+    case.array("b", *a[missing:], magnitude=magnitude)
+    both = lambda ops, p: ops.add(p["a"], p["b"])  # noqa: E731
+    case.function = lambda ops, p, batch: ops.add(both(ops, p), p["a"]) if twice else both(ops, p)
+    return case
+
+
+def scale_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes))
+    factor = draw(st.sampled_from([-3.7, -1.0, 1e-4, 1.0, 1e4]))
+    case.function = lambda ops, p, batch: ops.scale(p["x"], factor)
+    return case
+
+
+def norm_case(draw, op):
+    """From 3 features on: of one or two, what a norm leaves is nearly constant, and its gradient all cancellation."""
+    case = Case(draw)
+    d, eps = draw(st.integers(3, 40)), draw(st.sampled_from([1e-6, 1e-5, 1e-2]))
+    case.array("x", *draw(leads), d)
+    case.array("w", d)
+    if op == "rms_norm":
+        case.function = lambda ops, p, batch: ops.rms_norm(p["x"], p["w"], eps)
+    else:
+        case.array("b", d, magnitude=float(np.abs(case.arrays["w"]).mean()))
+        case.function = lambda ops, p, batch: ops.layer_norm(p["x"], p["w"], p["b"], eps)
+    return case
+
+
+def rms_norm_case(draw):
+    return norm_case(draw, "rms_norm")
+
+
+def layer_norm_case(draw):
+    return norm_case(draw, "layer_norm")
+
+
+def heads_case(draw):
+    case = Case(draw)
+    n = draw(few)
+    case.array("x", draw(rows), draw(st.integers(1, 17)), n * draw(st.integers(1, 10)))
+    case.function = lambda ops, p, batch: ops.heads(p["x"], n)
+    return case
+
+
+def split_case(draw):
+    """Any of the parts may be left unused, or used twice."""
+    case = Case(draw)
+    n = draw(few)
+    used = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n + 1))
+    case.array("x", *draw(leads), n * draw(st.integers(1, 12)))
+
+    def function(ops, p, batch):
+        parts = ops.split(p["x"], n)
+        y = parts[used[0]]
+        for place, i in enumerate(used[1:], start=2):
+            y = ops.add(y, ops.scale(parts[i], 0.7 * place))
+        return y
+
+    case.function = function
+    return case
+
+
+def rope_case(draw):
+    case = Case(draw)
+    base = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
+    case.array("x", draw(rows), draw(sizes), draw(few), 2 * draw(st.integers(1, 20)))
+    case.function = lambda ops, p, batch: ops.rope(p["x"], base)
+    return case
+
+
+def attention_case(draw):
+    case = Case(draw)
+    batch, length, shared, size = (
+        draw(rows),
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 20)),
+    )
+    group, causal, sharp = draw(st.sampled_from([1, 2, 4])), draw(st.booleans()), draw(st.sampled_from([0.1, 1.0, 2.0]))
+    large = draw(st.sampled_from([1e-2, 1.0, 1e2]))  # queries as small as keys are large: the scores stay
+    case.array("q", batch, length, group * shared, size, magnitude=sharp * large, uneven=False)
+    case.array("k", batch, length, shared, size, magnitude=sharp / large, uneven=False)
+    case.array("v", batch, length, shared, size)
+    case.function = lambda ops, p, batch: ops.attention(p["q"], p["k"], p["v"], causal)
+    return case
+
+
+def gelu_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes))
+    case.function = lambda ops, p, batch: ops.gelu(p["x"])
+    return case
+
+
+def swiglu_case(draw):
+    case = Case(draw)
+    shape = (*draw(leads), draw(sizes))
+    case.array("gate", *shape)
+    case.array("up", *shape)
+    case.function = lambda ops, p, batch: ops.swiglu(p["gate"], p["up"])
+    return case
+
+
+CASES = [
+    rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, scale_case, rms_norm_case,
+    layer_norm_case, heads_case, split_case, rope_case, attention_case, gelu_case, swiglu_case,
+]  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    if request.param == "blas" and ENGINES["blas"].profile is not CPU_BLAS:
+        pytest.skip("this ggml-python is built without BLAS")
+    return ENGINES[request.param]
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__.removesuffix("_case"))
+def test_op_and_its_gradient(make, engine):
+    @EXAMPLES
+    @given(st.data())
+    def every_example(data):
+        check(engine, make(data.draw))
+
+    every_example()
+
+
+def cross_entropy_by(engine, x, batch):
+    """On both sides: the loss, and its gradient by the logits x."""
+    function = lambda ops, p, batch: p["x"]  # noqa: E731
+    return by_ggml(engine, Probe({"x": x}, function), batch), by_torch(function, batch, {"x": x}, torch.float64)
+
+
+def test_cross_entropy_and_its_gradient(engine):
+    """A gradient is a probability, or a probability less 1, times its weight: it is as good as float32 holds those."""
+
+    @EXAMPLES
+    @given(st.data())
+    def every_example(data):
+        case, classes = Case(data.draw), data.draw(sizes)
+        magnitude = data.draw(st.sampled_from([1e-4, 1.0, 20.0]))
+        case.array("x", *data.draw(leads), classes, magnitude=magnitude, uneven=False)
+        x = case.arrays["x"].clip(-40, 40) + float32(data.draw(st.sampled_from([0, -1000, 1000])))
+        batch = case.labels(x.shape[:-1], classes)
+        ours, theirs = cross_entropy_by(engine, x, batch)
+        assert ours["loss"] == pytest.approx(theirs["loss"].item(), rel=TOLERANCE, abs=2e-7)
+        error, share = distance(ours["x"], theirs["x"]), np.linalg.norm(batch["weights"]) / batch["weights"].sum()
+        assert error <= 1e-6 * share
+        if magnitude <= 1:
+            assert error <= TOLERANCE * norm(theirs["x"])
+
+    every_example()
+
+
+def test_a_probability_that_underflows_keeps_its_gradient(engine):
+    """Its loss is cut off at 85, where float32's smallest number lies; the gradient is that of the true loss."""
+    x, batch = float32([[200.0, 0.0, -200.0]]), {"targets": np.array([2], np.int32), "weights": float32([1.0])}
+    ours, theirs = cross_entropy_by(engine, x, batch)
+    assert (ours["loss"], theirs["loss"]) == (pytest.approx(85.195, abs=1e-3), pytest.approx(400))
+    np.testing.assert_allclose(ours["x"], theirs["x"], atol=1e-7)

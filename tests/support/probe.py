@@ -1,0 +1,42 @@
+"""A model made on the spot: any function over the op vocabulary, with tensors given as arrays."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Given, InputSpec, Model, Params, Plan, PlanTensor, TensorSpec
+
+
+@dataclass
+class Probe(Model):
+    """`function(ops, p, batch)` is the forward pass; a tensor named in `computed` reaches it as an op's result."""
+
+    name: ClassVar[str] = "probe"
+    reads: ClassVar[str] = "tokens"
+
+    arrays: dict = field(default_factory=dict)
+    function: object = None
+    computed: frozenset = frozenset()
+
+    def check(self):
+        pass
+
+    def tensors(self):
+        return [TensorSpec(n, a.shape, Given(a)) for n, a in self.arrays.items()]
+
+    def forward(self, ops, p, batch):
+        return self.function(
+            ops, Params({n: ops.scale(t, 1.0) if n in self.computed else t for n, t in p.items()}), batch
+        )
+
+
+def probe_plan(model, rows, shapes, **settings):
+    """A plan that trains all of a Probe; `shapes` gives each input's shape behind the rows."""
+    inputs = {n: InputSpec(tuple(s), "float32" if n == "weights" else "int32") for n, s in shapes.items()}
+    tensors = tuple(PlanTensor(t.name, t.shape, t.init) for t in model.tensors())
+    return Plan(model, tensors, inputs, rows=rows, **settings)
+
+
+def float32(array):
+    return np.ascontiguousarray(array, np.float32)

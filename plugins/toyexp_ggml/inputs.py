@@ -26,9 +26,10 @@ class Inputs:
         for name, spec in specs.items():
             # ggml's row lookups take ids as one flat list; the node keeps the batch's shape for the model's eyes.
             shape = (rows, *spec.shape)
-            flat = self._make((int(np.prod(shape)),), spec.dtype)
-            self.batch[name] = Node(flat.ptr, shape)
-            self._from_batch.append((flat, lambda batch, name=name: batch[name]))  # type: ignore[misc]
+            is_ids = np.issubdtype(spec.dtype, np.integer)
+            node = self._make((int(np.prod(shape)),) if is_ids else shape, spec.dtype)
+            self.batch[name] = Node(node.ptr, shape)
+            self._from_batch.append((node, lambda batch, name=name: batch[name]))  # type: ignore[misc]
 
     def _make(self, shape: tuple[int, ...], dtype: Any) -> Node:
         memory = Memory(self._backend, 1)

@@ -151,6 +151,33 @@ class GGMLOps(Ops):
         left, right = (self._inputs.zeros(*s) if s[1] else None for s in sides)
         return g.reshape(g.concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
 
+    def prepend(self, x: Node, token: Node) -> Node:
+        """With each sequence laid out as one row [T d], the token is d more columns on its left."""
+        g = self.g
+        n, length, d = x.shape
+        first = g.add(self._inputs.zeros(n, d), token)
+        y = g.reshape(g.concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            dy = g.reshape(dy, n, (length + 1) * d)
+            return (
+                lambda: g.reshape(g.columns(dy, d, length * d), *x.shape),
+                lambda: self._sum_rows(g.columns(dy, 0, d)),
+            )
+
+        return self._note(y, (x, token), rule)
+
+    def select(self, x: Node, i: int) -> Node:
+        g = self.g
+        n, length, d = x.shape
+
+        def dx(dy: Node) -> Node:
+            left, right = (self._inputs.zeros(n, k * d) if k else None for k in (i, length - 1 - i))
+            return g.reshape(g.concat([p for p in (left, dy, right) if p is not None], axis=1), *x.shape)
+
+        y = g.columns(g.reshape(x, n, length * d), i * d, d)
+        return self._note(y, (x,), lambda dy: (lambda: dx(dy),))
+
     # -- norms --------------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
@@ -249,19 +276,24 @@ class GGMLOps(Ops):
 
         return self._note(g.mul(x, s), (x,), lambda dy: (lambda: dx(dy),))
 
+    def silu(self, x: Node) -> Node:
+        return self._note(self.g.silu(x), (x,), lambda dy: (lambda: self._silu_back(dy, x),))
+
+    def _silu_back(self, dy: Node, x: Node) -> Node:
+        g = self.g
+        if self._profile.has("SILU_BACK"):
+            return g.silu_back(dy, x)
+        s = g.sigmoid(x)
+        slope = g.mul(s, g.scale(g.mul(x, g.scale(s, -1.0, 1.0)), 1.0, 1.0))  # s (1 + x (1 - s))
+        return g.mul(dy, slope)
+
     def swiglu(self, gate: Node, up: Node) -> Node:
         g = self.g
 
-        def dgate(dy: Node) -> Node:
-            if self._profile.has("SILU_BACK"):
-                return g.silu_back(g.mul(dy, up), gate)
-            s = g.sigmoid(gate)
-            slope = g.mul(s, g.scale(g.mul(gate, g.scale(s, -1.0, 1.0)), 1.0, 1.0))  # s (1 + gate (1 - s))
-            return g.mul(g.mul(dy, up), slope)
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            return (lambda: self._silu_back(g.mul(dy, up), gate), lambda: g.mul(dy, g.silu(gate)))
 
-        return self._note(
-            g.swiglu(gate, up), (gate, up), lambda dy: (lambda: dgate(dy), lambda: g.mul(dy, g.silu(gate)))
-        )
+        return self._note(g.swiglu(gate, up), (gate, up), rule)
 
     # -- the loss -----------------------------------------------------------------------------------------------
 

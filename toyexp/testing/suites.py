@@ -89,7 +89,7 @@ class EngineSuite(PluginSuite):
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
         """Logits and loss equal the float64 reference."""
-        plan, batch = op_plan(case, adapter), op_batch()
+        plan, batch = op_plan(case, adapter), op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
         with self.built(plan) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
@@ -98,7 +98,7 @@ class EngineSuite(PluginSuite):
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
         """Each tensor's gradient equals the float64 slope of the loss along random directions."""
-        plan, batch = op_plan(case, adapter), op_batch()
+        plan, batch = op_plan(case, adapter), op_batch(case=case)
         with self.built(plan) as session:
             gradients = session.gradients(batch)
         assert set(gradients) == {t.name for t in plan.trainable}
@@ -228,6 +228,14 @@ class EngineSuite(PluginSuite):
         assert part.shape == (2, 3, full.shape[-1])
         np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
 
+    def test_logits_of_more_rows_than_a_micro_batch(self) -> None:
+        """They are computed in parts, the last of which may be short."""
+        batch = op_batch(rows=7)
+        with self.built(op_plan("attention")) as session:
+            full = session.logits({"tokens": batch["tokens"]})
+            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(7)]
+        np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
+
     # -- the session's life -------------------------------------------------------------------------------------
 
     def test_upload_replaces_values_while_the_window_is_open(self) -> None:
@@ -258,6 +266,9 @@ class EngineSuite(PluginSuite):
             session.step(op_batch(rows=4), hp)
         with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
             session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
+        for wrong in (8, -1):
+            with pytest.raises(SessionError, match=rf"batch\['targets'\]: {wrong} is not one of 0\.\.7"):
+                session.step({**batch, "targets": np.full_like(batch["targets"], wrong)}, hp)
         with pytest.raises(SessionError, match="no loss"):
             session.step({**batch, "weights": batch["weights"] * 0}, hp)
         session.close()

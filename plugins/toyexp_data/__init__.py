@@ -5,10 +5,14 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """stdlib, text and tokens."""
+    """stdlib, text, tokens, digits and images."""
+    from toyexp_data.digits import Digits
+    from toyexp_data.images import Images
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Tokens
 
     register(Stdlib)
     register(Text)
     register(Tokens)
+    register(Digits)
+    register(Images)

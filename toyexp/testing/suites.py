@@ -22,6 +22,7 @@ from toyexp.data import Data, Dataset, TokenDataset
 from toyexp.engine import Engine, Session, State
 from toyexp.errors import SessionError, Unavailable
 from toyexp.gguf.write import export_tensors
+from toyexp.images import ImageDataset
 from toyexp.init import Given
 from toyexp.loop import train
 from toyexp.model import Model
@@ -294,9 +295,9 @@ class RecipeSuite(PluginSuite):
 
     def planned(self) -> Plan:
         """A plan for tiny batches."""
-        dataset = token_dataset(self.vocab)
+        dataset = image_dataset() if self.model.reads == "images" else token_dataset(self.vocab)
         model = self.model.fit(dataset)
-        return self.recipe.plan(model, Setup(dataset.batches(8, 2, 0).inputs, rows=2, seed=1))
+        return self.recipe.plan(model, Setup(model.batches(dataset, 2, 0).inputs, rows=2, seed=1))
 
     def test_plan_is_the_same_every_time(self) -> None:
         """Same tensors, same initial values."""
@@ -418,6 +419,16 @@ def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
     """Random ids below `vocab`, for tests."""
     ids = np.random.default_rng(seed).integers(0, vocab, count, dtype=np.int32)
     return TokenDataset(ids[: count * 3 // 4], ids[count * 3 // 4 :], Bytes(), vocab, 2, {})
+
+
+def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageDataset:
+    """Random images of `size` x `size` pixels, each brighter than chance where its class says, for tests."""
+    draw = np.random.default_rng(seed)
+    labels = np.arange(count) % classes
+    images = draw.integers(0, 156, (count, size, size, channels), dtype=np.uint8)
+    for label in range(classes):
+        images[labels == label, label::classes] += 100
+    return ImageDataset(images, labels, [f"class {label}" for label in range(classes)], 0.25)
 
 
 @dataclasses.dataclass

@@ -98,7 +98,7 @@ class Images(Data):
                 labels.append(label)
         missing = sorted(set(range(len(names))) - set(labels))
         if missing or len(names) < 2:
-            what = f"class {printable(names[missing[0]])} has no image" if missing else "there is only one class"
+            what = f"class {printable(names[missing[0]])} has no image" if missing else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:NAMED]}
         return ImageDataset(

@@ -337,7 +337,7 @@ def test_folders_that_are_no_classes_to_learn(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "a.png")
     with pytest.raises(UserError, match="holds no folders"):
         opened(tmp_path / "flat")
-    with pytest.raises(UserError, match="there is only one class"):
+    with pytest.raises(UserError, match="fewer than two classes"):
         opened(folder(tmp_path / "one", red=4))
     (folder(tmp_path / "empty", red=4, blue=4) / "green").mkdir()
     with pytest.raises(UserError, match=r"class green has no image$"):

@@ -8,6 +8,7 @@ from toyexp.data import Batches, Data, Dataset, TokenBatches, TokenDataset
 from toyexp.engine import Batch, Engine, Session, State, StepMetrics
 from toyexp.errors import RunFailed, SessionError, ToyexpError, Unavailable, UserError, choose, nearest, printable
 from toyexp.hooks import Register, hookimpl
+from toyexp.images import ImageBatches, ImageDataset
 from toyexp.init import Constant, FromGGUF, Given, Normal
 from toyexp.model import Model, TensorSpec
 from toyexp.ops import Adapted, LowRank, Ops, Params
@@ -31,6 +32,8 @@ __all__ = [
     "Engine",
     "FromGGUF",
     "Given",
+    "ImageBatches",
+    "ImageDataset",
     "InputSpec",
     "Lens",
     "LoraAdapter",

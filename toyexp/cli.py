@@ -256,16 +256,18 @@ def print_result(result: Result) -> None:
     from toyexp.experiment import count
 
     outcome = result.outcome
-    speed = f" · {count(outcome.tokens_per_second)} tokens/s" if outcome.tokens_per_second else ""
+    speed = f" · {count(outcome.tokens_per_second)} {result.reads}/s" if outcome.tokens_per_second else ""
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
+    for name, value in outcome.eval_scores.items():
+        say(f"held-out {name} {outcome.first_eval_scores[name]:.4f} -> {value:.4f}")
     say(f"run     {_short(result.dir)}")
     for path in result.artifacts:
-        name = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        say(f"        {name}  {path.stat().st_size / 1e6:.2f} MB")
+        shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
+        say(f"        {shown}  {path.stat().st_size / 1e6:.2f} MB")
 
 
 def _short(path: Path) -> str:
@@ -274,20 +276,24 @@ def _short(path: Path) -> str:
 
 
 def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
-    """One line per job of a sweep: what was varied, final losses, where it is."""
-    table: list[tuple[str, ...]] = [("job", "overrides", "steps", "train loss", "held-out loss", "run")]
+    """One line per job of a sweep: what was varied, final losses and scores, where it is."""
+    outcomes = [result.outcome for _, result in rows if not isinstance(result, Exception)]
+    scores = list(dict.fromkeys(name for outcome in outcomes for name in outcome.eval_scores))
+    numbers = ["train loss", "held-out loss", *(f"held-out {name}" for name in scores)]
+    table: list[tuple[str, ...]] = [("job", "overrides", "steps", *numbers, "run")]
     for i, (label, result) in enumerate(rows):
         if isinstance(result, Exception):
-            table.append((str(i), label, "-", "-", "-", f"failed: {result}"))
+            table.append((str(i), label, "-", *("-" for _ in numbers), f"failed: {result}"))
             continue
         outcome = result.outcome
-        losses = [f"{x:.4f}" if x is not None else "-" for x in (outcome.train_loss, outcome.eval_loss)]
-        table.append((str(i), label, str(outcome.steps), *losses, _short(result.dir)))
+        values = [outcome.train_loss, outcome.eval_loss, *map(outcome.eval_scores.get, scores)]
+        shown = [f"{x:.4f}" if x is not None else "-" for x in values]
+        table.append((str(i), label, str(outcome.steps), *shown, _short(result.dir)))
     widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
     say("")
     for row in table:
         cells = [
-            cell.rjust(w) if c in (0, 2, 3, 4) else cell.ljust(w)
+            cell.ljust(w) if c in (1, len(row) - 1) else cell.rjust(w)
             for c, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         say("  ".join(cells).rstrip())

@@ -48,6 +48,10 @@ class Dataset(ABC):
     def describe(self) -> dict[str, Any]:
         """What run_start records: sizes and a digest of the contents."""
 
+    def gguf_metadata(self) -> dict[str, Any]:
+        """What a reader of the exported model must know of its data, without the architecture's prefix."""
+        return {}
+
     @abstractmethod
     def batches(self, context: int, rows: int, seed: int) -> Batches:
         """Batches of `rows` examples, `context` positions each where that applies."""

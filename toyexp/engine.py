@@ -120,11 +120,14 @@ class Session(ABC):
     def logits(self, batch: Batch) -> np.ndarray:
         """The float32 logits of the inputs in `batch`, [rows, ..., V].
 
-        Fewer rows or shorter rows than the plan's are padded for the computation and cut off again.
+        Any number of rows: they are computed as many at a time as the plan has. Where rows are missing, or are shorter
+        than the plan's, they are padded for the computation and cut off again.
         """
         self._require(State.BUILT, "logits()")
-        padded, kept = self._pad(batch)
-        return np.ascontiguousarray(self.do_logits(padded, len(kept[0]))[tuple(slice(len(k)) for k in kept)])
+        count = max((len(array) for array in batch.values()), default=0)
+        cuts = range(0, max(count, 1), self.plan.rows)
+        parts = [self._padded_logits({k: v[i : i + self.plan.rows] for k, v in batch.items()}) for i in cuts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @final
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -237,11 +240,19 @@ class Session(ABC):
                 )
             if len(array) != len(batch["targets"]):
                 raise SessionError(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
+            if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
+                wrong = array[(array < 0) | (array >= spec.below)][0]
+                raise SessionError(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
+
+    def _padded_logits(self, batch: Batch) -> np.ndarray:
+        padded, kept = self._pad(batch)
+        return np.ascontiguousarray(self.do_logits(padded, len(kept[0]))[tuple(slice(len(k)) for k in kept)])
 
     def _pad(self, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
         """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
         padded: dict[str, np.ndarray] = {}
         kept: tuple[range, ...] = ()
+        aligned = self.plan.inputs["targets"].shape  # an input of this shape has one logit row per position
         for name, spec in self.plan.inputs.items():
             full = np.zeros((self.plan.rows, *spec.shape), spec.dtype)
             if name in batch:
@@ -253,7 +264,7 @@ class Session(ABC):
                 if part.dtype != full.dtype:
                     raise SessionError(f"logits(): {name} is {part.dtype}, expected {full.dtype}")
                 full[tuple(slice(n) for n in part.shape)] = part
-                kept = tuple(range(n) for n in part.shape[:2]) if name == "tokens" else (range(part.shape[0]),)
+                kept = tuple(range(n) for n in (part.shape if spec.shape == aligned else part.shape[:1]))
             padded[name] = full
         if not kept:
             raise SessionError(f"logits(): the batch holds none of {', '.join(self.plan.inputs)}")

@@ -52,6 +52,7 @@ class Result:
     name: str
     dir: Path
     outcome: Outcome
+    reads: str  # what the model reads, and the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
 
 
@@ -72,7 +73,7 @@ def prepare(config: Config) -> Prepared:
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
     model = config.model.fit(dataset)
-    batches = dataset.batches(getattr(model, "context", 0), settings.batch_size, settings.seed)
+    batches = model.batches(dataset, settings.batch_size, settings.seed)
     setup = Setup(
         batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed
     )
@@ -91,7 +92,7 @@ def execute(prepared: Prepared, directory: Path, say: Callable[[str], None] = la
             say(line)
         with start(config.recipe, config.engine, prepared.plan) as session:
             outcome, failures = _live(prepared, _run(prepared, directory, session))
-        result = Result(config.settings.name, directory, outcome, list(bus.artifacts))
+        result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
         summary = {**asdict(outcome), "artifacts": [str(p) for p in result.artifacts]}
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
         if failures and isinstance(failures[0], ToyexpError):
@@ -153,12 +154,14 @@ def introduction(prepared: Prepared) -> list[str]:
     total = sum(t.size for t in plan.tensors)
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes = prepared.dataset.describe()
-    tokens = f" ({count(sizes['train_tokens'])} tokens to train on)" if "train_tokens" in sizes else ""
+    sizes, reads = prepared.dataset.describe(), prepared.model.reads
+    known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
+    known += [f"{sizes['skipped']} skipped, such as {sizes['skipped_files'][0]}"] if sizes.get("skipped") else []
+    facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",
         f"model   {config.model.name}, {count(total)} parameters{share}",
-        f"data    {config.data.name}{tokens}",
+        f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
     ]
 

@@ -58,7 +58,7 @@ class RunHooks:
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out data was evaluated: metrics hold loss and ppl (perplexity)."""
+        """The held-out data was evaluated: metrics hold loss, ppl and the model's scores, such as accuracy."""
 
     @hookspec
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:

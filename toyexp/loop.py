@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from toyexp.bus import Bus, Run
 from toyexp.data import Batches
@@ -26,6 +26,8 @@ class Outcome:
     seconds: float
     tokens_per_second: float | None
     why: str | None = None  # the sentence of the callback that ended it
+    eval_scores: Mapping[str, float] = field(default_factory=dict)  # what the model reports beside eval_loss
+    first_eval_scores: Mapping[str, float] = field(default_factory=dict)
 
 
 def train(
@@ -42,15 +44,15 @@ def train(
     tokens = 0
     training = 0.0  # seconds spent in steps, without evaluation
 
-    def evaluate(step: int) -> float:
-        loss = session.evaluate(held_out)
-        bus.hook.on_eval(run=run, step=step, metrics={"loss": loss, "ppl": math.exp(min(loss, 700))})
-        return loss
+    def evaluate(step: int) -> Outcome:
+        loss, scores = session.evaluate(held_out), run.plan.model.scores(session, held_out)
+        bus.hook.on_eval(run=run, step=step, metrics={"loss": loss, "ppl": math.exp(min(loss, 700)), **scores})
+        return replace(outcome, eval_loss=loss, eval_scores=scores)
 
     began = time.perf_counter()
     if held_out:
-        loss = evaluate(0)
-        outcome = replace(outcome, eval_loss=loss, first_eval_loss=loss)
+        outcome = evaluate(0)
+        outcome = replace(outcome, first_eval_loss=outcome.eval_loss, first_eval_scores=outcome.eval_scores)
 
     for step in range(run.steps):
         started = time.perf_counter()
@@ -74,12 +76,12 @@ def train(
         interrupted = stopped()
         due = bool(held_out) and not interrupted and (done % eval_every == 0 or done == run.steps)
         if due:
-            outcome = replace(outcome, eval_loss=evaluate(done))
+            outcome = evaluate(done)
         why = bus.hook.stop_reason(run=run, step=done, metrics=metrics)
         if interrupted or why or done == run.steps:
             reason = "interrupted" if interrupted else "aborted" if why else "completed"
             if held_out and not due and not interrupted:
-                outcome = replace(outcome, eval_loss=evaluate(done))
+                outcome = evaluate(done)
             outcome = replace(outcome, steps=done, reason=reason, train_loss=loss, why=why)
             break
 

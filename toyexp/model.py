@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,8 @@ from toyexp.init import Values
 from toyexp.ops import Ops, Params, Tensor
 
 if TYPE_CHECKING:
-    from toyexp.data import Dataset
+    from toyexp.data import Batches, Dataset
+    from toyexp.engine import Batch, Session
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TensorSpec:
 class Model(ABC):
     """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
 
-    name: ClassVar[str]  # what `model=` takes, and the GGUF architecture
+    name: ClassVar[str]  # what `model=` takes
     reads: ClassVar[str]  # the kind of data it learns from: "tokens" or "images"
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
 
@@ -39,7 +40,7 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """The logits of a batch: [B, T, V] for tokens [B, T]."""
+        """The logits of a batch: [B, T, V] for tokens [B, T], [B, classes] for images."""
 
     @abstractmethod
     def check(self) -> None:
@@ -49,8 +50,21 @@ class Model(ABC):
         """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
         return self
 
+    def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
+        """The data's batches as the model reads them."""
+        return dataset.batches(getattr(self, "context", 0), rows, seed)
+
+    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches beside the loss, such as {"accuracy": 0.97}."""
+        return {}
+
+    @property
+    def architecture(self) -> str:
+        """The GGUF architecture it is exported as."""
+        return self.name
+
     def gguf_metadata(self) -> dict[str, Any]:
-        """The architecture's own keys of the GGUF it is exported to, without the `<name>.` prefix."""
+        """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""
         raise UserError(f"model={self.name} has no GGUF form")
 
     def parameters(self) -> int:

@@ -120,6 +120,14 @@ class Ops(ABC):
         """x [..., n*d] -> n tensors [..., d], in order."""
 
     @abstractmethod
+    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
+        """token [d] put before the first position of each sequence of x [B, T, d] -> [B, T+1, d]."""
+
+    @abstractmethod
+    def select(self, x: Tensor, i: int) -> Tensor:
+        """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
+
+    @abstractmethod
     def rope(self, x: Tensor, base: float) -> Tensor:
         """Rotates pairs (x[2i], x[2i+1]) of x [B, T, H, D] by position * base^(-2i/D) (Su et al. 2021).
 
@@ -136,6 +144,10 @@ class Ops(ABC):
     @abstractmethod
     def gelu(self, x: Tensor) -> Tensor:
         """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
+
+    @abstractmethod
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x) (Elfwing et al. 2017)."""
 
     @abstractmethod
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class InputSpec:
 
     shape: tuple[int, ...]
     dtype: str
+    below: int | None = None  # what integers must stay below, from 0; None: unchecked
 
 
 @dataclass(frozen=True)

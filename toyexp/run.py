@@ -59,12 +59,12 @@ def runnable(config: Mapping[str, Any]) -> str:
     return text + yaml.safe_dump({"defaults": defaults, **config}, sort_keys=False, allow_unicode=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file under a temporary name, flushes it to the disk, and renames it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

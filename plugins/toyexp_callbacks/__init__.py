@@ -17,6 +17,7 @@ def register_callbacks(register: Register) -> None:
         events.Events,
         wandb.Wandb,
         export.GGUFExport,
+        export.SafetensorsExport,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

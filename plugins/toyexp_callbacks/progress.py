@@ -68,18 +68,20 @@ class Progress(Callback):
         """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         speed = f"{rate:.0f}" if rate < 1e3 else f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.1f}M"
+        speed += f" {run.plan.model.reads}/s"
         if step == run.steps:
-            return f"{speed} tokens/s"
+            return speed
         pace = (now - self._began) / (step - 1) if step > 1 else self._seconds
-        return f"{speed} tokens/s  {duration((run.steps - step) * pace)} left"
+        return f"{speed}  {duration((run.steps - step) * pace)} left"
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the held-out loss."""
+        """Shows the held-out loss and scores."""
+        scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))
         if self._bar is not None:
-            self._draw(held_out=f"  held-out {metrics['loss']:.4f}")
+            self._draw(held_out=f"  held-out {metrics['loss']:.4f}{scores}")
         else:
-            self._print(f"{_place(run, step)}  held-out loss {metrics['loss']:.4f}")
+            self._print(f"{_place(run, step)}  held-out loss {metrics['loss']:.4f}{scores}")
 
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:

@@ -5,7 +5,9 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """stdlib, text, tokens and random."""
+    """stdlib, text, tokens, random, digits and images."""
+    from toyexp_data.digits import Digits
+    from toyexp_data.images import Images
     from toyexp_data.noise import Random
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Tokens
@@ -14,3 +16,5 @@ def register_data(register: Register) -> None:
     register(Text)
     register(Tokens)
     register(Random)
+    register(Digits)
+    register(Images)

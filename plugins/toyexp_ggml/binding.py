@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +43,16 @@ def _load() -> Any:
 
 
 ggml = _load()
+
+
+@ggml.ggml_log_callback
+def _log(level: int, text: bytes, user_data: Any) -> None:
+    """ggml's warnings and errors go to toyexp's log, not to the terminal; its chatter nowhere."""
+    if level in (ggml.GGML_LOG_LEVEL_WARN, ggml.GGML_LOG_LEVEL_ERROR) and text.strip():
+        logging.getLogger("toyexp").warning("ggml: %s", text.decode(errors="replace").strip())
+
+
+ggml.ggml_log_set(_log, None)
 # ggml-python 0.0.45 leaves this pointer to be read as an int of 32 bits.
 ggml.ggml_backend_sched_get_tensor_backend.restype = ctypes.c_void_p
 

@@ -74,8 +74,8 @@ class GGMLOps(Ops):
         return self.g.transpose(x, by_concat=self._profile.slow_cont)
 
     def _out_prod(self, x: Node) -> bool:
-        """Whether the device multiplies without transposed copies: BLAS matrices only, CUDA also stacks of them."""
-        return self._profile.has("OUT_PROD") and (len(x.shape) == 2 or self._profile.stacked_out_prod)
+        """Whether the device multiplies these without transposed copies: BLAS and CUDA do, but not stacks of them."""
+        return self._profile.has("OUT_PROD") and len(x.shape) == 2
 
     def _times(self, x: Node, w: Node) -> Node:
         """x [.., n, k] times w [.., k, m] -> [.., n, m]."""
@@ -85,21 +85,15 @@ class GGMLOps(Ops):
         """x [k, n] transposed times y [k, m] -> [n, m]."""
         return self.g.out_prod(y, x) if self._out_prod(x) else self.g.mul_mat(self._turn(y), self._turn(x))
 
-    def _both_outer(self, x: Node, y: Node, x2: Node, y2: Node) -> Node:
-        """Two products x [.., k, n] transposed times y [.., k, m], one behind the other: [2 .., n, m]."""
-        g = self.g
-        if not self._out_prod(x):
-            return g.mul_mat(g.transpose_both(y, y2), g.transpose_both(x, x2))
-        n, m = x.shape[-1], y.shape[-1]
-        one, two = (g.reshape(g.out_prod(b, a), y.size // (y.shape[-2] * m), n, m) for a, b in ((x, y), (x2, y2)))
-        return g.concat([one, two], 0)
-
     def _sum_rows(self, x: Node) -> Node:
         """x [n, d] summed over n -> [d]."""
         if self._profile.has("REPEAT_BACK"):
             return self.g.repeat_back(x, self._inputs.zeros(x.shape[1]))
-        ones = self._inputs.ones(x.shape[0])
-        return self.g.reshape(self.g.mul_mat(self._turn(x), self.g.reshape(ones, 1, x.shape[0])), x.shape[1])
+        n, d = x.shape
+        ones = self._inputs.ones(n)
+        if self._out_prod(x):
+            return self.g.reshape(self.g.out_prod(x, self.g.reshape(ones, n, 1)), d)
+        return self.g.reshape(self.g.mul_mat(self._turn(x), self.g.reshape(ones, 1, n)), d)
 
     # -- tables -------------------------------------------------------------------------------------------------
 
@@ -176,6 +170,8 @@ class GGMLOps(Ops):
         return self._note(y, (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
 
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
+        if x.shape[-1] % n:
+            raise GraphError(f"split: {list(x.shape)} into {n}")
         g, width = self.g, x.shape[-1] // n
         parts = tuple(g.part(x, len(x.shape) - 1, i * width, (i + 1) * width) for i in range(n))
         # The parts' gradients arrive one by one; each is widened with zeros, and the tape adds them up.
@@ -189,6 +185,32 @@ class GGMLOps(Ops):
         sides = [(n, start), (n, x.shape[-1] - start - width)]
         left, right = (self._inputs.zeros(*s) if s[1] else None for s in sides)
         return g.reshape(g.concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
+
+    def prepend(self, x: Node, token: Node) -> Node:
+        """With each sequence laid out as one row [T d], the token is d more columns on its left."""
+        g = self.g
+        n, length, d = x.shape
+        first = g.add(self._inputs.zeros(n, d), token)
+        y = g.reshape(g.concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            return (
+                lambda: g.part(dy, 1, 1, length + 1),
+                lambda: self._sum_rows(g.reshape(g.part(dy, 1, 0, 1), n, d)),
+            )
+
+        return self._note(y, (x, token), rule)
+
+    def select(self, x: Node, i: int) -> Node:
+        g = self.g
+        n, length, d = x.shape
+
+        def dx(dy: Node) -> Node:
+            left, right = (self._inputs.zeros(n, k * d) if k else None for k in (i, length - 1 - i))
+            return g.reshape(g.concat([p for p in (left, dy, right) if p is not None], axis=1), *x.shape)
+
+        y = g.reshape(g.part(x, 1, i, i + 1), n, d)
+        return self._note(y, (x,), lambda dy: (lambda: dx(dy),))
 
     # -- norms --------------------------------------------------------------------------------------------------
 
@@ -290,8 +312,8 @@ class GGMLOps(Ops):
                 dp = split(g.mul_mat(g.part(v4, 2, 0, seen), do))
                 ds = grouped(self._softmax_back(dp, p, scale))
                 dqs.insert(0, split(self._times(ds, g.part(k4, 2, 0, seen))))
-                both = self._both_outer(ds, qb, grouped(p), do)  # dk = ds^T q and dv = p^T do
-                # Later blocks see more keys; they come first here.
+                # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
+                both = g.mul_mat(g.transpose_both(qb, do), g.transpose_both(ds, grouped(p)))
                 dkv = both if dkv is None else g.add_to_rows(dkv, both)
             assert dkv is not None
             dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
@@ -323,19 +345,24 @@ class GGMLOps(Ops):
 
         return self._note(g.mul(x, s), (x,), lambda dy: (lambda: dx(dy),))
 
+    def silu(self, x: Node) -> Node:
+        return self._note(self.g.silu(x), (x,), lambda dy: (lambda: self._silu_back(dy, x),))
+
+    def _silu_back(self, dy: Node, x: Node) -> Node:
+        g = self.g
+        if self._profile.has("SILU_BACK"):
+            return g.silu_back(dy, x)
+        s = g.sigmoid(x)
+        slope = g.mul(s, g.scale(g.mul(x, g.scale(s, -1.0, 1.0)), 1.0, 1.0))  # s (1 + x (1 - s))
+        return g.mul(dy, slope)
+
     def swiglu(self, gate: Node, up: Node) -> Node:
         g = self.g
 
-        def dgate(dy: Node) -> Node:
-            if self._profile.has("SILU_BACK"):
-                return g.silu_back(g.mul(dy, up), gate)
-            s = g.sigmoid(gate)
-            slope = g.mul(s, g.scale(g.mul(gate, g.scale(s, -1.0, 1.0)), 1.0, 1.0))  # s (1 + gate (1 - s))
-            return g.mul(g.mul(dy, up), slope)
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            return (lambda: self._silu_back(g.mul(dy, up), gate), lambda: g.mul(dy, g.silu(gate)))
 
-        return self._note(
-            g.swiglu(gate, up), (gate, up), lambda dy: (lambda: dgate(dy), lambda: g.mul(dy, g.silu(gate)))
-        )
+        return self._note(g.swiglu(gate, up), (gate, up), rule)
 
     # -- the loss -----------------------------------------------------------------------------------------------
 

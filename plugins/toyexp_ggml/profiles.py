@@ -26,7 +26,6 @@ class Profile:
     label: str  # what people call it
     ops: frozenset[str]
     query_block: int = 256  # causal attention takes so many queries at a time
-    stacked_out_prod: bool = False  # OUT_PROD takes stacks of matrices as fast as single ones
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
 
@@ -40,5 +39,6 @@ CPU = Profile("CPU", "CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
 METAL = Profile("MTL", "Metal", COMMON)
 VULKAN = Profile("Vulkan", "Vulkan", COMMON | FUSED)
-# CUDA's launches cost more than its arithmetic at these sizes: few large nodes.
-CUDA = Profile("CUDA", "CUDA", COMMON | FUSED | {"OUT_PROD"}, query_block=1024, stacked_out_prod=True)
+# CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
+# thread and its RMS_NORM_BACK is not much better: together they took half of a step.
+CUDA = Profile("CUDA", "CUDA", (COMMON | FUSED | {"OUT_PROD"}) - {"REPEAT_BACK", "RMS_NORM_BACK"}, query_block=1024)

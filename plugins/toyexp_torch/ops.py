@@ -42,6 +42,12 @@ class TorchOps(Ops):
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
         return x.chunk(n, dim=-1)
 
+    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
+        return torch.cat((token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
+
+    def select(self, x: Tensor, i: int) -> Tensor:
+        return x[:, i]
+
     def rope(self, x: Tensor, base: float) -> Tensor:
         key = (x.shape[1], x.shape[3], base, x.dtype == torch.float64)
         if key not in self._rotations:
@@ -60,6 +66,9 @@ class TorchOps(Ops):
 
     def gelu(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(x)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up

@@ -17,7 +17,8 @@ COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
 CORE = ROOT / "toyexp"
 SHIPPED = sorted(p for p in (ROOT / "plugins").iterdir() if (p / "__init__.py").exists())
-FOREIGN = ("torch", "ggml", "gguf", "wandb", "matplotlib", "tokenizers", "hydra", "omegaconf")
+FOREIGN = ("torch", "ggml", "gguf", "wandb", "matplotlib", "tokenizers", "hydra", "omegaconf",
+           "sklearn", "PIL", "safetensors")  # fmt: skip
 
 CALLBACK = """
 from dataclasses import dataclass

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from probe import Probe, float32, probe_plan
 
 from toyexp import Adapted, LowRank, Ops, Params
-from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_ggml.profiles import CPU_BLAS
 
 ENGINES = {
     "fused": GGMLCPU(threads=1, blas=False),
     "blas": GGMLCPU(threads=1),
     "plain": GGMLMetal(threads=1, emulate=True),
+    "cuda's": GGMLCUDA(threads=1, emulate=True),
 }
 TOLERANCE = 1e-5  # of a whole tensor: |ours - float64| / |float64|
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -49,6 +50,15 @@ class TorchOps(Ops):
 
     def heads(self, x, n):
         return x.unflatten(-1, (n, -1))
+
+    def prepend(self, x, token):
+        return torch.cat([token.expand(len(x), 1, -1), x], dim=1)
+
+    def select(self, x, i):
+        return x[:, i]
+
+    def silu(self, x):
+        return F.silu(x)
 
     def split(self, x, n):
         return x.chunk(n, -1)
@@ -286,6 +296,31 @@ def split_case(draw):
     return case
 
 
+def prepend_case(draw):
+    case = Case(draw)
+    d = draw(sizes)
+    case.array("x", draw(rows), draw(sizes), d)
+    case.array("token", d)
+    case.function = lambda ops, p, batch: ops.prepend(p["x"], p["token"])
+    return case
+
+
+def select_case(draw):
+    case = Case(draw)
+    length = draw(sizes)
+    i = draw(st.integers(0, length - 1))
+    case.array("x", draw(rows), length, draw(sizes))
+    case.function = lambda ops, p, batch: ops.select(p["x"], i)
+    return case
+
+
+def silu_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes))
+    case.function = lambda ops, p, batch: ops.silu(p["x"])
+    return case
+
+
 def rope_case(draw):
     case = Case(draw)
     base = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
@@ -329,7 +364,8 @@ def swiglu_case(draw):
 
 CASES = [
     rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, scale_case, rms_norm_case,
-    layer_norm_case, heads_case, split_case, rope_case, attention_case, gelu_case, swiglu_case,
+    layer_norm_case, heads_case, split_case, prepend_case, select_case, rope_case, attention_case, gelu_case,
+    silu_case, swiglu_case,
 ]  # fmt: skip
 
 

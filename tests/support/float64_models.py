@@ -1,4 +1,4 @@
-"""Llama and GPT-2 once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
+"""Llama, GPT-2 and ViT once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
 
 import math
 
@@ -63,11 +63,43 @@ def gpt2(w, cfg, tokens):
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 
-def attention(q, k, v):
-    """Causal attention of [B, H, T, D], heads joined to [B, T, H*D]."""
+def vit(w, cfg, images):
+    """Logits of images [B, H, W, C]; w maps GGUF names to float64 tensors."""
+    batch, size = len(images), cfg.d_model // cfg.n_heads
+
+    def norm(x, name):
+        if cfg.block == "rmsnorm_silu":
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * w[f"{name}.weight"]
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(var + cfg.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def activation(x):
+        if cfg.block == "rmsnorm_silu":
+            return x / (1 + torch.exp(-x))
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    kernel = w["v.patch_embd.weight"].view(cfg.d_model, cfg.channels, cfg.patch, cfg.patch)
+    x = torch.nn.functional.conv2d(images.permute(0, 3, 1, 2), kernel, w.get("v.patch_embd.bias"), stride=cfg.patch)
+    x = x.flatten(2).transpose(1, 2)  # [B, P, d]
+    x = torch.cat([w["v.class_embd"].repeat(batch, 1, 1), x], dim=1) + w["v.position_embd.weight"]
+    for i in range(cfg.n_layers):
+        h = norm(x, f"v.blk.{i}.ln1")
+        q, k, v = (linear(h, f"v.blk.{i}.attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
+        x = x + linear(attention(q, k, v, causal=False), f"v.blk.{i}.attn_out")
+        x = x + linear(activation(linear(norm(x, f"v.blk.{i}.ln2"), f"v.blk.{i}.ffn_up")), f"v.blk.{i}.ffn_down")
+    return linear(norm(x, "v.post_ln")[:, 0], "v.head")
+
+
+def attention(q, k, v, causal=True):
+    """Attention of [B, H, T, D], heads joined to [B, T, H*D]."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
-    out = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    if causal:
+        future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
+        scores = scores.masked_fill(future, -math.inf)
+    out = scores.softmax(-1) @ v
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
 

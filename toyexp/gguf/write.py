@@ -42,28 +42,27 @@ def write_model(
     tokenizer: Tokenizer | None,
     kind: str = "f32",
     general: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
 
-    `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys; without a tokenizer
-    the file holds ids only, which llama.cpp loads as `no_vocab`.
+    `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
+    the architecture. Without a tokenizer a language model's file holds ids only, which llama.cpp loads as `no_vocab`.
     """
     from gguf import GGUFWriter  # deferred: training never needs it
 
     check_type(kind)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    writer = GGUFWriter(temporary, model.name)
+    writer = GGUFWriter(temporary, model.architecture)
     try:
         writer.add_type("model")
         writer.add_file_type(FILE_TYPES[kind])
         writer.add_quantization_version(2)
-        for key, value in (general or {}).items():
-            _add(writer, f"general.{key}", value)
-        for key, value in model.gguf_metadata().items():
-            _add(writer, f"{model.name}.{key}", value)
-        rows = len(tensors["token_embd.weight"])
-        for key, value in _vocabulary(tokenizer, rows).items():
-            _add(writer, f"tokenizer.ggml.{key}", value)
+        for key, value in model_metadata(model, general or {}, data or {}).items():
+            _add(writer, key, value)
+        if model.reads == "tokens":
+            for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
+                _add(writer, f"tokenizer.ggml.{key}", value)
         for name, array in tensors.items():
             _add_tensor(writer, name, array, kind)
         writer.write_header_to_file()
@@ -79,6 +78,12 @@ def write_model(
         with contextlib.suppress(OSError):  # after a failed write, closing fails the same way once more
             writer.close()
         temporary.unlink(missing_ok=True)
+
+
+def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that describe a model, under their full names."""
+    own = {**model.gguf_metadata(), **data}
+    return {f"general.{k}": v for k, v in general.items()} | {f"{model.architecture}.{k}": v for k, v in own.items()}
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def _add_tensor(writer: Any, name: str, array: np.ndarray, kind: str) -> None:
     from gguf import quants
 
     array = np.ascontiguousarray(array, np.float32)
-    if array.ndim < 2 or name == "position_embd.weight" or kind == "f32":
+    if array.ndim < 2 or name.endswith("position_embd.weight") or kind == "f32":
         writer.add_tensor(name, array)
         return
     if kind == "q8_0" and array.shape[-1] % 32:

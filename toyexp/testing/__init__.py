@@ -9,7 +9,15 @@ from toyexp.testing.reference import (
     reference_loss,
     reference_slope,
 )
-from toyexp.testing.suites import CallbackSuite, DataSuite, EngineSuite, RecipeSuite, given, token_dataset
+from toyexp.testing.suites import (
+    CallbackSuite,
+    DataSuite,
+    EngineSuite,
+    RecipeSuite,
+    given,
+    image_dataset,
+    token_dataset,
+)
 
 __all__ = [
     "CallbackSuite",
@@ -20,6 +28,7 @@ __all__ = [
     "RecipeSuite",
     "ReferenceOps",
     "given",
+    "image_dataset",
     "op_batch",
     "op_plan",
     "reference_adamw",

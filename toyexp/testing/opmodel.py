@@ -38,12 +38,24 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rms_norm": ({"w": (WIDTH,)}, lambda ops, p, x: ops.rms_norm(x, p["w"], 1e-5)),
     "layer_norm": ({"w": (WIDTH,), "b": (WIDTH,)}, lambda ops, p, x: ops.layer_norm(x, p["w"], p["b"], 1e-5)),
     "split": ({"w": (2 * WIDTH, WIDTH)}, lambda ops, p, x: ops.add(*ops.split(ops.linear(x, p["w"]), 2))),
+    "prepend": ({"token": (WIDTH,)}, lambda ops, p, x: ops.prepend(x, p["token"])),
+    "select_first": ({}, lambda ops, p, x: ops.select(x, 0)),
+    "select": ({}, lambda ops, p, x: ops.select(x, 2)),
+    "select_last": ({}, lambda ops, p, x: ops.select(x, LENGTH - 1)),
+    "silu": ({}, lambda ops, p, x: ops.silu(x)),
     "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
     "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
     "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
     "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
     "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
     "rope": ({"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, base=100.0)),
+}
+# Where a case has not one target per position of its input: the shape of its targets.
+TARGETS: dict[str, tuple[int, ...]] = {
+    "prepend": (LENGTH + 1,),
+    "select_first": (),
+    "select": (),
+    "select_last": (),
 }
 
 
@@ -88,22 +100,27 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
     if changes.pop("frozen", False):
         tensors["x"] = PlanTensor("x", (CLASSES, WIDTH), Constant(0.5), trainable=False)
     settings: dict = {"rows": ROWS, "seed": 3, **changes}
-    return Plan(model, tuple(tensors.values()), inputs=_inputs(), adapters=adapters, **settings)
+    return Plan(model, tuple(tensors.values()), inputs=_inputs(case), adapters=adapters, **settings)
 
 
-def _inputs() -> dict[str, InputSpec]:
-    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-    return {name: InputSpec((LENGTH,), dtype) for name, dtype in kinds.items()}
+def _inputs(case: str) -> dict[str, InputSpec]:
+    targets = TARGETS.get(case, (LENGTH,))
+    return {
+        "tokens": InputSpec((LENGTH,), "int32"),
+        "targets": InputSpec(targets, "int32", below=CLASSES),
+        "weights": InputSpec(targets, "float32"),
+    }
 
 
-def op_batch(rows: int = ROWS, seed: int = 0) -> Batch:
-    """Random ids, targets and weights; some targets weigh nothing, and ids repeat."""
+def op_batch(rows: int = ROWS, seed: int = 0, case: str = "") -> Batch:
+    """Random ids, and the targets and weights of `case`; some targets weigh nothing, and ids repeat."""
     draw = np.random.default_rng(seed)
-    weights = draw.uniform(0.2, 2.0, (rows, LENGTH)).astype(np.float32)
-    weights[draw.random((rows, LENGTH)) < 0.2] = 0
-    weights[0, 0] = 1
+    shape = (rows, *TARGETS.get(case, (LENGTH,)))
+    weights = draw.uniform(0.2, 2.0, shape).astype(np.float32)
+    weights[draw.random(shape) < 0.2] = 0
+    weights.flat[0] = 1
     return {
         "tokens": draw.integers(0, CLASSES, (rows, LENGTH), dtype=np.int32),
-        "targets": draw.integers(0, CLASSES, (rows, LENGTH), dtype=np.int32),
+        "targets": draw.integers(0, CLASSES, shape, dtype=np.int32),
         "weights": weights,
     }

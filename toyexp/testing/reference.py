@@ -53,6 +53,14 @@ class ReferenceOps(Ops):
         """See Ops.split."""
         return tuple(np.split(x, n, axis=-1))
 
+    def prepend(self, x: Array, token: Array) -> Array:
+        """See Ops.prepend."""
+        return np.stack([np.vstack([token, rows]) for rows in x])
+
+    def select(self, x: Array, i: int) -> Array:
+        """See Ops.select."""
+        return x[:, i]
+
     def rope(self, x: Array, base: float) -> Array:
         """See Ops.rope; as a product of complex numbers, which a rotation of pairs is."""
         size = x.shape[-1]
@@ -76,6 +84,10 @@ class ReferenceOps(Ops):
     def gelu(self, x: Array) -> Array:
         """See Ops.gelu."""
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def silu(self, x: Array) -> Array:
+        """See Ops.silu."""
+        return x / (1 + np.exp(-x))
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         """See Ops.swiglu."""

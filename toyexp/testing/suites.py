@@ -22,6 +22,7 @@ from toyexp.data import Data, Dataset, TokenDataset
 from toyexp.engine import Engine, Session, State
 from toyexp.errors import SessionError, Unavailable
 from toyexp.gguf.write import export_tensors
+from toyexp.images import ImageDataset
 from toyexp.init import Given
 from toyexp.loop import train
 from toyexp.model import Model
@@ -89,7 +90,7 @@ class EngineSuite(PluginSuite):
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
         """Logits and loss equal the float64 reference."""
-        plan, batch = op_plan(case, adapter), op_batch()
+        plan, batch = op_plan(case, adapter), op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
         with self.built(plan) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
@@ -98,7 +99,7 @@ class EngineSuite(PluginSuite):
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
         """Each tensor's gradient equals the float64 slope of the loss along random directions."""
-        plan, batch = op_plan(case, adapter), op_batch()
+        plan, batch = op_plan(case, adapter), op_batch(case=case)
         with self.built(plan) as session:
             gradients = session.gradients(batch)
         assert set(gradients) == {t.name for t in plan.trainable}
@@ -228,6 +229,14 @@ class EngineSuite(PluginSuite):
         assert part.shape == (2, 3, full.shape[-1])
         np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
 
+    def test_logits_of_more_rows_than_a_micro_batch(self) -> None:
+        """They are computed in parts, the last of which may be short."""
+        batch = op_batch(rows=7)
+        with self.built(op_plan("attention")) as session:
+            full = session.logits({"tokens": batch["tokens"]})
+            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(7)]
+        np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
+
     # -- the session's life -------------------------------------------------------------------------------------
 
     def test_upload_replaces_values_while_the_window_is_open(self) -> None:
@@ -262,6 +271,9 @@ class EngineSuite(PluginSuite):
             session.step(op_batch(rows=4), hp)
         with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
             session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
+        for wrong in (8, -1):
+            with pytest.raises(SessionError, match=rf"batch\['targets'\]: {wrong} is not one of 0\.\.7"):
+                session.step({**batch, "targets": np.full_like(batch["targets"], wrong)}, hp)
         with pytest.raises(SessionError, match="no loss"):
             session.step({**batch, "weights": batch["weights"] * 0}, hp)
         session.close()
@@ -287,9 +299,9 @@ class RecipeSuite(PluginSuite):
 
     def planned(self) -> Plan:
         """A plan for tiny batches."""
-        dataset = token_dataset(self.vocab)
+        dataset = image_dataset() if self.model.reads == "images" else token_dataset(self.vocab)
         model = self.model.fit(dataset)
-        return self.recipe.plan(model, Setup(dataset.batches(8, 2, 0).inputs, rows=2, seed=1))
+        return self.recipe.plan(model, Setup(model.batches(dataset, 2, 0).inputs, rows=2, seed=1))
 
     def test_plan_is_the_same_every_time(self) -> None:
         """Same tensors, same initial values."""
@@ -411,6 +423,16 @@ def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
     """Random ids below `vocab`, for tests."""
     ids = np.random.default_rng(seed).integers(0, vocab, count, dtype=np.int32)
     return TokenDataset(ids[: count * 3 // 4], ids[count * 3 // 4 :], Bytes(), vocab, 2, {})
+
+
+def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageDataset:
+    """Random images of `size` x `size` pixels, each brighter than chance where its class says, for tests."""
+    draw = np.random.default_rng(seed)
+    labels = np.arange(count) % classes
+    images = draw.integers(0, 156, (count, size, size, channels), dtype=np.uint8)
+    for label in range(classes):
+        images[labels == label, label::classes] += 100
+    return ImageDataset(images, labels, [f"class {label}" for label in range(classes)], 0.25)
 
 
 @dataclasses.dataclass

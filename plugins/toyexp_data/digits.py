@@ -1,0 +1,51 @@
+"""Handwritten digits: 1797 real images of 8 x 8 pixels (Alpaydin and Kaynak 1998), as scikit-learn ships them."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Data, ImageDataset, Unavailable
+from toyexp_data.images import check_images
+
+FILE = Path("datasets", "data", "digits.csv.gz")  # 64 pixels from 0 to 16 and the digit, a line each
+
+
+@dataclass
+class Digits(Data):
+    """Handwritten digits, 8 x 8 pixels, from scikit-learn."""
+
+    name: ClassVar[str] = "digits"
+    gives: ClassVar[str] = "images"
+
+    val_fraction: float = 0.2  # of every digit, held out from training; the same images whatever the seed
+    augment: str = "none"  # none | flip | shift (by a pixel) | flip_shift
+    eval_images: int = 0  # held-out images that one look takes; 0: all
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""
+        check_images(self.val_fraction, self.augment, self.eval_images)
+        self._file()
+
+    def _file(self) -> Path:
+        # Its load_digits reads this file; importing scikit-learn for that would take longer than the first steps.
+        spec = importlib.util.find_spec("sklearn")
+        path = Path(spec.origin).parent / FILE if spec and spec.origin else None
+        if path is None or not path.is_file():
+            raise Unavailable("data=digits needs scikit-learn's digits: pip install 'toyexp[data]'")
+        return path
+
+    def open(self, vocabulary: Path | None) -> ImageDataset:
+        """All digits, stretched from 0..16 to 8-bit pixels."""
+        with gzip.open(self._file(), "rt") as lines:
+            table = np.loadtxt(lines, delimiter=",")
+        images = np.round(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+        labels, names = table[:, 64].astype(np.int32), [str(digit) for digit in range(10)]
+        return ImageDataset(
+            images, labels, names, self.val_fraction, augment=self.augment, eval_images=self.eval_images
+        )

@@ -1,0 +1,192 @@
+"""Images of your own: a folder per class, or one folder and a list of labels, read with Pillow."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from toyexp import Data, ImageDataset, Unavailable, UserError, choose, printable
+from toyexp.data import read_text
+from toyexp.images import AUGMENTATIONS, NORMALISATIONS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+# Not everything Pillow can open: some of its decoders start other programs (EPS runs Ghostscript).
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+ON_ERROR = ("refuse", "skip")
+NAMED = 20  # skipped files that the record of the run names
+
+
+class BadImage(Exception):
+    """A file that is no image to learn from, and why."""
+
+
+@dataclass
+class Images(Data):
+    """Images of your own, a folder per class."""
+
+    name: ClassVar[str] = "images"
+    gives: ClassVar[str] = "images"
+
+    path: str = ""  # a folder with one folder of images per class
+    labels: str = ""  # instead of folders per class: a CSV file whose lines are "file,class", classes counted from 0
+    classes: int = 0  # with labels: how many classes there are; 0: one more than the largest
+    image_size: int = 32  # pixels along a side of what the model sees
+    color: bool = True  # three channels; false: grey
+    resize: bool = True  # cut out the centred square and scale it; false: an image of another size is an error
+    on_error: str = "refuse"  # what an image that cannot be used does: refuse (ends the run) | skip (is counted)
+    normalise: str = "train"  # by mean and deviation of: train (the training images) | fixed (0.5 and 0.5)
+    augment: str = "none"  # none | flip (left to right) | shift (by up to an eighth) | flip_shift
+    val_fraction: float = 0.1  # of every class, held out from training; the same images whatever the seed
+    eval_images: int = 0  # held-out images that one look takes; 0: all
+    max_mb: float = 4000.0  # megabytes of pixels to hold in memory at most
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""
+        if not self.path:
+            raise UserError("data=images needs a folder with one folder per class: data.path=...")
+        if not Path(self.path).is_dir():
+            raise UserError(f"data.path={self.path}: there is no such folder (looked in {Path.cwd()})")
+        if self.labels and not Path(self.labels).is_file():
+            raise UserError(f"data.labels={self.labels}: not found (looked in {Path.cwd()})")
+        if self.classes and not self.labels:
+            raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
+        for name, least in (("image_size", 1), ("classes", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"data.{name}={getattr(self, name)}: must be at least {least}")
+        for name, words in (("on_error", ON_ERROR), ("normalise", NORMALISATIONS)):
+            if getattr(self, name) not in words:
+                raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
+        check_images(self.val_fraction, self.augment, self.eval_images)
+        if not 0 < self.max_mb < math.inf:
+            raise UserError(f"data.max_mb={self.max_mb}: must be above 0")
+        if importlib.util.find_spec("PIL") is None:
+            raise Unavailable("data=images needs Pillow: pip install 'toyexp[data]'")
+
+    def open(self, vocabulary: Path | None) -> ImageDataset:
+        """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
+        listed, names = self._listed() if self.labels else self._folders()
+        shape = (self.image_size, self.image_size, 3 if self.color else 1)
+        if len(listed) * math.prod(shape) > self.max_mb * 1e6:
+            raise UserError(
+                f"data.path={self.path}: {len(listed)} images of {self.image_size} x {self.image_size} pixels are more "
+                f"than data.max_mb={self.max_mb:g}; give fewer, a smaller data.image_size, or allow more"
+            )
+        images = np.empty((len(listed), *shape), np.uint8)
+        labels: list[int] = []
+        skipped: list[str] = []
+        for file, label in listed:
+            try:
+                if isinstance(label, str):
+                    raise BadImage(label)
+                images[len(labels)] = read_image(file, self.image_size, self.color, self.resize)
+            except BadImage as reason:
+                if self.on_error == "refuse":
+                    raise UserError(f"{file}: {reason} (data.on_error=skip leaves such images out)") from None
+                skipped.append(f"{_below(file, self.path)}: {reason}")
+            else:
+                labels.append(label)
+        missing = sorted(set(range(len(names))) - set(labels))
+        if missing or len(names) < 2:
+            what = f"class {printable(names[missing[0]])} has no image" if missing else "has fewer than two classes"
+            raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
+        facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:NAMED]}
+        return ImageDataset(
+            images[: len(labels)], np.array(labels, np.int32), names,
+            self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
+        )  # fmt: skip
+
+    def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
+        """Every image below the class folders with its class, in path order, and the classes' names."""
+        folders = sorted(f for f in Path(self.path).iterdir() if f.is_dir() and not f.name.startswith("."))
+        if not folders:
+            raise UserError(f"data.path={self.path}: holds no folders; data=images wants one of images per class")
+        listed: list[tuple[Path, int | str]] = [
+            (file, label) for label, folder in enumerate(folders) for file in sorted(_images_below(folder))
+        ]
+        return listed, [f.name for f in folders]
+
+    def _listed(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
+        """The files that `labels` lists, each with its class or with what is wrong with it, and the classes' names."""
+        lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
+        wanted = [(Path(self.path, line[0]), _whole_number(line[-1]), line) for line in lines]
+        numbers = [number for _, number, _ in wanted if number is not None]
+        count = self.classes or max(numbers, default=-1) + 1
+        listed: list[tuple[Path, int | str]] = []
+        for file, number, line in wanted:
+            if len(line) != 2 or number is None:
+                raise UserError(f"data.labels={self.labels}: a line is a file and a class number, not {line}")
+            listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
+        return listed, [str(number) for number in range(count)]
+
+
+def check_images(val_fraction: float, augment: str, eval_images: int) -> None:
+    """Raises UserError for settings that cannot work with any images."""
+    if not 0 < val_fraction < 1:
+        raise UserError(f"data.val_fraction={val_fraction}: must be above 0 and below 1")
+    if augment not in AUGMENTATIONS:
+        raise UserError(f"data.augment={augment}: {choose(augment, AUGMENTATIONS)}")
+    if eval_images < 0:
+        raise UserError(f"data.eval_images={eval_images}: must be 0 (all) or above")
+
+
+def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
+    """An image file as 8-bit pixels [size, size, 3 or 1]; raises BadImage for what cannot be read, or is too large."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit, made a refusal
+            with Image.open(path, formats=FORMATS) as opened:
+                opened.load()
+                image = ImageOps.exif_transpose(opened)
+                if not resize and image.size != (size, size):
+                    raise BadImage(f"is {image.width} x {image.height} pixels, expected {size} x {size}")
+                image = ImageOps.fit(_flat(image, "RGB" if color else "L"), (size, size))
+                return np.asarray(image).reshape(size, size, -1)
+    except BadImage:
+        raise
+    except FileNotFoundError:
+        raise BadImage("is not there") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
+    except Exception as error:  # a broken file makes decoders raise anything
+        raise BadImage(f"cannot be read as an image ({printable(str(error)) or type(error).__name__})") from None
+
+
+def _flat(image: Image, mode: str) -> Image:
+    """The image in 8 bits a channel, over black where it is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith(("I", "F")):
+        raise BadImage(f"has pixels of mode {image.mode}, which 8 bits cannot hold")
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, "black")
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    return image.convert(mode)
+
+
+def _images_below(folder: Path) -> Iterator[Path]:
+    return (f for f in folder.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+
+
+def _below(file: Path, folder: str) -> str:
+    return printable(str(file.relative_to(folder) if file.is_relative_to(folder) else file))
+
+
+def _whole_number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None

@@ -1,0 +1,302 @@
+"""ViT: an image as a sequence of patches behind a class token (Dosovitskiy et al. 2020), and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from toyexp import (
+    Batch,
+    Batches,
+    Constant,
+    Dataset,
+    ImageDataset,
+    InputSpec,
+    Model,
+    Normal,
+    Ops,
+    Params,
+    Session,
+    TensorSpec,
+    UserError,
+    choose,
+)
+from toyexp.gguf.read import GGUFFile
+from toyexp.ops import Tensor
+
+ARCHITECTURE = "toyexp-vit"
+# form of the blocks: the GGUF key of its norms' eps
+BLOCKS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
+
+
+@dataclass
+class ViT(Model):
+    """Vision transformer: an image's patches, a class token, learned positions."""
+
+    name: ClassVar[str] = "vit"
+    reads: ClassVar[str] = "images"
+
+    d_model: int = 64  # width of the residual stream
+    n_layers: int = 4  # blocks
+    n_heads: int = 4  # attention heads
+    d_ff: int = 256  # width inside the feed-forward layer
+    patch: int = 2  # pixels along a side of a patch
+    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases, the seed's)
+    norm_eps: float = 1e-5  # added to the variance inside the norms
+    image_size: int = 0  # pixels along a side of an image; 0: the data's
+    channels: int = 0  # of a pixel; 0: the data's
+    classes: int = 0  # rows of the output layer; 0: as many as the data has
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "patch", "norm_eps")
+        if self.block not in BLOCKS:
+            raise UserError(f"model.block={self.block}: {choose(self.block, BLOCKS)}")
+        for name in ("image_size", "channels", "classes"):
+            if getattr(self, name) < 0:
+                raise UserError(f"model.{name}={getattr(self, name)}: must be 0 (take the data's) or above")
+        if self.d_model % self.n_heads:
+            raise UserError(
+                f"model.n_heads={self.n_heads} does not divide model.d_model={self.d_model}: "
+                f"a head would have {self.d_model / self.n_heads:g} features"
+            )
+        if self.image_size % self.patch:
+            raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
+
+    def fit(self, dataset: Dataset) -> Model:
+        """Takes from the data what was left at 0; raises UserError for what contradicts it."""
+        assert isinstance(dataset, ImageDataset)
+        height, width, channels = dataset.image_shape
+        if height != width:
+            raise UserError(f"model=vit reads square images; the data's are {width} x {height}")
+        for name, value in (("image_size", height), ("channels", channels)):
+            if getattr(self, name) not in (0, value):
+                raise UserError(f"model.{name}={getattr(self, name)}: the data has {value}; leave it at 0")
+        if 0 < self.classes < dataset.vocab:
+            raise UserError(
+                f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1}); "
+                f"leave it at 0 or give at least {dataset.vocab}"
+            )
+        fitted = replace(self, image_size=height, channels=channels, classes=self.classes or dataset.vocab)
+        fitted.check()
+        return fitted
+
+    @property
+    def patches(self) -> int:
+        """How many patches an image has."""
+        return (self.image_size // self.patch) ** 2
+
+    def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
+        """The images, cut into patches on the host."""
+        return Patches(dataset.batches(0, rows, seed), self.patch)
+
+    def tensors(self) -> list[TensorSpec]:
+        """The seed's initialiser: patches, positions and head N(0, 0.02), class token 0, blocks N(0, 1/sqrt(d)).
+
+        Under llama.cpp's names for vision models. v.patch_embd.weight, as [d, channels, patch, patch], is the kernel
+        of a convolution.
+        """
+        d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
+        with_bias = self.block == "layernorm_gelu"
+
+        def linear(name: str, outputs: int, inputs: int, init: Normal = inner) -> list[TensorSpec]:
+            weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
+            return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if with_bias else [weight]
+
+        def norm(name: str) -> list[TensorSpec]:
+            weight = TensorSpec(f"{name}.weight", (d,), Constant(1))
+            return [weight, TensorSpec(f"{name}.bias", (d,), Constant(0))] if with_bias else [weight]
+
+        specs = linear("v.patch_embd", d, self.channels * self.patch**2, small)
+        specs.append(TensorSpec("v.class_embd", (d,), Constant(0)))
+        specs.append(TensorSpec("v.position_embd.weight", (self.patches + 1, d), small))
+        for i in range(self.n_layers):
+            specs += norm(f"v.blk.{i}.ln1")
+            for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+                specs += linear(f"v.blk.{i}.{part}", d, d)
+            specs += norm(f"v.blk.{i}.ln2")
+            specs += linear(f"v.blk.{i}.ffn_up", ff, d)
+            specs += linear(f"v.blk.{i}.ffn_down", d, ff)
+        return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, small)]
+
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [B, classes] of patches [B, P, channels * patch * patch]."""
+        classic = self.block == "layernorm_gelu"
+
+        def linear(x: Tensor, b: Params, name: str) -> Tensor:
+            return ops.linear(x, b[f"{name}.weight"], b.get(f"{name}.bias"))
+
+        def norm(x: Tensor, b: Params, name: str) -> Tensor:
+            if classic:
+                return ops.layer_norm(x, b[f"{name}.weight"], b[f"{name}.bias"], self.norm_eps)
+            return ops.rms_norm(x, b[f"{name}.weight"], self.norm_eps)
+
+        v = Params(p, "v.")
+        x = ops.prepend(linear(batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
+        x = ops.add(x, v["position_embd.weight"])
+        for i in range(self.n_layers):
+            b = v.block(i)
+            h = norm(x, b, "ln1")
+            q, k, value = (ops.heads(linear(h, b, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
+            x = ops.add(x, linear(ops.attention(q, k, value, causal=False), b, "attn_out"))
+            h = linear(norm(x, b, "ln2"), b, "ffn_up")  # [B, P+1, d_ff]
+            x = ops.add(x, linear(ops.gelu(h) if classic else ops.silu(h), b, "ffn_down"))
+        x = norm(ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
+        return linear(x, v, "head")
+
+    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+        """The share of images whose likeliest class is theirs."""
+        right = total = 0.0
+        for batch in batches:
+            chosen = session.logits({"patches": batch["patches"]}).argmax(-1)
+            right += float(batch["weights"][chosen == batch["targets"]].sum())
+            total += float(batch["weights"].sum())
+        return {"accuracy": right / total}
+
+    @property
+    def architecture(self) -> str:
+        """An architecture of toyexp's own, under which no other program expects a model of another form."""
+        return ARCHITECTURE
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The sizes; `classes`, `image_mean` and `image_std` come from the data."""
+        return {
+            "block": self.block,
+            "image_size": self.image_size,
+            "channels": self.channels,
+            "patch_size": self.patch,
+            "class_count": self.classes,
+            "embedding_length": self.d_model,
+            "block_count": self.n_layers,
+            "feed_forward_length": self.d_ff,
+            "attention.head_count": self.n_heads,
+            BLOCKS[self.block]: self.norm_eps,
+        }
+
+
+class Patches(Batches):
+    """Batches of images, each cut into a sequence of patches."""
+
+    def __init__(self, images: Batches, patch: int):
+        self._images, self._patch = images, patch
+        height, width, channels = images.inputs["images"].shape
+        shape = ((height // patch) * (width // patch), channels * patch**2)
+        rest = {name: spec for name, spec in images.inputs.items() if name != "images"}
+        self.inputs = {"patches": InputSpec(shape, "float32"), **rest}
+
+    def _cut(self, batch: Batch) -> Batch:
+        rest = {name: array for name, array in batch.items() if name != "images"}
+        return {"patches": cut(batch["images"], self._patch), **rest}
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: patches [rows, P, channels * patch * patch], targets [rows] and weights [rows]."""
+        return self._cut(self._images.batch(k))
+
+    def held_out(self) -> Sequence[Batch]:
+        """The held-out images, cut likewise."""
+        return [self._cut(batch) for batch in self._images.held_out()]
+
+
+def cut(images: np.ndarray, patch: int) -> np.ndarray:
+    """Images [B, height, width, C] as patches [B, P, C * patch * patch], row by row, each laid out as [C, y, x]."""
+    rows, height, width, channels = images.shape
+    tiles = images.reshape(rows, height // patch, patch, width // patch, patch, channels)
+    return np.ascontiguousarray(tiles.transpose(0, 1, 3, 5, 2, 4)).reshape(rows, -1, channels * patch**2)
+
+
+@dataclass(frozen=True)
+class SavedViT:
+    """What an exported file holds: enough to classify an image."""
+
+    model: ViT
+    tensors: Mapping[str, np.ndarray]
+    classes: tuple[str, ...]
+    mean: np.ndarray  # of pixels from 0 to 1, by channel
+    std: np.ndarray
+
+    def patches(self, images: np.ndarray) -> np.ndarray:
+        """8-bit images [B, size, size, channels] as the model's input."""
+        return cut(((images / 255 - self.mean) / self.std).astype(np.float32), self.model.patch)
+
+
+def load_vit(path: Path) -> SavedViT:
+    """A model.gguf or model.safetensors of a ViT; UserError for a file that is no such thing or lacks something."""
+    if path.suffix != ".safetensors":
+        with GGUFFile(path) as file:
+            shapes = {name: info.shape for name, info in file.tensors.items()}
+            model = _described(path, file.metadata, shapes)
+            tensors = {t.name: file.read(t.name) for t in model.tensors()}
+            return _saved(path, model, tensors, file.metadata)
+    from safetensors import SafetensorError, safe_open  # deferred: only these files need it
+
+    try:
+        with safe_open(path, framework="numpy") as stored:
+            metadata = json.loads((stored.metadata() or {}).get("gguf", "{}"))
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+    model = _described(path, metadata, {name: array.shape for name, array in tensors.items()})
+    return _saved(path, model, tensors, metadata)
+
+
+def _described(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ViT:
+    """The model of a file, held against the shapes of its tensors."""
+    architecture = metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise UserError(f"{path}: its architecture is {architecture}, not {ARCHITECTURE}")
+
+    def key(name: str, kind: type) -> Any:
+        value = metadata.get(f"{ARCHITECTURE}.{name}")
+        if not isinstance(value, kind) or (kind is int and not 0 < value < 2**31):  # type: ignore[operator]
+            raise UserError(f"{path}: {ARCHITECTURE}.{name} is {value!r}")
+        return value
+
+    block = key("block", str)
+    if block not in BLOCKS:
+        raise UserError(f"{path}: {ARCHITECTURE}.block is {block!r}; {choose(block, BLOCKS)}")
+    model = ViT(
+        d_model=key("embedding_length", int),
+        n_layers=key("block_count", int),
+        n_heads=key("attention.head_count", int),
+        d_ff=key("feed_forward_length", int),
+        patch=key("patch_size", int),
+        block=block,
+        norm_eps=key(BLOCKS[block], float),
+        image_size=key("image_size", int),
+        channels=key("channels", int),
+        classes=key("class_count", int),
+    )
+    try:
+        model.check()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if model.n_layers > len(shapes):  # a block has several tensors; said before any are listed
+        raise UserError(f"{path}: says it has {model.n_layers} blocks, with {len(shapes)} tensors")
+    for spec in model.tensors():
+        if shapes.get(spec.name) != spec.shape:
+            got = list(shapes[spec.name]) if spec.name in shapes else "not there"
+            raise UserError(f"{path}: {spec.name} is {got}, expected {list(spec.shape)}")
+    return model
+
+
+def _saved(path: Path, model: ViT, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> SavedViT:
+    def per_channel(name: str) -> np.ndarray:
+        value = metadata.get(f"{ARCHITECTURE}.{name}")
+        try:
+            array = np.asarray(value, np.float64)
+        except (TypeError, ValueError):
+            array = np.empty(0)
+        if array.shape != (model.channels,):
+            raise UserError(f"{path}: {ARCHITECTURE}.{name} must list a number for each of {model.channels} channels")
+        return array
+
+    classes = metadata.get(f"{ARCHITECTURE}.classes")
+    if not isinstance(classes, list) or not 0 < len(classes) <= model.classes:
+        raise UserError(f"{path}: {ARCHITECTURE}.classes must name at most {model.classes} classes")
+    return SavedViT(model, tensors, tuple(classes), per_channel("image_mean"), per_channel("image_std"))

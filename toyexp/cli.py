@@ -342,8 +342,10 @@ def _plugin_settings(name: str, registry: Registry) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
+    if "--graph" in words:
+        return _graphs([w for w in words if w != "--graph"])
     if words:
-        raise UserError(f"doctor {words[0]}: takes no arguments")
+        raise UserError(f"doctor {words[0]}: takes --graph and settings behind it, or nothing")
     import toyexp
 
     registry = load()
@@ -364,6 +366,17 @@ def doctor(words: Sequence[str]) -> int:
             print(f"  callbacks.{name}: {reason}")
     for problem in registry.problems:
         print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    return 0
+
+
+def _graphs(settings: Sequence[str]) -> int:
+    """What of an experiment's training step runs on which device."""
+    from toyexp.residency import report
+    from toyexp.variants import prepare_variants
+
+    registry, modules = _for_one_experiment("doctor --graph", settings)
+    for line in report(prepare_variants(settings, registry, modules, default="ggml")):
+        print(line)
     return 0
 
 
@@ -431,6 +444,7 @@ def show_help(words: Sequence[str] = ()) -> int:
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           doctor            which engines work here, and why the others do not
+          doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page

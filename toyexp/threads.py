@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
@@ -23,3 +25,29 @@ def calm_threads() -> None:
     """
     if not _CHOSEN_BY & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
+
+
+def crowding(threads: int) -> str:
+    """A remark when so many threads would share their cores, with each other or with other processes; else empty.
+
+    ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
+    """
+    cores = available_cores()
+    if threads > cores:
+        return f"; {threads} threads on {cores} cores wait for one another, engine.threads={cores} is faster"
+    busy = cores
+    for _ in range(3):  # one moment says little: only what goes on is a crowd
+        busy = min(busy, _running())
+        if threads == 1 or threads + busy <= cores:
+            return ""
+        time.sleep(0.005)
+    return f"; other processes keep {busy} of {cores} cores busy, engine.threads={max(1, cores - busy)} may be faster"
+
+
+def _running() -> int:
+    """Processes other than this one that run right now; 0 where the system does not tell."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return running - 1

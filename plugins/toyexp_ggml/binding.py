@@ -597,6 +597,23 @@ class Graph:
             where.setdefault(name, Counter())[_op(node)] += 1
         return {name: dict(sorted(ops.items())) for name, ops in sorted(where.items())}
 
+    def off_device(self) -> int:
+        """How many nodes the scheduler took from the device because it cannot compute them."""
+        own = {
+            ggml.ggml_backend_name(p).decode()
+            for p in ([self._backend.ptr] if not self._backend.blas else self._backend.all)
+        }
+        return sum(sum(ops.values()) for name, ops in self.residency().items() if name not in own)
+
+    def strided(self) -> set[str]:
+        """Ops that read a source whose numbers do not lie side by side."""
+        return {
+            _op(n)
+            for n in self._nodes()
+            for source in n.contents.src
+            if source and not ggml.ggml_is_contiguous(ctypes.cast(source, type(n)))
+        }
+
     def close(self) -> None:
         """Frees the graph and its memory."""
         if self._allocator:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
-from toyexp.threads import available_cores, calm_threads
+from toyexp.threads import available_cores, calm_threads, crowding
 from toyexp_ggml import profiles
 
 
@@ -84,7 +84,8 @@ class GGMLCPU(GGMLEngine):
         """The number of threads, and whether BLAS is there."""
         self.check_settings()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
-        return f"ggml on the CPU{with_blas}, {self.thread_count()} threads{self.slow_build()}"
+        threads = self.thread_count()
+        return f"ggml on the CPU{with_blas}, {threads} threads{crowding(threads)}{self.slow_build()}"
 
     def slow_build(self) -> str:
         """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""

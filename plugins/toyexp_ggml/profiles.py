@@ -26,6 +26,7 @@ class Profile:
     label: str  # what people call it
     ops: frozenset[str]
     query_block: int = 256  # causal attention takes so many queries at a time
+    half_products: bool = False  # matrix products round their inputs to float16
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
 
@@ -37,7 +38,7 @@ class Profile:
 CPU = Profile("CPU", "CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
-METAL = Profile("MTL", "Metal", COMMON)
+METAL = Profile("MTL", "Metal", COMMON, half_products=True)
 VULKAN = Profile("Vulkan", "Vulkan", COMMON | FUSED)
 # CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
 # thread and its RMS_NORM_BACK is not much better: together they took half of a step.

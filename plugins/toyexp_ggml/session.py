@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class GGMLSession(Session):
             "threads": self._engine.thread_count(),
             "nodes": sum(graph.ops().values()),
             "residency": graph.residency(),
+            "off_device": graph.off_device(),
             "compute_bytes": graph.compute_bytes,
         }
 
@@ -167,7 +169,13 @@ class GGMLSession(Session):
         loss, dlogits = ops.loss_and_gradient(logits, self._inputs.batch["weights"])
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
-        found = ops.backward({logits: dlogits()}, list(trainable.values()))
+        if self._profile.half_products:
+            # The gradient of a mean over n targets would lie where float16 has few digits: n times it does not.
+            factor = 2.0 ** int(math.log2(math.prod(logits.shape[:-1])))
+            found = ops.backward({logits: graph.scale(dlogits(), factor)}, list(trainable.values()))
+            found = {node: graph.scale(gradient, 1 / factor) for node, gradient in found.items()}
+        else:
+            found = ops.backward({logits: dlogits()}, list(trainable.values()))
         gradients = {n: found[w] if w in found else self._inputs.zeros(*w.shape) for n, w in trainable.items()}
         # All gradients come before the first update in the graph's order: an update changes a weight in place that
         # another gradient may still have to read.

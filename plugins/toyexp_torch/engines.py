@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError, choose
-from toyexp.threads import available_cores, calm_threads
+from toyexp.threads import available_cores, calm_threads, crowding
 
 if TYPE_CHECKING:
     import types
@@ -62,7 +62,8 @@ class TorchCPU(TorchEngine):
         self._check_settings()
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
-        return f"torch {import_torch().__version__}, {available_cores()} cores"
+        threads = self.threads or available_cores()
+        return f"torch {import_torch().__version__}, {threads} threads{crowding(threads)}"
 
 
 @dataclass

@@ -201,7 +201,8 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("doctor now", ["takes no arguments"]),
+        ("doctor now", ["takes --graph"]),
+        ("doctor --graph engine=nope", ["none of that name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins warm scratch", ["takes one name"]),
         ("help me", ["takes no arguments"]),

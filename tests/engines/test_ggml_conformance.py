@@ -1,5 +1,5 @@
 from toyexp.testing import EngineSuite
-from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 
 
 class TestGGML(EngineSuite):
@@ -12,3 +12,11 @@ class TestGGMLWithoutBLAS(EngineSuite):
 
 class TestMetalEmulated(EngineSuite):
     engine = GGMLMetal(threads=1, emulate=True)
+
+
+class TestCUDAEmulated(EngineSuite):
+    engine = GGMLCUDA(threads=1, emulate=True)
+
+
+class TestVulkanEmulated(EngineSuite):
+    engine = GGMLVulkan(threads=1, emulate=True)

@@ -1,0 +1,85 @@
+"""The ggml engines on real GPUs, where there is one; the same graphs run emulated in tests/engines."""
+
+import numpy as np
+import pytest
+import torch
+from float64_models import gpt2, llama
+from float64_models import loss as reference_loss
+from tiny import MODELS, batches, plan, weighted
+
+from toyexp import AdamW, Unavailable
+from toyexp.testing import EngineSuite
+from toyexp_ggml.engines import GGMLCUDA, GGMLMetal, GGMLVulkan
+from toyexp_torch.engines import TorchCPU
+
+# The worst relative error of a gradient: Metal and most Vulkan drivers round the inputs of a product to float16.
+GPUS = {"metal": (GGMLMetal(), 1e-2), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan": (GGMLVulkan(), 1e-2)}
+FORWARD = {"llama": llama, "gpt2": gpt2}
+
+
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.device(n)) for n in GPUS])
+def gpu(request):
+    engine, tolerance = GPUS[request.param]
+    try:
+        engine.check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    return engine, tolerance
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_gradient_of_a_model_is_float64s(gpu, name):
+    engine, tolerance = gpu
+    the_plan, batch = plan(name), weighted(batches().batch(0))
+    weights = {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
+    logits = FORWARD[the_plan.model.name](weights, the_plan.model, torch.from_numpy(batch["tokens"]).long())
+    value = reference_loss(logits, batch)
+    grads = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
+    with engine.realize(the_plan) as session:
+        session.build()
+        assert session.evaluate([batch]) == pytest.approx(value.item(), rel=tolerance)
+        for tensor, ours in session.gradients(batch).items():
+            theirs = grads[tensor].numpy()
+            assert np.linalg.norm(ours - theirs) <= tolerance * np.linalg.norm(theirs) + 1e-9, tensor
+
+
+def curve(engine, name, steps):
+    data = batches(rows=8)
+    with engine.realize(plan(name, rows=8)) as session:
+        session.build()
+        hps = (AdamW.for_from_scratch().hp_for_step(s) for s in range(steps))
+        return [session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_100_steps_follow_torch_on_the_cpu(gpu, name):
+    engine, tolerance = gpu
+    np.testing.assert_allclose(curve(engine, name, 100), curve(TorchCPU(), name, 100), rtol=5 * tolerance)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_node_leaves_the_device(gpu, name, recompute):
+    engine = type(gpu[0])(recompute=recompute)
+    with engine.realize(plan(name)) as session:
+        session.build()
+        facts = session.describe()
+    assert facts["off_device"] == 0
+    assert len(facts["residency"]) == 1
+
+
+@pytest.mark.device("metal")
+class TestMetal(EngineSuite):
+    engine = GGMLMetal()
+    rtol, gradient_rtol = 1e-2, 1e-2
+
+
+@pytest.mark.device("ggml_cuda")
+class TestCUDA(EngineSuite):
+    engine = GGMLCUDA()
+
+
+@pytest.mark.device("vulkan")
+class TestVulkan(EngineSuite):
+    engine = GGMLVulkan()
+    rtol, gradient_rtol = 1e-2, 1e-2

@@ -13,6 +13,8 @@ from toyexp import Engine, Plan, Session, Unavailable, UserError
 from toyexp.threads import available_cores, calm_threads, crowding
 from toyexp_ggml import profiles
 
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
 
 def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
@@ -156,18 +158,29 @@ class GGMLCUDA(GGMLGPU):
 
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
 
+    _was_allowed: ClassVar[bool] = False
+
     @property
     def profile(self) -> profiles.Profile:
         """CUDA's."""
         return profiles.CUDA
 
-    def realize(self, plan: Plan) -> Session:
-        """A session; ggml asks cuBLAS for TF32, and only this variable says no."""
+    def check(self) -> str:
+        """The device. ggml asks cuBLAS for TF32; only a variable that is read once in a process says no."""
+        note = super().check()
+        if self.emulate:
+            return note
+        held = os.environ.get(OVERRIDE) == "0" if self.tf32 else GGMLCUDA._was_allowed
+        if held:
+            raise UserError(
+                f"engine.tf32={str(self.tf32).lower()}: cuBLAS is told once in a process, and was told otherwise "
+                f"({OVERRIDE}); run this in a process of its own"
+            )
         if self.tf32:
-            os.environ.pop("NVIDIA_TF32_OVERRIDE", None)
+            GGMLCUDA._was_allowed = True
         else:
-            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-        return super().realize(plan)
+            os.environ[OVERRIDE] = "0"
+        return note
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -83,6 +84,11 @@ class TorchCUDA(TorchEngine):
         if not torch.cuda.is_available():
             why = "this PyTorch is built without CUDA" if not torch.version.cuda else "it finds no NVIDIA GPU"
             raise Unavailable(f"torch {torch.__version__}: {why}; use engine=cpu, or install a CUDA build of PyTorch")
+        if self.tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+            raise UserError(
+                "engine.tf32=true: NVIDIA_TF32_OVERRIDE=0 forbids it in this process (engine=ggml_cuda with tf32=false "
+                "sets it)"
+            )
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
 
 

@@ -77,6 +77,7 @@ class TestMetal(EngineSuite):
 @pytest.mark.device("ggml_cuda")
 class TestCUDA(EngineSuite):
     engine = GGMLCUDA()
+    rtol, gradient_rtol = 2e-3, 2e-3  # ggml's own kernel for narrow products works in TF32, whatever cuBLAS does
 
 
 @pytest.mark.device("vulkan")

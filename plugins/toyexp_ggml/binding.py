@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import logging
 import math
+import mmap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +54,9 @@ def _log(level: int, text: bytes, user_data: Any) -> None:
 
 
 ggml.ggml_log_set(_log, None)
-# ggml-python 0.0.45 leaves this pointer to be read as an int of 32 bits.
+# ggml-python 0.0.45 leaves these pointers to be read as an int of 32 bits.
 ggml.ggml_backend_sched_get_tensor_backend.restype = ctypes.c_void_p
+ggml.ggml_backend_cpu_buffer_from_ptr.restype = ctypes.c_void_p
 
 LIMIT = 2**31 - 1  # largest index and row count that ggml's int32 ids and kernels take
 F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
@@ -71,6 +73,11 @@ class Node:
 
     ptr: Any
     shape: tuple[int, ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether its numbers stand in another type than float32; only products and row lookups read those."""
+        return bool(self.ptr.contents.type != F32)
 
     @property
     def size(self) -> int:
@@ -210,6 +217,54 @@ class Memory:
         self._buffer = self._context = None
 
 
+class MappedFile:
+    """Tensors that lie in a file, in the types they have there: mapped on the CPU, elsewhere copied byte by byte."""
+
+    def __init__(self, backend: Backend, path: str, count: int):
+        self._backend = backend
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        size = ggml.ggml_tensor_overhead() * (count + 8)
+        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._buffer: Any = None
+        self._places: list[tuple[Any, int, int]] = []
+        if backend.device == "CPU":
+            self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(self._bytes.ctypes.data, self._bytes.size)
+
+    def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
+        """The tensor of a ggml type at a place of the file; the caller answers for both."""
+        ne = (ctypes.c_int64 * len(shape))(*reversed(shape))
+        ptr = ggml.ggml_new_tensor(self._context, type_id, len(shape), ne)
+        if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
+            raise GraphError(f"{nbytes} bytes at {offset} for a tensor of {list(shape)}")
+        if self._buffer:
+            ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
+        else:
+            self._places.append((ptr, offset, nbytes))
+        return Node(ptr, shape)
+
+    def allocate(self) -> None:
+        """Copies what was not mapped."""
+        if not self._places:
+            return
+        self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
+        if not self._buffer:
+            raise GraphError("the device has too little memory for the frozen weights")
+        for ptr, offset, nbytes in self._places:
+            ggml.ggml_backend_tensor_set(ptr, self._bytes.ctypes.data + offset, 0, nbytes)
+
+    def close(self) -> None:
+        """Frees the tensors and lets go of the file."""
+        if self._buffer:
+            ggml.ggml_backend_buffer_free(self._buffer)
+        if self._context:
+            ggml.ggml_free(self._context)
+            del self._bytes
+            self._map.close()
+        self._buffer = self._context = None
+
+
 def put(node: Node, array: np.ndarray) -> None:
     """Copies a contiguous array of the node's size into it."""
     if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
@@ -261,6 +316,8 @@ class Graph:
             raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
 
     def _binary(self, name: str, a: Node, b: Node) -> Node:
+        if a.packed or b.packed:
+            raise GraphError(f"{name}: takes float32 tensors")
         self._repeats(name, a, b)
         return self._node(getattr(ggml, f"ggml_{name}")(self._context, a.ptr, b.ptr), a.shape)
 

@@ -91,9 +91,9 @@ class Inputs:
         """[count] ones."""
         return self._constant(("ones", count), lambda: np.ones(count, np.float32))
 
-    def positions(self, length: int) -> Node:
-        """0, 1, .. [T]."""
-        return self._constant(("positions", length), lambda: np.arange(length, dtype=np.int32))
+    def span(self, start: int, stop: int) -> Node:
+        """start, start + 1, .. stop - 1."""
+        return self._constant(("span", start, stop), lambda: np.arange(start, stop, dtype=np.int32))
 
     def causal_mask(self, queries: int, seen: int) -> Node:
         """[queries, seen] for the last `queries` of `seen` positions: 0 where one may look, else minus infinity."""

@@ -19,6 +19,8 @@ from toyexp_ggml.profiles import Profile
 Rule = Callable[[Node], Sequence[Callable[[], Node]]]
 Tape = list[tuple[Node, tuple[Node, ...], Rule]]
 
+UNPACKED_ROWS = 8192  # of a quantised matrix that the backward pass holds as float32 at a time
+
 
 class GGMLOps(Ops):
     """Every op on nodes of one graph."""
@@ -79,7 +81,21 @@ class GGMLOps(Ops):
 
     def _times(self, x: Node, w: Node) -> Node:
         """x [.., n, k] times w [.., k, m] -> [.., n, m]."""
+        if w.packed:
+            return self._times_packed(x, w)
         return self.g.out_prod(w, x, turned=True) if self._out_prod(x) else self.g.mul_mat(self._turn(w), x)
+
+    def _times_packed(self, x: Node, w: Node) -> Node:
+        """x [n, k] times w [k, m], whose rows are made into numbers some at a time and forgotten again."""
+        g = self.g
+        total = None
+        for start in range(0, w.shape[0], UNPACKED_ROWS):
+            stop = min(start + UNPACKED_ROWS, w.shape[0])
+            numbers = g.get_rows(w, self._inputs.span(start, stop))
+            part = self._times(g.part(x, 1, start, stop), numbers)
+            total = part if total is None else g.add(total, part)
+        assert total is not None
+        return total
 
     def _outer(self, x: Node, y: Node) -> Node:
         """x [k, n] transposed times y [k, m] -> [n, m]."""
@@ -132,7 +148,8 @@ class GGMLOps(Ops):
                 return (lambda: dy,)
             return (lambda: g.concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0),)
 
-        return self._note(g.first_rows(table, n), (table,), rule)
+        first = g.get_rows(table, self._inputs.span(0, n)) if table.packed else g.first_rows(table, n)
+        return self._note(first, (table,), rule)
 
     # -- linear algebra -----------------------------------------------------------------------------------------
 
@@ -266,7 +283,7 @@ class GGMLOps(Ops):
     def rope(self, x: Node, base: float) -> Node:
         if len(x.shape) != 4:
             raise GraphError(f"rope: {list(x.shape)} is not [B, T, H, D]")
-        g, positions = self.g, self._inputs.positions(x.shape[1])
+        g, positions = self.g, self._inputs.span(0, x.shape[1])
         return self._note(
             g.rope(x, positions, base), (x,), lambda dy: (lambda: g.rope(dy, positions, base, back=True),)
         )

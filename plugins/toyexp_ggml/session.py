@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
 from toyexp_ggml import profiles
 from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
+from toyexp_ggml.frozen import Frozen
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.recompute import RecomputingOps
@@ -34,6 +35,7 @@ class GGMLSession(Session):
         self._outputs: dict[str, dict[str, Node]] = {}
         self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
         self._inputs = Inputs(self._backend)
+        self._frozen = Frozen(self._backend)
         try:
             self._reserve(plan)
             super().__init__(plan)
@@ -48,7 +50,11 @@ class GGMLSession(Session):
                 f"{MOST_TENSORS} and {MOST_TRAINABLE}; use fewer layers, or engine=cpu"
             )
         memory = self._memory
-        self._weights = {t.name: memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors}
+        self._frozen.find(plan)
+        self._weights = {
+            t.name: self._frozen.nodes.get(t.name) or memory.tensor(t.shape, trainable=t.trainable)
+            for t in plan.tensors
+        }
         self._m, self._v = ({t.name: memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
         # Gradients outlive a graph only where several micro-batches add up.
         kept = plan.trainable if plan.accumulate > 1 else ()
@@ -74,11 +80,18 @@ class GGMLSession(Session):
 
     # -- the contract -------------------------------------------------------------------------------------------
 
+    def do_load(self, tensor: PlanTensor) -> None:
+        if tensor.name not in self._frozen.nodes:
+            super().do_load(tensor)
+
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        if tensor.name in self._frozen.nodes:
+            raise SessionError(f"upload of {tensor.name}: it is frozen, and read where it lies in its file")
         put(self._weights[tensor.name], array)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        return get(self._weights[tensor.name])
+        node = self._weights[tensor.name]
+        return self.plan.initial(tensor) if node.packed else get(node)
 
     def do_build(self) -> None:
         if self.plan.accumulate == 1:
@@ -137,6 +150,7 @@ class GGMLSession(Session):
         self._graphs.clear()
         self._inputs.close()
         self._memory.close()
+        self._frozen.close()
         self._backend.close()
 
     # -- the graphs ---------------------------------------------------------------------------------------------

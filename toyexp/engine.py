@@ -62,7 +62,7 @@ class Session(ABC):
         self._by_name = {t.name: t for t in plan.tensors}
         self._moments_are_set = False
         for tensor in plan.tensors:
-            self.do_upload(tensor, plan.initial(tensor))
+            self.do_load(tensor)
 
     # -- the life of a session ----------------------------------------------------------------------------------
 
@@ -161,9 +161,13 @@ class Session(ABC):
 
     # -- what an engine implements ------------------------------------------------------------------------------
 
+    def do_load(self, tensor: PlanTensor) -> None:
+        """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
+        self.do_upload(tensor, self.plan.initial(tensor))
+
     @abstractmethod
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        """Stores a contiguous float32 array as the tensor's values; called for every tensor on creation."""
+        """Stores a contiguous float32 array as the tensor's values."""
 
     @abstractmethod
     def do_build(self) -> None:
@@ -221,6 +225,10 @@ class Session(ABC):
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows = self.plan.rows
+        missing = {n: s for n, s in self.plan.inputs.items() if s.optional and n not in batch}
+        if missing and "targets" in batch:
+            count = len(batch["targets"])
+            batch = {**batch, **{n: np.zeros((count, *s.shape), s.dtype) for n, s in missing.items()}}
         self._check_batch(batch)
         count = len(batch["targets"])
         if count % rows:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import Unavailable, UserError, choose, printable
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
@@ -44,6 +45,7 @@ class Config:
     callbacks: dict[str, Callback]
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
+    base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
 
 
 def compose(overrides: Sequence[str], registry: Registry, source: Source, job: int = 0) -> DictConfig:
@@ -92,13 +94,11 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     `allowed_plugins` are the modules named on the command line: a config file that came from elsewhere must not be
     able to load code.
     """
+    typed = parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
     cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
     check_keys(cfg, registry)
-    try:
-        plain = typing.cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or 'the config'}: {in_plain_words(error)}") from None
-    plain = _typed(Settings, plain, "")
+    base = take_base(cfg, typed, registry)
+    plain = _typed(Settings, _resolved(cfg), "")
     for kind in PARTS:
         plain[kind] = _typed(class_of(kind, plain[kind], registry), plain[kind], kind)
     for name, node in plain["callbacks"].items():
@@ -122,7 +122,68 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
-    return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note)
+    return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
+
+
+def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:
+    """The model of the recipe's base file, if it has one; its settings then stand in `cfg.model`.
+
+    Of those only `context` stays the run's own, the length of a training window. UserError for anything else of
+    `model` that was `typed` and is not so, and for a file that no model here can represent.
+    """
+    node = _resolved(cfg)["recipe"]
+    cls = typing.cast("type[Recipe]", class_of("recipe", node, registry))
+    if cls.base_file is Recipe.base_file:
+        return None
+    recipe: Recipe = make(cls, _typed(cls, node, "recipe"))
+    recipe.check()
+    path = recipe.base_file()
+    if path is None:
+        return None
+    base = model_of(path, recipe.reads, registry)
+    held = base.settings()
+    for override in typed:
+        kind, _, key = override.key_or_group.partition(".")
+        if kind == "model" and key != "context":
+            wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), base.name)
+            if wanted != there:
+                raise UserError(
+                    f"{override.input_line}: recipe={recipe.name} takes the model from {path}, a {base.name}"
+                    + (f" with {key}={there}" if key in held else "")
+                    + f"; leave {override.key_or_group} out"
+                )
+    context = cfg.model.get("context", held["context"])
+    if isinstance(context, int) and context > held["context"]:
+        raise UserError(
+            f"model.context={context}: {path} holds a model for up to {held['context']} positions; "
+            f"use model.context={held['context']} or less"
+        )
+    with open_dict(cfg):
+        cfg.model = {"name": base.name, **held, "context": context}
+    return base
+
+
+def model_of(path: Path, reads: Sequence[str], registry: Registry) -> Model:
+    """The model that a GGUF file holds; UserError when none of the kinds `reads` has its architecture."""
+    from toyexp.gguf.read import GGUFFile
+
+    with GGUFFile(path) as file:
+        if file.metadata.get("general.type", "model") != "model":
+            raise file.error(f"holds no model (general.type is {printable(str(file.metadata['general.type']))})")
+        offered = [typing.cast("type[Model]", o.cls) for o in registry.offers["model"].values()]
+        known = {cls().architecture: cls for cls in offered if cls.reads in reads}
+        if file.architecture not in known:
+            raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
+        model = known[file.architecture].from_gguf(file)
+        model.check()
+        return model
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
+    try:
+        return typing.cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{getattr(error, 'full_key', None) or 'the config'}: {in_plain_words(error)}") from None
 
 
 def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -225,6 +225,10 @@ class Session(ABC):
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows = self.plan.rows
+        missing = {n: s for n, s in self.plan.inputs.items() if s.optional and n not in batch}
+        if missing and "targets" in batch:
+            count = len(batch["targets"])
+            batch = {**batch, **{n: np.zeros((count, *s.shape), s.dtype) for n, s in missing.items()}}
         self._check_batch(batch)
         count = len(batch["targets"])
         if count % rows:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
-from toyexp.data import Batches, Dataset
+from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
 from toyexp.loop import Outcome, train
@@ -72,14 +72,21 @@ def prepare(config: Config) -> Prepared:
     dataset = config.data.open(recipe.vocabulary())
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
-    model = config.model.fit(dataset)
-    batches = model.batches(dataset, settings.batch_size, settings.seed)
+    tokens = getattr(config.base, "vocab", dataset.vocab)
+    if dataset.vocab > tokens:
+        raise UserError(
+            f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
+            "leave data.tokenizer out, which is then the base's own"
+        )
+    fitted = config.model.fit(dataset)
+    batches = fitted.batches(dataset, settings.batch_size, settings.seed)
+    model = config.base or fitted
     setup = Setup(
         batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed
     )
     plan = recipe.plan(model, setup)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
-    return Prepared(config, dataset, model, batches, plan, adamw, bus)
+    return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 
 
 def execute(prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None) -> Result:

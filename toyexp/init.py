@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from toyexp.gguf.read import GGUFFile
 
 Array = np.ndarray
 
@@ -72,7 +78,20 @@ def draw(values: Values, shape: tuple[int, ...], seed: int, name: str) -> Array:
         return np.full(shape, values.value, np.float32)
     if isinstance(values, Given):
         return np.ascontiguousarray(values.array, np.float32)
+    return opened(values.path).read(values.tensor, rows=values.rows)
+
+
+def opened(path: str) -> GGUFFile:
+    """The GGUF file, kept open: a base of hundreds of tensors has its header read once, not for each of them."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return _opened(path, ())  # which says what is wrong
+    return _opened(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _opened(path: str, version: tuple[int, ...]) -> GGUFFile:
     from toyexp.gguf.read import GGUFFile  # deferred: runs that read no GGUF do not pay for the reader
 
-    with GGUFFile(values.path) as file:
-        return file.read(values.tensor, rows=values.rows)
+    return GGUFFile(path)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from toyexp.errors import UserError
 from toyexp.init import Values
@@ -15,6 +15,7 @@ from toyexp.ops import Ops, Params, Tensor
 if TYPE_CHECKING:
     from toyexp.data import Batches, Dataset
     from toyexp.engine import Batch, Session
+    from toyexp.gguf.read import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Model(ABC):
     def architecture(self) -> str:
         """The GGUF architecture it is exported as."""
         return self.name
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Self:
+        """The model that `file` holds, for recipes with a base; UserError for what it cannot represent exactly."""
+        raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""

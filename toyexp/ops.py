@@ -17,11 +17,15 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021)."""
+    """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021).
+
+    With `dropout` [..., in] the adapter, and nothing else, sees x + x * dropout in place of x.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    dropout: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Ops(ABC):
         y = self.matmul(x, w.base, bias)
         if w.low_rank is None:
             return y
+        if w.low_rank.dropout is not None:
+            x = self.add(x, self.mul(x, w.low_rank.dropout))
         update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
         return self.add(y, self.scale(update, w.low_rank.scale))
 
@@ -98,6 +104,10 @@ class Ops(ABC):
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a [..., d] plus b, where b has a's shape or misses some of its leading axes."""
+
+    @abstractmethod
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a times b, number by number; both of one shape."""
 
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:

@@ -23,6 +23,7 @@ class PlanTensor:
     shape: tuple[int, ...]
     values: Values
     trainable: bool = True
+    packed: bool = False  # a frozen tensor FromGGUF: an engine that can keeps it in the file's type
 
     @property
     def decays(self) -> bool:
@@ -41,6 +42,12 @@ class LoraAdapter:
 
     target: str
     scale: float
+    dropout: float = 0.0  # the share of its inputs that a training step hides from it
+
+    @property
+    def mask(self) -> str:
+        """The batch's array that holds what dropout does to each input: see `Dropout`."""
+        return f"{self.target}.dropout"
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class InputSpec:
     shape: tuple[int, ...]
     dtype: str
     below: int | None = None  # what integers must stay below, from 0; None: unchecked
+    optional: bool = False  # a batch without it means zeros
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,10 @@ class Plan:
             for name in needed:
                 if name not in names:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
+            if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
+                raise UserError(
+                    f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not listed"
+                )
         if self.rows < 1 or self.accumulate < 1:
             raise UserError(f"plan: rows={self.rows} and accumulate={self.accumulate} must be 1 or above")
         if not 0 <= self.grad_clip < math.inf:
@@ -112,10 +124,21 @@ class Plan:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
         return array
 
-    def params(self, values: Mapping[str, Tensor], on_block: Callable[[], None] | None = None) -> Params:
+    @property
+    def drops(self) -> tuple[LoraAdapter, ...]:
+        """The adapters with dropout."""
+        return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
+
+    def params(
+        self,
+        values: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor] | None = None,
+        on_block: Callable[[], None] | None = None,
+    ) -> Params:
         """`values` as a model sees them: each adapted tensor together with its adapter.
 
-        `on_block` is called whenever the model takes up its next block.
+        `batch` may be left out of a plan without dropout. `on_block` is called whenever the model takes up its next
+        block.
         """
         seen: dict[str, Any] = dict(values)
         for adapter in self.adapters:
@@ -124,7 +147,12 @@ class Plan:
                 seen[adapter.target] = Adapted(base, lens=values[adapter.projection])
             else:
                 a, b = (values[name] for name in lora_names(adapter.target))
-                seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale))
+                dropout = None
+                if adapter.dropout:
+                    if batch is None:
+                        raise UserError(f"{adapter.target}: has dropout, which plan.params needs the batch for")
+                    dropout = batch[adapter.mask]
+                seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale, dropout))
         return Params(seen, on_block=on_block)
 
 

@@ -57,6 +57,10 @@ class Recipe(ABC):
         """The GGUF file whose tokenizer the data should use, if the recipe has one."""
         return None
 
+    def base_file(self) -> Path | None:
+        """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
+        return None
+
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
         """Replaces values while the warm window is open."""
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, Run, RunFailed, Unavailable, UserError, hookimpl
-from toyexp.gguf.write import check_type, export_tensors, model_metadata, write_model
+from toyexp import Callback, LoraAdapter, Run, RunFailed, Unavailable, UserError, hookimpl
+from toyexp.gguf.write import check_type, export_tensors, model_metadata, write_adapter, write_model
+from toyexp.plan import lora_names
 from toyexp.run import write_atomically
 
 
@@ -47,13 +48,17 @@ class Export(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
-        general = {
+        self._tell(run, path, self.write(run, path, tensors, self._general(run)))
+
+    def _general(self, run: Run) -> dict[str, Any]:
+        return {
             "name": run.name,
             "run_id": run.dir.name,
             "step": self._step,
             "config_sha256": str(run.facts.get("config_sha256", "")),
         }
-        kind = self.write(run, path, tensors, general)
+
+    def _tell(self, run: Run, path: Path, kind: str) -> None:
         run.emit("export", path=str(path), step=self._step, type=kind, bytes=path.stat().st_size)
 
     @abstractmethod
@@ -63,17 +68,27 @@ class Export(Callback):
 
 @dataclass(eq=False)
 class GGUFExport(Export):
-    """Writes model.gguf for llama.cpp, at the end and every so many steps."""
+    """Writes model.gguf for llama.cpp, at the end and every so many steps; of a lora run also adapter.gguf."""
 
     name: ClassVar[str] = "gguf_export"
     suffix: ClassVar[str] = "gguf"
 
     type: str = "f32"  # f32 | f16 | bf16 | q8_0; norms and biases stay f32
+    merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
 
     def check(self) -> None:
         """Raises UserError for a type that cannot be written."""
         super().check()
         check_type(self.type, "callbacks.gguf_export.type")
+
+    def _export(self, run: Run, path: Path) -> None:
+        pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
+        if pairs:
+            adapter = path.with_name(path.name.replace("model", "adapter"))
+            write_adapter(adapter, run.plan, {n: run.session.download(n) for n in pairs}, self._general(run))
+            self._tell(run, adapter, "f32")
+        if self.merged or not pairs:
+            super()._export(run, path)
 
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
         """Writes the file, with the tokenizer of a language model."""

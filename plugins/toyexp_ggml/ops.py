@@ -177,6 +177,12 @@ class GGMLOps(Ops):
 
         return self._note(g.add(a, b), (a, b), lambda dy: (lambda: dy, lambda: db(dy)))
 
+    def mul(self, a: Node, b: Node) -> Node:
+        g = self.g
+        if a.shape != b.shape:
+            raise GraphError(f"mul: {list(a.shape)} and {list(b.shape)} differ")
+        return self._note(g.mul(a, b), (a, b), lambda dy: (lambda: g.mul(dy, b), lambda: g.mul(dy, a)))
+
     def scale(self, x: Node, factor: float) -> Node:
         return self._note(self.g.scale(x, factor), (x,), lambda dy: (lambda: self.g.scale(dy, factor),))
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Constant, Normal, Ops, Params, TensorSpec
 from toyexp.ops import Tensor
 from toyexp.optim import LORA
-from toyexp_models.language import LanguageModel
+from toyexp_models.language import Keys, LanguageModel
 
 
 @dataclass
@@ -20,6 +20,11 @@ class GPT2(LanguageModel):
     optim_mode: ClassVar[str | None] = LORA
 
     d_ff: int = 256  # width inside the feed-forward layer
+
+    @classmethod
+    def sizes(cls, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads."""
+        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
     def tensors(self) -> list[TensorSpec]:
         """Matrices N(0, 0.02), norms 1, biases 0."""

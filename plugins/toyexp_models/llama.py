@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, TensorSpec, UserError
 from toyexp.ops import Tensor
-from toyexp_models.language import LanguageModel
+from toyexp_models.language import Keys, LanguageModel
 
 
 @dataclass
@@ -34,6 +34,21 @@ class Llama(LanguageModel):
                 f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}: "
                 "rope rotates pairs, so the size of a head must be even"
             )
+
+    @classmethod
+    def sizes(cls, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads, with its defaults; no rope scaling."""
+        common = super().sizes(keys)
+        keys.expect("rope.dimension_count", common["d_model"] // common["n_heads"])
+        keys.expect("rope.scaling.type", "none")
+        keys.expect("rope.scaling.factor", 1.0)
+        keys.expect("tensor_data_layout", "Meta AI original pth")  # older converters; says nothing about GGUF
+        return common | {
+            "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
+            "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+            "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "rope_base": keys.number("rope.freq_base", 10000.0),
+        }
 
     def tensors(self) -> list[TensorSpec]:
         """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (the seed's initialiser)."""

@@ -5,11 +5,15 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_recipes(register: Register) -> None:
-    """scratch, warm and vit_tiny."""
+    """scratch, warm, lora, full and vit_tiny."""
+    from toyexp_recipes.full import Full
+    from toyexp_recipes.lora import Lora
     from toyexp_recipes.scratch import Scratch
     from toyexp_recipes.vit_tiny import VitTiny
     from toyexp_recipes.warm import Warm
 
     register(Scratch)
     register(Warm)
+    register(Lora)
+    register(Full)
     register(VitTiny)

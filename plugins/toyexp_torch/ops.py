@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toyexp import Ops
+from toyexp_torch.packed import Packed, PackedLinear
 
 
 class TorchOps(Ops):
@@ -15,17 +16,25 @@ class TorchOps(Ops):
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
 
-    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+    def rows(self, table: Tensor | Packed, ids: Tensor) -> Tensor:
+        if isinstance(table, Packed):
+            return table.dense(ids.flatten()).unflatten(0, ids.shape)
         return F.embedding(ids, table)
 
-    def first_rows(self, table: Tensor, n: int) -> Tensor:
-        return table[:n]
+    def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
+        return table.dense(slice(n)) if isinstance(table, Packed) else table[:n]
 
-    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+        if isinstance(w, Packed):
+            y = PackedLinear.apply(x, w)
+            return y if bias is None else y + bias
         return F.linear(x, w, bias)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, FromGGUF, Plan, PlanTensor, Session, StepMetrics
 from toyexp.threads import available_cores
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
+from toyexp_torch.packed import Packed
 
 if TYPE_CHECKING:
     from toyexp_torch.engines import TorchEngine
@@ -41,7 +42,7 @@ class TorchSession(Session):
         sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
         self._decaying = sum(n for t, n in zip(order, sizes, strict=True) if t.decays)
         self._flat, self._grad, self._m, self._v = (self._zeros(sum(sizes)) for _ in range(4))
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor | Packed] = {}
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
             here = slice(start, start + tensor.size)
@@ -49,9 +50,6 @@ class TorchSession(Session):
             leaf.grad = self._grad[here].view(tensor.shape)
             self._tensors[tensor.name] = leaf
             start += size
-        for tensor in plan.tensors:
-            if not tensor.trainable:
-                self._tensors[tensor.name] = self._zeros(tensor.shape)
         super().__init__(plan)
 
     def _zeros(self, shape: int | tuple[int, ...]) -> Tensor:
@@ -69,15 +67,32 @@ class TorchSession(Session):
 
     # -- the contract -------------------------------------------------------------------------------------------
 
+    def do_load(self, tensor: PlanTensor) -> None:
+        if tensor.packed and isinstance(tensor.values, FromGGUF):
+            packed = Packed.read(tensor.values, self._device, self._dtype)
+            if packed is not None:
+                self._tensors[tensor.name] = packed
+                return
+        super().do_load(tensor)
+
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        if not tensor.trainable:
+            self._tensors[tensor.name] = torch.tensor(array, dtype=self._dtype, device=self._device)
+            return
         with torch.no_grad():
-            self._tensors[tensor.name].copy_(torch.from_numpy(array))
+            self._leaf(tensor).copy_(torch.from_numpy(array))
+
+    def _leaf(self, tensor: PlanTensor) -> Tensor:
+        leaf = self._tensors[tensor.name]
+        assert isinstance(leaf, Tensor)
+        return leaf
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        return self._tensors[tensor.name].detach().to("cpu", torch.float32, copy=True).numpy()
+        values = self._tensors[tensor.name]
+        return _host(values.dense() if isinstance(values, Packed) else values)
 
     def do_build(self) -> None:
-        self._params = self.plan.params(self._tensors)
+        self._params = None if self.plan.drops else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
         if self._engine.compile:
@@ -89,7 +104,8 @@ class TorchSession(Session):
             self._forward = torch.compile(self._forward, dynamic=False)
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.plan.model.forward(self._ops, self._params, batch)
+        params = self.plan.params(self._tensors, batch) if self._params is None else self._params
+        return self.plan.model.forward(self._ops, params, batch)
 
     def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self._ops.cross_entropy(self._logits(batch), batch["targets"], batch["weights"])
@@ -131,7 +147,7 @@ class TorchSession(Session):
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
             self._backward(micros)
-        return {t.name: _host(self._tensors[t.name].grad) for t in self.plan.trainable}
+        return {t.name: _host(self._leaf(t).grad) for t in self.plan.trainable}
 
     def do_loss(self, micro: Batch) -> float:
         with self._settings.applied(), torch.no_grad(), self._autocast():

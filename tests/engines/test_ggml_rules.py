@@ -39,6 +39,9 @@ class TorchOps(Ops):
     def add(self, a, b):
         return a + b
 
+    def mul(self, a, b):
+        return a * b
+
     def scale(self, x, factor):
         return x * factor
 
@@ -240,6 +243,15 @@ def add_case(draw):
     return case
 
 
+def mul_case(draw):
+    case = Case(draw)
+    shape, squared = (*draw(leads), draw(sizes)), draw(st.booleans())
+    case.array("a", *shape)
+    case.array("b", *shape, magnitude=1.0)
+    case.function = lambda ops, p, batch: ops.mul(p["a"], p["a"] if squared else p["b"])
+    return case
+
+
 def scale_case(draw):
     case = Case(draw)
     case.array("x", *draw(leads), draw(sizes))
@@ -363,7 +375,7 @@ def swiglu_case(draw):
 
 
 CASES = [
-    rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, scale_case, rms_norm_case,
+    rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, mul_case, scale_case, rms_norm_case,
     layer_norm_case, heads_case, split_case, prepend_case, select_case, rope_case, attention_case, gelu_case,
     silu_case, swiglu_case,
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 It runs as a process of its own because llama.cpp aborts on some bad files.
 
-question: {"model": path, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V, "plain": id, "eos": id or null}
+question: {"model": path, "adapter": path or null, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V,
+           "plain": id, "eos": id or null}
 answer:   {"tokens": [[id, ...], ...], "pieces": [[byte, ...], ...], "log_probabilities": [[[x] * V] * T] * windows,
            "stopped_by": "eos" or "limit"}
 
@@ -22,10 +23,12 @@ import xllamacpp
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def serve(path):
+def serve(path, adapter):
     """A llama.cpp server with everything off that rounds: f32 key/value cache and no flash attention."""
     params = xllamacpp.CommonParams()
     params.model.path = path
+    if adapter:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
     params.n_ctx = 256  # llama.cpp pads to this anyway, and cuts to the model's own context
     params.n_parallel = 1
     params.n_gpu_layers = 0
@@ -82,7 +85,7 @@ def distribution(address, ids, forced, vocab):
 
 def main():
     question = json.load(sys.stdin)
-    server = serve(question["model"])  # kept in a name: the server stops when it is collected
+    server = serve(question["model"], question["adapter"])  # kept in a name: the server stops when it is collected
     address = server.listening_address
     texts = [tokenize(address, text) for text in question["texts"]]
     vocab, plain, eos = question["vocab"], question["plain"], question["eos"]

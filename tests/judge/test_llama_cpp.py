@@ -30,6 +30,7 @@ from toyexp_callbacks.schedules import Cosine
 from toyexp_data.text import Text
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.warm import Warm
 from toyexp_torch.engines import TorchCPU
@@ -116,10 +117,12 @@ def ask(
     tokenizer: Tokenizer | None,
     windows: np.ndarray | None = None,
     texts: Sequence[str] = (),
+    adapter: Path | None = None,
 ) -> Verdict:
     """llama.cpp's view of the file; fails with its own words when it refuses the file or aborts on it."""
     question = {
         "model": str(path),
+        "adapter": str(adapter) if adapter else None,
         "texts": texts,
         "windows": [] if windows is None else windows.tolist(),
         "vocab": vocab,
@@ -175,9 +178,9 @@ class Trained:
         write_model(path, self.plan.model, export_tensors(self.plan, self.values), self.tokenizer, kind)
         return path
 
-    def judged(self, path: Path) -> tuple[float, float]:
+    def judged(self, path: Path, adapter: Path | None = None) -> tuple[float, float]:
         """The loss by llama.cpp, and the largest difference of a log-probability from the engine's."""
-        theirs = ask(path, self.logits.shape[-1], self.tokenizer, self.windows).log_probabilities
+        theirs = ask(path, self.logits.shape[-1], self.tokenizer, self.windows, adapter=adapter).log_probabilities
         loss = -np.take_along_axis(theirs, self.targets[..., None], axis=-1).mean()
         return float(loss), float(np.abs(theirs - log_softmax(self.logits)).max())
 
@@ -202,6 +205,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
         model, data, recipe, TorchCPU(threads=1), Optim(),
         {"cosine": Cosine(), "gguf_export": GGUFExport()}, plain={}, engine_note="",
+        base=model if recipe.base_file() else None,
     )  # fmt: skip
     prepared = prepare(config)
     plan, dataset, bus, tokenizer = prepared.plan, prepared.dataset, prepared.bus, prepared.dataset.tokenizer
@@ -266,8 +270,8 @@ TOLERANCE = {
 }
 
 
-def assert_agrees(trained: Trained, path: Path, kind: str) -> None:
-    loss, worst = trained.judged(path)
+def assert_agrees(trained: Trained, path: Path, kind: str, adapter: Path | None = None) -> None:
+    loss, worst = trained.judged(path, adapter)
     loss_limit, limit = TOLERANCE[trained.plan.model.name, kind]
     assert loss == pytest.approx(trained.loss, abs=loss_limit)
     assert worst < limit
@@ -293,6 +297,22 @@ def test_a_lens_is_folded_into_an_ordinary_embedding(workshop):
         assert trained.values["token_embd.weight"].shape == (257, 64)
         assert file.tensors["token_embd.weight"].shape == (257, 48)
     assert_agrees(trained, trained.path, "f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama, padded", {"targets": ["*"], "rank": 4, "alpha": 12, "dropout": 0.1}),
+        ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),
+    ],
+)
+def test_an_adapter_on_its_base_is_the_merged_model_is_what_the_engine_computed(workshop, name, settings):
+    base = workshop(name)
+    lora = workshop(f"{name}, lora", (base.plan.model, "auto"), Lora(base=str(base.path), **settings))
+    np.testing.assert_array_equal(lora.windows, base.windows)
+    assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1  # else it would say nothing
+    assert_agrees(lora, base.path, "f32", adapter=lora.path.with_name("adapter.gguf"))
+    assert_agrees(lora, lora.path, "f32")
 
 
 def test_the_loss_of_a_trained_model_depends_on_its_context(workshop):

@@ -1,8 +1,12 @@
 """Small plans of the real models, for tests."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from toyexp import Setup
+from toyexp.gguf.write import write_model
+from toyexp.init import draw
 from toyexp.testing import token_dataset
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -34,3 +38,13 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
     model = MODELS[name].fit(token_dataset(VOCAB))
     setup = Setup(batches(rows).inputs, rows=rows, accumulate=accumulate, seed=seed, **changes)
     return (recipe or Scratch()).plan(model, setup)
+
+
+def write_base(path, name, kind="f32", tokenizer=None, **sizes):
+    """A GGUF of random values to start from, and its model."""
+    model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
+    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    for name in values.keys() & {"token_embd.weight", "position_embd.weight", "output.weight"}:
+        values[name] *= 15  # so that its logits differ
+    write_model(path, model, values, tokenizer, kind)
+    return model

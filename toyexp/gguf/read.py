@@ -68,7 +68,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path, self._fd = Path(path), -1
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -83,6 +83,9 @@ class GGUFFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
@@ -105,6 +108,10 @@ class GGUFFile:
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor as float32, dequantised; `rows` reads only the first rows of a matrix."""
+        return dequantise(self.read_raw(name, rows), self.tensors[name].type_id)
+
+    def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
+        """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""
         info = self.tensors.get(name)
         if info is None:
             raise self.error(f"has no tensor {name}")
@@ -114,17 +121,7 @@ class GGUFFile:
                 raise self.error(f"{name} has {shape[0]} rows, {rows} were asked for")
             nbytes, shape = nbytes // shape[0] * rows, (rows, *shape[1:])
         raw = np.frombuffer(self._pread(info.offset, nbytes, name), np.uint8)
-        if info.type == "F32":
-            return raw.view("<f4").reshape(shape).astype(np.float32)
-        if info.type == "F16":
-            return raw.view("<f2").reshape(shape).astype(np.float32)
-        if info.type == "BF16":
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-        from gguf import GGMLQuantizationType, quants  # deferred: only quantised files need it
-
-        _, per_block, block_bytes = TYPES[info.type_id]
-        blocks = raw.reshape(*shape[:-1], shape[-1] // per_block * block_bytes)
-        return np.ascontiguousarray(quants.dequantize(blocks, GGMLQuantizationType(info.type_id)), np.float32)
+        return raw.reshape(*shape[:-1], -1)
 
     # -- the header ---------------------------------------------------------------------------------------------
 
@@ -208,6 +205,20 @@ class GGUFFile:
             if one.offset + one.nbytes > following.offset:
                 raise self.error(f"tensors {printable(one.name)} and {printable(following.name)} overlap")
         return tensors
+
+
+def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
+    """Bytes [.., bytes of a row] of a ggml type as float32 [.., in]."""
+    name = TYPES[type_id][0]
+    if name == "F32":
+        return raw.view("<f4").astype(np.float32)
+    if name == "F16":
+        return raw.view("<f2").astype(np.float32)
+    if name == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    from gguf import GGMLQuantizationType, quants  # deferred: only quantised files need it
+
+    return np.ascontiguousarray(quants.dequantize(raw, GGMLQuantizationType(type_id)), np.float32)
 
 
 class _Cursor:

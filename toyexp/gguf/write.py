@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from toyexp.errors import RunFailed, UserError, choose
 from toyexp.model import Model
-from toyexp.plan import Lens, Plan
+from toyexp.plan import Lens, LoraAdapter, Plan, lora_names
 from toyexp.tokenizer import UNUSED, Tokenizer
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type of llama.cpp
@@ -26,12 +26,18 @@ def check_type(kind: str, key: str = "type") -> None:
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The model's own tensors from the run's: the lens is folded into an ordinary embedding, E' = E W^T."""
+    """The model's own tensors from the run's: adapters are folded in.
+
+    A lens makes an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
+    """
     out = dict(values)
     for adapter in plan.adapters:
         if isinstance(adapter, Lens):
             lens = out.pop(adapter.projection).astype(np.float64)
             out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
+        else:
+            a, b = (out.pop(name).astype(np.float64) for name in lora_names(adapter.target))
+            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype(np.float32)
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 
@@ -49,12 +55,8 @@ def write_model(
     `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
     the architecture. Without a tokenizer a language model's file holds ids only, which llama.cpp loads as `no_vocab`.
     """
-    from gguf import GGUFWriter  # deferred: training never needs it
-
     check_type(kind)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    writer = GGUFWriter(temporary, model.architecture)
-    try:
+    with _writing(path, model.architecture) as writer:
         writer.add_type("model")
         writer.add_file_type(FILE_TYPES[kind])
         writer.add_quantization_version(2)
@@ -65,6 +67,39 @@ def write_model(
                 _add(writer, f"tokenizer.ggml.{key}", value)
         for name, array in tensors.items():
             _add_tensor(writer, name, array, kind)
+
+
+def write_adapter(
+    path: Path, plan: Plan, values: Mapping[str, np.ndarray], general: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the plan's LoRA adapters for llama.cpp's `--lora`, in one piece like `write_model`, in float32.
+
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file.
+    """
+    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
+    alphas = {a.scale * plan.tensor(lora_names(a.target)[0]).shape[0] for a in adapters}
+    if len(alphas) != 1:
+        raise UserError(f"{path.name}: an adapter file holds one alpha, these adapters have {sorted(alphas)}")
+    with _writing(path, plan.model.architecture) as writer:
+        writer.add_type("adapter")
+        for key, value in (general or {}).items():
+            _add(writer, f"general.{key}", value)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", alphas.pop())
+        for adapter in adapters:
+            for name in lora_names(adapter.target):
+                _add_tensor(writer, name, values[name], "f32")
+
+
+@contextlib.contextmanager
+def _writing(path: Path, architecture: str) -> Iterator[Any]:
+    """A GGUFWriter to be filled; the file appears under its name once it is whole."""
+    from gguf import GGUFWriter  # deferred: training never needs it
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    writer = GGUFWriter(temporary, architecture)
+    try:
+        yield writer
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "matmul": ({"w": (CLASSES, WIDTH)}, lambda ops, p, x: ops.linear(x, p["w"])),
     "bias": ({"w": (CLASSES, WIDTH), "b": (CLASSES,)}, lambda ops, p, x: ops.linear(x, p["w"], p["b"])),
     "add": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.add(x, ops.linear(x, p["w"]))),
+    "mul": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.mul(x, ops.linear(x, p["w"]))),
     "scale": ({}, lambda ops, p, x: ops.scale(x, -1.7)),
     "rms_norm": ({"w": (WIDTH,)}, lambda ops, p, x: ops.rms_norm(x, p["w"], 1e-5)),
     "layer_norm": ({"w": (WIDTH,), "b": (WIDTH,)}, lambda ops, p, x: ops.layer_norm(x, p["w"], p["b"], 1e-5)),

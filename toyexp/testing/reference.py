@@ -32,6 +32,10 @@ class ReferenceOps(Ops):
         """See Ops.add."""
         return a + b
 
+    def mul(self, a: Array, b: Array) -> Array:
+        """See Ops.mul."""
+        return a * b
+
     def scale(self, x: Array, factor: float) -> Array:
         """See Ops.scale."""
         return x * factor
@@ -104,7 +108,7 @@ class ReferenceOps(Ops):
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
     """The plan's logits for a batch, in float64."""
     wide = {name: value.astype(np.float64) for name, value in values.items()}
-    return plan.model.forward(ReferenceOps(), plan.params(wide), batch)
+    return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
 
 
 def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> float:

@@ -1,0 +1,210 @@
+"""A run that starts from a GGUF model: its architecture, sizes and tokenizer come from there, or it is refused."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import yaml
+from gguf import GGUFWriter
+from tiny import write_base
+
+from toyexp.cli import main
+from toyexp.errors import UserError
+from toyexp.gguf.read import GGUFFile
+from toyexp.tokenizer import Bytes
+from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
+
+QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
+         "model.context=12"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run(directory, *words):
+    assert main([*QUICK, f"hydra.run.dir={directory}", *words]) == 0
+    return json.loads((directory / "result.json").read_text())
+
+
+def tensors(path):
+    with GGUFFile(path) as file:
+        return {name: file.read(name) for name in file.tensors}
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2"])
+def test_full_goes_on_where_the_export_ended(tmp_path, name):
+    model = write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    first = run(tmp_path / "first", "recipe=full", "recipe.base=base.gguf", "lr=0.01")
+    with GGUFFile(tmp_path / "first" / "model.gguf") as file:
+        assert type(model).from_gguf(file) == model
+    same = run(tmp_path / "same", "recipe=full", "recipe.base=first/model.gguf", "lr=0")
+    assert same["first_eval_loss"] == same["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
+    one, other = tensors(tmp_path / "first" / "model.gguf"), tensors(tmp_path / "same" / "model.gguf")
+    assert all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def test_full_may_leave_the_embeddings_as_they_are(tmp_path):
+    write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes())
+    run(tmp_path / "run", "recipe=full", "recipe.base=base.gguf", "recipe.train_embeddings=false")
+    before, after = tensors(tmp_path / "base.gguf"), tensors(tmp_path / "run" / "model.gguf")
+    same = {n for n in before if np.array_equal(before[n], after[n])}
+    assert same == {"token_embd.weight", "position_embd.weight"}
+
+
+def test_a_lora_run_leaves_an_adapter_and_a_merged_model_and_can_be_repeated(tmp_path):
+    write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes(), context=20)
+    digest = hashlib.sha256((tmp_path / "base.gguf").read_bytes()).hexdigest()
+    words = ["recipe=lora", "recipe.base=base.gguf", "recipe.targets=[qkv]", "recipe.rank=2", "recipe.dropout=0.1"]
+    first = run(tmp_path / "one", *words)
+    assert hashlib.sha256((tmp_path / "base.gguf").read_bytes()).hexdigest() == digest
+    facts = json.loads((tmp_path / "one" / "events.jsonl").read_text().splitlines()[0])
+    assert facts["model"]["arch"] == "gpt2" and facts["run_id"]
+    assert yaml.safe_load((tmp_path / "one" / "config.yaml").read_text())["name"] == "lora-gpt2"
+    before, merged = tensors(tmp_path / "base.gguf"), tensors(tmp_path / "one" / "model.gguf")
+    pair = tensors(tmp_path / "one" / "adapter.gguf")
+    assert merged.keys() == before.keys() and merged["position_embd.weight"].shape[0] == 20
+    for name, array in before.items():
+        a, b = (pair.get(f"{name}.lora_{x}") for x in "ab")
+        np.testing.assert_allclose(merged[name], array if a is None else array + b @ a, atol=1e-7)
+    again = ["--config-path", "one", "--config-name", "config", f"hydra.run.dir={tmp_path / 'two'}"]
+    assert main(again) == 0
+    assert json.loads((tmp_path / "two" / "result.json").read_text())["eval_loss"] == first["eval_loss"]
+
+
+def test_the_adapter_alone_and_every_so_many_steps(tmp_path):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "callbacks.gguf_export.merged=false",
+        "callbacks.gguf_export.every=1")  # fmt: skip
+    assert sorted(p.name for p in (tmp_path / "run").glob("*.gguf")) == ["adapter-1.gguf", "adapter.gguf"]
+
+
+def test_ranks_can_be_swept(tmp_path, capsys):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
+    words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    assert main(["-m", *QUICK, *words]) == 0
+    files = sorted((tmp_path / "sweep").rglob("adapter.gguf"))
+    assert [tensors(f)["blk.0.attn_q.weight.lora_a"].shape[0] for f in files] == [1, 2]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def bare(path, arch, tensors=("token_embd.weight",), **general):
+    writer = GGUFWriter(path, arch)
+    for key, value in general.items():
+        writer.add_string(f"general.{key}", value)
+    for name in tensors:
+        writer.add_tensor(name, np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("recipe=lora", "recipe=lora starts from a model in a GGUF file: add recipe.base=model.gguf"),
+        ("recipe=full", "recipe=full starts from a model in a GGUF file: add recipe.base=model.gguf"),
+        ("recipe=lora recipe.base=nowhere.gguf", "nowhere.gguf: not found"),
+        ("recipe=lora recipe.base=book.txt", "book.txt: is not a GGUF file"),
+        ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
+        ("recipe=full recipe.base=other.gguf", "other.gguf: its architecture is mamba; there is: gpt2, llama"),
+        ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama.embedding_length"),
+        ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
+        ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
+        ("recipe=lora recipe.base=base.gguf recipe.rank=99", "use recipe.rank=32 or less"),
+        ("recipe=lora recipe.base=base.gguf recipe.targets=[attn_w]", "did you mean attn_"),
+        ("recipe=lora recipe.base=base.gguf recipe.targets=q", "recipe.targets=q"),
+        ("recipe=full recipe.base=${nope}", "${nope}, a key that is not there"),
+        ("recipe=full recipe.base=base.gguf model.d_model=64", "a llama with d_model=32; leave model.d_model out"),
+        ("recipe=full recipe.base=base.gguf model=gpt2", "takes the model from base.gguf, a llama; leave model out"),
+        ("recipe=full recipe.base=base.gguf model.context=13", "for up to 12 positions; use model.context=12 or less"),
+        ("recipe=full recipe.base=base.gguf data.tokenizer=bpe data.bpe_vocab=300", "leave data.tokenizer out"),
+        ("recipe=full recipe.base=base.gguf data=digits", "model=llama reads tokens"),
+    ],
+)
+def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
+    bare(tmp_path / "adapter.gguf", "llama", type="adapter")
+    bare(tmp_path / "other.gguf", "mamba")
+    bare(tmp_path / "bare.gguf", "llama")
+    (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
+    quick = QUICK[2:] if "data=digits" in words else QUICK
+    assert main([*quick, *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) <= 2, err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
+    run(
+        tmp_path / "run",
+        "recipe=full",
+        "recipe.base=base.gguf",
+        "model=llama",
+        "model.d_model=32",
+        "model.norm_eps=1e-5",
+    )
+
+
+class Header:
+    """What from_gguf reads of a file."""
+
+    def __init__(self, model, keys=(), tensors=(), without=()):
+        self.path, self.architecture = "base.gguf", model.name
+        self.metadata = {f"{model.name}.{k}": v for k, v in {**model.gguf_metadata(), **dict(keys)}.items()}
+        self.tensors = {t.name: t for t in model.tensors() if t.name not in without}
+        self.tensors |= dict.fromkeys(tensors)
+
+    def error(self, cause):
+        return UserError(cause)
+
+
+LLAMA, GPT = Llama(vocab=40), GPT2(vocab=40)
+
+
+@pytest.mark.parametrize(
+    ("model", "header", "said"),
+    [
+        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
+        (LLAMA, {"tensors": ["blk.0.attn_q_norm.weight"]}, "has the tensor blk.0.attn_q_norm.weight"),
+        (LLAMA, {"without": ["blk.1.ffn_up.weight"]}, "lacks the tensor blk.1.ffn_up.weight"),
+        (LLAMA, {"without": ["token_embd.weight"]}, "lacks the tensor token_embd.weight"),
+        (LLAMA, {"keys": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.type is yarn"),
+        (LLAMA, {"keys": {"rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor is 4.0"),
+        (LLAMA, {"keys": {"rope.dimension_count": 8}}, "llama.rope.dimension_count is 8"),
+        (LLAMA, {"keys": {"attention.key_length": 32}}, "llama.attention.key_length is 32"),
+        (LLAMA, {"keys": {"attention.sliding_window": 512}}, "llama.attention.sliding_window is a key"),
+        (LLAMA, {"keys": {"expert_count": 8}}, "llama.expert_count is 8"),
+        (LLAMA, {"keys": {"attention.head_count": np.array([4, 4])}}, "llama.attention.head_count is [4 4]"),
+        (LLAMA, {"keys": {"attention.head_count_kv": 4}}, "blk.0.attn_k.weight has the shape [32, 64]"),
+        (GPT, {"tensors": ["blk.0.attn_q.weight"]}, "has the tensor blk.0.attn_q.weight"),
+        (GPT, {"keys": {"block_count": 0}}, "gpt2.block_count is 0"),
+    ],
+)
+def test_what_our_model_cannot_represent_is_named(model, header, said):
+    with pytest.raises(UserError) as raised:
+        type(model).from_gguf(Header(model, **header))
+    assert said in str(raised.value)
+
+
+def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
+    header = Header(LLAMA, {"attention.value_length": 16, "rope.scaling.type": "none", "expert_count": 0})
+    for key in ("rope.freq_base", "rope.dimension_count", "vocab_size"):
+        del header.metadata[f"llama.{key}"]
+    assert Llama.from_gguf(header) == LLAMA
+    plain = Llama(vocab=40, n_kv_heads=4)
+    header = Header(plain)
+    del header.metadata["llama.attention.head_count_kv"]
+    assert Llama.from_gguf(header) == plain

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.errors import ToyexpError, Unavailable, UserError, choose
+from toyexp.matrix import table
 from toyexp.registry import KINDS, Registry, load, settings_of
 
 if TYPE_CHECKING:
@@ -304,11 +305,16 @@ def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
 
 def plugins(words: Sequence[str]) -> int:
     """What can be asked for, and which plugins are broken."""
-    names = [w for w in words if not w.startswith("plugins=")]
+    names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
+    if "--matrix" in words:
+        if names:
+            raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
+        print("\n".join(table(registry)))
+        return 0
     if names:
         return _plugin_settings(names[0], registry)
     for kind, offers in registry.offers.items():
@@ -320,7 +326,7 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<16} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME")
+    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
     return 0
 
 
@@ -430,6 +436,7 @@ def show_help(words: Sequence[str] = ()) -> int:
 
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
+          plugins --matrix  which recipe trains which model on which engine
           doctor            which engines work here, and why the others do not
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           bench [...]       engines side by side on this machine: toyexp bench --help

@@ -35,6 +35,7 @@ class Warm(Recipe):
     """Embeddings from a donor GGUF, the rest from random values."""
 
     name: ClassVar[str] = "warm"
+    needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
     donor: str | None = None  # GGUF whose token embedding is used; null: the small one that ships with toyexp
     lens: str = "auto"  # to d_model: pca | random | none (equal widths) | auto: pca, random for a model that is wider
@@ -60,8 +61,6 @@ class Warm(Recipe):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""
         specs = {t.name: t for t in model.tensors()}
-        if TABLE not in specs:
-            raise UserError(f"recipe=warm replaces {TABLE}, which model={model.name} does not have")
         if self.init == "toy":
             original.check_model(model)
         (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)

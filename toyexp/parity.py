@@ -309,6 +309,7 @@ def help_text() -> str:
         "Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.",
         "engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.",
         f"All other settings are those of a run; steps={STEPS} unless given. Nothing is written.",
+        "An experiment that sweeps, such as parity_all, is compared job by job.",
         "",
         "options, with their defaults",
         *limits,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.errors import ToyexpError, Unavailable, UserError, choose
+from toyexp.matrix import table
 from toyexp.registry import KINDS, Registry, load, settings_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from toyexp.experiment import Result
+    from toyexp.parity import Report
     from toyexp.schema import Source
 
 log = logging.getLogger("toyexp")
@@ -153,9 +155,11 @@ def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str]
     """Runs every combination of the values, one after another; a job that fails is reported and the others go on."""
     from toyexp import config, mistakes
 
+    for override in parsed:  # what is wrong in every job is told once, before the first
+        if not override.is_sweep_override():
+            mistakes.check_override(override, registry, source)
+    parsed = [*own_sweep(parsed, registry, source), *parsed]
     fixed = [o for o in parsed if not o.is_sweep_override()]
-    for override in fixed:  # what is wrong in every job is told once, before the first
-        mistakes.check_override(override, registry, source)
     rows: list[tuple[str, Result | Exception]] = []
     root: list[Path] = []
 
@@ -169,8 +173,6 @@ def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str]
         say(f"\n[{number}] {label}".rstrip())
         try:
             cfg = config.compose([*(str(o.input_line) for o in fixed), *varied], registry, source, number)
-            if cfg.hydra.sweeper.params:
-                raise UserError("hydra.sweeper.params: give the values on the command line: -m key=a,b")
             result = experiment(cfg, registry, modules, lambda cfg=cfg: directory(cfg))  # type: ignore[misc]
         except Exception as error:
             rows.append((label, error))
@@ -186,6 +188,16 @@ def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str]
     if not failed:
         return 0
     return 2 if all(isinstance(e, UserError) for e in failed) else 1
+
+
+def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:
+    """What the chosen experiment sweeps over, but for the keys that the command line gives."""
+    from toyexp import config, mistakes
+
+    chosen = [str(o.input_line) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    given = {o.key_or_group for o in parsed}
+    own = config.sweep_of(config.compose(chosen, registry, source))
+    return mistakes.parse([f"{key}={values}" for key, values in own.items() if key not in given])
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
@@ -304,11 +316,16 @@ def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
 
 def plugins(words: Sequence[str]) -> int:
     """What can be asked for, and which plugins are broken."""
-    names = [w for w in words if not w.startswith("plugins=")]
+    names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
+    if "--matrix" in words:
+        if names:
+            raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
+        print("\n".join(table(registry)))
+        return 0
     if names:
         return _plugin_settings(names[0], registry)
     for kind, offers in registry.offers.items():
@@ -320,7 +337,7 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<16} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME")
+    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
     return 0
 
 
@@ -389,13 +406,29 @@ def parity(words: Sequence[str]) -> int:
         return 0
     options, settings = split(words)
     from toyexp.run import dump_json
+    from toyexp.schema import Source
     from toyexp.variants import prepare_variants
 
-    registry, modules = _for_one_experiment("parity", settings)
-    variants = prepare_variants([f"steps={STEPS}", *settings], registry, modules)
-    report = compare(variants, options.tolerances, (lambda line: None) if options.json else say)
-    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(summary(report, options.all)))
-    return 0 if report.within else 1
+    registry, modules, parsed = _for_one_experiment("parity", settings)
+    own = own_sweep(parsed, registry, Source.of())
+    fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
+    watch: Callable[[str], None] = (lambda line: None) if options.json else say
+    reports: dict[str, Report] = {}
+    for varied in combinations(own):
+        label = " ".join(varied)
+        if varied:
+            watch(f"\n[{len(reports)}] {label}")
+        variants = prepare_variants([f"steps={STEPS}", *settings, *fixed, *varied], registry, modules)
+        reports[label] = report = compare(variants, options.tolerances, watch)
+        for line in summary(report, options.all):
+            watch(line)
+    within = sum(report.within for report in reports.values())
+    if options.json:
+        jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
+        print(dump_json({"within": within == len(jobs), "jobs": jobs} if own else reports[""].plain(), indent=2))
+    if len(reports) > 1:
+        watch(f"\n{within} of {len(reports)} within the tolerances")
+    return 0 if within == len(reports) else 1
 
 
 def bench(words: Sequence[str]) -> int:
@@ -408,14 +441,17 @@ def bench(words: Sequence[str]) -> int:
     options, settings = split(words)
     from toyexp.run import dump_json
 
-    registry, modules = _for_one_experiment("bench", settings)
+    registry, modules, _ = _for_one_experiment("bench", settings)
     report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
     print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
     return 0
 
 
-def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str]]:
-    """The plugins for a command that runs one experiment on several engines; UserError when a setting has more."""
+def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
+    """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
+
+    Raises UserError for a setting with several values.
+    """
     from toyexp import mistakes, schema
 
     parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
@@ -425,7 +461,7 @@ def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry
     modules = _modules(parsed)
     registry = load(modules)
     schema.store_schemas(registry)
-    return registry, modules
+    return registry, modules, parsed
 
 
 def show_help(words: Sequence[str] = ()) -> int:
@@ -443,6 +479,7 @@ def show_help(words: Sequence[str] = ()) -> int:
 
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
+          plugins --matrix  which recipe trains which model on which engine
           doctor            which engines work here, and why the others do not
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help

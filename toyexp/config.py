@@ -17,7 +17,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.bus import Callback
@@ -61,10 +61,19 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise yaml_error(error, source.directory) from None
     with open_dict(cfg):
         cfg.hydra.job.num = job
+        given = {o.key_or_group for o in parsed}
+        cfg.hydra.sweeper.params = {key: values for key, values in sweep_of(cfg).items() if key not in given}
         for key in valid_keys(None, registry, "") - {str(k) for k in cfg}:  # a person's own file may leave keys out
             cfg[key] = getattr(Settings(), key)
     HydraConfig.instance().set_config(cfg)  # what ${hydra:...} reads
     return cfg
+
+
+def sweep_of(cfg: DictConfig) -> dict[str, str]:
+    """What the config itself sweeps over and was given no value for, as `key: values` of a command line."""
+    params = OmegaConf.select(cfg, "hydra.sweeper.params") or {}
+    lists = {str(key): values if isinstance(values, ListConfig) else [values] for key, values in params.items()}
+    return {key: ",".join("null" if v is None else str(v) for v in values) for key, values in lists.items()}
 
 
 def directory(cfg: DictConfig, key: str, below: Path = Path()) -> Path:
@@ -94,6 +103,10 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     `allowed_plugins` are the modules named on the command line: a config file that came from elsewhere must not be
     able to load code.
     """
+    if sweep_of(cfg):
+        name = OmegaConf.select(cfg, "hydra.runtime.choices.experiment")
+        what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
+        raise UserError(f"{what} is a sweep over {', '.join(sweep_of(cfg))}; run it with -m: toyexp -m{line}")
     typed = parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
     cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
     check_keys(cfg, registry)

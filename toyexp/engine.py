@@ -43,6 +43,7 @@ class Engine(ABC):
 
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
+    features: ClassVar[tuple[str, ...]] = ()  # what it offers recipes beyond the op vocabulary
 
     @abstractmethod
     def check(self) -> str:

@@ -20,6 +20,7 @@ from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
 from toyexp.loop import Outcome, train
+from toyexp.matrix import refusal
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
@@ -59,11 +60,9 @@ class Result:
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     settings, recipe, optim = config.settings, config.recipe, config.optim
-    if config.model.reads not in recipe.reads:
-        raise UserError(
-            f"recipe={recipe.name} trains models that read {' or '.join(recipe.reads)}; "
-            f"model={config.model.name} reads {config.model.reads}"
-        )
+    reason = refusal(recipe, config.model, config.engine)
+    if reason:
+        raise UserError(reason)
     if config.data.gives != config.model.reads:
         raise UserError(
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"

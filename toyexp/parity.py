@@ -22,9 +22,11 @@ from toyexp.variants import Variant
 STEPS = 20  # unless the user says how many
 SHOWN = 3  # tensors listed for each engine without --all
 SWITCHES = ("--all", "--json")
-# A gradient below this share of the whole gradient is rounding: so is the bias of attention's keys without rope,
-# which the softmax cancels.
-ROUNDING = 1e-6
+# A gradient below this share of the whole gradient is compared with that.
+SMALL = 1e-6
+# And below float32's precision it is nothing but rounding: so is the bias of attention's keys without rope, which the
+# softmax cancels.
+ROUNDING = 2.0**-23
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -46,7 +48,7 @@ class TensorDifference:
     """How far one trainable tensor is from the reference's."""
 
     name: str
-    gradient: float  # |g - g_ref| / |g_ref|; both scales have a floor, see tensor_differences
+    gradient: float  # |g - g_ref| / |g_ref|; for small ones see tensor_differences
     cosine: float  # of the two gradients; 1 when both are zero
     weights: float  # |w - w_ref| / |w_ref - w_start|
     of_norm: float  # |w - w_ref| / |w_ref|
@@ -183,9 +185,10 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     """Every trainable tensor against the reference's; infinite where one holds what is no number.
 
     Weights are compared relative to how far training moved them, which means the same for any learning rate, number
-    of steps and initial size; relative to their norm, an engine that does not train at all would come near. AdamW
-    moves a tensor whose true gradient is zero by rounding alone, so one that moved less than the typical tensor
-    counts as having moved as far. Gradients below `ROUNDING` of the whole are compared with that, for the same reason.
+    of steps and initial size; relative to their norm, an engine that does not train at all would come near. One that
+    moved less than the typical tensor counts as having moved as far, and gradients below `SMALL` of the whole are
+    compared with that. Where the true gradient is zero and both engines have mere rounding instead, it is compared with
+    the whole, and the weights are not: AdamW makes whole steps even of rounding.
     """
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())
@@ -195,12 +198,13 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     for name, w_ref in reference.weights.items():
         g, g_ref = measured.gradients[name], reference.gradients[name]
         off = _distance(measured.weights[name], w_ref)
+        rounding = 0 < max(_norm(g), _norm(g_ref)) < ROUNDING * whole
         differences.append(
             TensorDifference(
                 name,
-                _ratio(_distance(g, g_ref), max(_norm(g_ref), ROUNDING * whole)),
+                _ratio(_distance(g, g_ref), whole if rounding else max(_norm(g_ref), SMALL * whole)),
                 _cosine(g, g_ref),
-                _ratio(off, max(moved[name], typical * math.sqrt(w_ref.size))),
+                0.0 if rounding else _ratio(off, max(moved[name], typical * math.sqrt(w_ref.size))),
                 _ratio(off, _norm(w_ref)),
             )
         )
@@ -305,6 +309,7 @@ def help_text() -> str:
         "Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.",
         "engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.",
         f"All other settings are those of a run; steps={STEPS} unless given. Nothing is written.",
+        "An experiment that sweeps, such as parity_all, is compared job by job.",
         "",
         "options, with their defaults",
         *limits,

@@ -45,6 +45,8 @@ class Recipe(ABC):
     name: ClassVar[str]  # what `recipe=` takes
     optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
     reads: ClassVar[tuple[str, ...]] = ("tokens",)  # kinds of model it can train
+    needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
+    needs_features: ClassVar[tuple[str, ...]] = ()  # what an engine must offer beyond the op vocabulary
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from toyexp import Model, Plan, PlanTensor, Recipe, Setup
+from toyexp import Model, Plan, PlanTensor, Recipe, Session, Setup
+from toyexp_recipes import original
 
 DONOR = Path(__file__).parent / "assets" / "donor.gguf"
 
@@ -18,10 +19,23 @@ class Scratch(Recipe):
     name: ClassVar[str] = "scratch"
     reads: ClassVar[tuple[str, ...]] = ("tokens", "images")
 
+    init: str = "default"  # initial values: default (drawn by name) | toy (as the original draws llama and gpt2)
+
+    def check(self) -> None:
+        """Raises UserError for an unknown initialiser."""
+        original.check_init(self.init)
+
     def vocabulary(self) -> Path | None:
         """The small donor's tokenizer, so that losses compare with recipe=warm."""
         return DONOR
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Every tensor of the model, trainable, from its own initialiser."""
+        if self.init == "toy":
+            original.check_model(model)
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+
+    def warm(self, session: Session) -> None:
+        """Uploads the original's initial values, if they were asked for."""
+        if self.init == "toy":
+            original.upload(session)

@@ -16,6 +16,7 @@ import numpy as np
 
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose
 from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp_recipes import original
 from toyexp_recipes.scratch import DONOR
 
 log = logging.getLogger("toyexp")
@@ -34,10 +35,12 @@ class Warm(Recipe):
     """Embeddings from a donor GGUF, the rest from random values."""
 
     name: ClassVar[str] = "warm"
+    needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
     donor: str | None = None  # GGUF whose token embedding is used; null: the small one that ships with toyexp
     lens: str = "auto"  # to d_model: pca | random | none (equal widths) | auto: pca, random for a model that is wider
     freeze_donor: bool = True  # keep the donor's rows as they are
+    init: str = "default"  # of all other values: default (drawn by name) | toy (as the original draws llama and gpt2)
 
     @property
     def path(self) -> Path:
@@ -45,7 +48,8 @@ class Warm(Recipe):
         return Path(self.donor) if self.donor else DONOR
 
     def check(self) -> None:
-        """Raises UserError for an unknown lens, and DonorError when the donor is not there."""
+        """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
+        original.check_init(self.init)
         if self.lens not in LENSES:
             raise UserError(f"recipe.lens={self.lens}: {choose(self.lens, LENSES)}")
         donor_embed_width(self.path)
@@ -57,8 +61,8 @@ class Warm(Recipe):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""
         specs = {t.name: t for t in model.tensors()}
-        if TABLE not in specs:
-            raise UserError(f"recipe=warm replaces {TABLE}, which model={model.name} does not have")
+        if self.init == "toy":
+            original.check_model(model)
         (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)
         tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in specs.values()}
         trainable = not self.freeze_donor
@@ -95,7 +99,7 @@ class Warm(Recipe):
             _check_table(file, vocab, width)
 
     def warm(self, session: Session) -> None:
-        """Reads the donor's first rows and uploads them, and the lens; the seed's realize_warm."""
+        """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
         vocab, width = session.plan.tensor(TABLE).shape
         with _open(self.path) as file:
             _check_table(file, vocab, width)
@@ -103,6 +107,8 @@ class Warm(Recipe):
                 rows = file.read(TABLE, rows=vocab)
             except GGUFError as error:
                 raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        if self.init == "toy":
+            original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
         if self.lens == "none":
             return

@@ -10,7 +10,7 @@ import yaml
 
 from toyexp import Unavailable
 from toyexp.cli import main
-from toyexp.config import build, compose
+from toyexp.config import build, compose, sweep_of
 from toyexp.mistakes import valid_choices
 from toyexp.registry import KINDS, load, settings_of
 from toyexp.schema import Source, conf_dir, store_schemas
@@ -41,8 +41,10 @@ def _here(tmp_path, tmp_path_factory, monkeypatch):
 
 @pytest.mark.parametrize("name", presets("experiment"))
 def test_every_experiment_composes_and_builds(registry, name):
-    cfg = compose([f"experiment={name}"], registry, SOURCE)
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
+    lists = sweep_of(compose([f"experiment={name}"], registry, SOURCE))
+    swept = [f"{key}={values.split(',')[0]}" for key, values in lists.items()]
+    cfg = compose([f"experiment={name}", *swept], registry, SOURCE)
     assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
     try:
         built = build(cfg, registry)
@@ -80,6 +82,7 @@ def test_an_experiment_holds_only_differences(registry, name):
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
     chosen = [f"{key.removeprefix('override /')}={value}" for part in body.pop("defaults", []) if isinstance(part, dict)
               for key, value in part.items()]  # fmt: skip
+    body.pop("hydra", None)  # the values of a sweep, each of which is another difference
     without = compose([c.replace("'", "").replace(" ", "") for c in chosen], registry, SOURCE)
     same = {key: value for key, value in leaves(body).items() if value == select(without, key)}
     assert same == {}
@@ -144,6 +147,55 @@ def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_pat
     configs = [yaml.safe_load(p.read_text()) for p in jobs]
     assert [(c["model"]["n_layers"], c["seed"]) for c in configs] == [(1, 3), (1, 4), (2, 3), (2, 4)]
     assert len({p.parent.parent for p in jobs}) == 1
+
+
+@pytest.fixture
+def tiny_sweep(tmp_path):
+    """An experiment that sweeps, in a directory of one's own."""
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "sweeping.yaml").write_text(
+        "# @package _global_\nsteps: 1\nbatch_size: 4\nmodel: {d_model: 16, context: 16}\n"
+        "hydra: {sweeper: {params: {seed: '3,4', model.n_layers: [1, 2], lr: 0.5}}}\n"
+    )
+    return ["--config-dir", "own", "experiment=sweeping", *SMALL, "engine=ggml", "engine.threads=1", "callbacks=[]"]
+
+
+def sweep_configs(tmp_path):
+    return [yaml.safe_load(p.read_text()) for p in sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))]
+
+
+def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
+    assert main(["-m", *tiny_sweep]) == 0
+    jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
+    assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
+    assert "seed=4 model.n_layers=2" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):
+    assert main(["-m", *tiny_sweep, "model.n_layers=1", "lr=0.1,0.2", "seed=5"]) == 0
+    jobs = [(c["seed"], c["model"]["n_layers"], c["lr"]) for c in sweep_configs(tmp_path)]
+    assert jobs == [(5, 1, 0.1), (5, 1, 0.2)]
+
+
+def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_sweep, tmp_path, capsys):
+    error = "toyexp: error: experiment=sweeping is a sweep over {}; run it with -m: toyexp -m experiment=sweeping\n"
+    assert main([*tiny_sweep]) == 2
+    assert capsys.readouterr().err == error.format("seed, model.n_layers, lr")
+    assert main([*tiny_sweep, "seed=1", "lr=1"]) == 2
+    assert capsys.readouterr().err == error.format("model.n_layers")
+    others = [word for word in tiny_sweep if word != "experiment=sweeping"]
+    assert main(["-m", *others, "experiment=sweeping,nothing", "seed=1", "lr=1"]) == 2
+    assert error.format("model.n_layers").partition("error: ")[2] in capsys.readouterr().err
+    assert not list(tmp_path.rglob("config.yaml"))
+    assert main([*tiny_sweep, "seed=1", "lr=1", "model.n_layers=1"]) == 0
+    assert len(list(tmp_path.rglob("config.yaml"))) == 1
+
+
+def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tmp_path, capsys):
+    path = tmp_path / "own" / "experiment" / "sweeping.yaml"
+    path.write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '3,[4'}}}\n")
+    assert main(["-m", *tiny_sweep]) == 2
+    assert "'seed=3,[4': a bracket is not closed" in capsys.readouterr().err
 
 
 def test_help_lists_every_choice_and_imports_no_framework(registry):

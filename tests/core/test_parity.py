@@ -48,14 +48,18 @@ def test_gradients_that_are_zero_in_both_are_equal_and_in_one_are_not():
     assert one.cosine == 0
 
 
-def test_a_tensor_that_only_rounding_moves_counts_for_little():
-    """As the bias of the keys without rope: its gradient is noise, of which AdamW makes small steps."""
+def test_a_tensor_that_only_rounding_moves_counts_for_nothing():
+    """As the bias of the keys without rope: its gradient is noise, of which AdamW makes steps all the same."""
     start = {"w": [0] * 4, "bias": [0] * 4}
-    reference = measured(start, {"w": [1] * 4, "bias": [1e-11] * 4}, {"w": [0.1] * 4, "bias": [1e-4] * 4})
-    other = measured(start, {"w": [1] * 4, "bias": [-1e-11] * 4}, {"w": [0.1] * 4, "bias": [-1e-4] * 4})
+    reference = measured(start, {"w": [1] * 4, "bias": [1e-8] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
+    other = measured(start, {"w": [1] * 4, "bias": [-1e-8] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
     bias = differences(other, reference)["bias"]
-    assert bias.gradient == pytest.approx(2e-5, rel=1e-3)
-    assert bias.weights == pytest.approx(2 * math.sqrt(2) * 1e-3, rel=1e-3)
+    assert bias.gradient == pytest.approx(2e-8, rel=1e-3)
+    assert bias.weights == 0
+    for gradient in (0, 1e-6):  # none at all (a LoRA's A before its first step), and a small one that is real
+        reference = measured(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
+        other = measured(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
+        assert differences(other, reference)["bias"].weights == pytest.approx(0.1 / 0.0790569, rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

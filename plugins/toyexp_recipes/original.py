@@ -1,0 +1,132 @@
+"""The original's initial values: its generators, and the order in which its models draw from them.
+
+One linear congruential generator of 31 bits fills a model tensor by tensor. GPT-2 takes its upper 23 bits as a fraction
+less one, which makes every weight negative, from -0.02 to 0: that is what the original does. Llama turns pairs of
+fractions into normal values (Box and Muller 1958).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from toyexp import Model, Session, UserError, choose
+
+INITS = ("default", "toy")
+
+MULTIPLIER, INCREMENT, MASK = 1103515245, 12345, 0x7FFFFFFF
+
+Shapes = Mapping[str, tuple[int, ...]]
+Draws = Iterator[tuple[str, np.ndarray]]
+
+
+class LCG:
+    """The generator s -> (1103515245 s + 12345) mod 2^31, from the state `seed`."""
+
+    def __init__(self, seed: int):
+        self.state = seed & MASK
+
+    @classmethod
+    def folded(cls, seed: int) -> LCG:
+        """Llama's: the seed spread over all bits, and eight draws thrown away."""
+        generator = cls((seed + 104729) * 2654435761 % 2147483647)
+        generator.states(8)
+        return generator
+
+    def states(self, n: int) -> np.ndarray:
+        """The next `n` states, uint64 [n].
+
+        k steps are one step with other constants, so every pass doubles what is there: log2(n) passes, no loop over n.
+        """
+        out = np.empty(n, np.uint64)
+        out[:1] = (MULTIPLIER * self.state + INCREMENT) & MASK
+        a, c, done = MULTIPLIER, INCREMENT, 1
+        while done < n:
+            more = min(done, n - done)
+            out[done : done + more] = (out[:more] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
+            a, c, done = a * a & MASK, (a * c + c) & MASK, done + more
+        if n:
+            self.state = int(out[-1])
+        return out
+
+    def uniform(self, *shape: int) -> np.ndarray:
+        """Float64 values in [-1, 0)."""
+        return ((self.states(math.prod(shape)) >> np.uint64(8)) / 2.0**23 - 1.0).reshape(shape)
+
+    def normal(self, *shape: int) -> np.ndarray:
+        """Float64 values of the standard normal distribution, an even number of them."""
+        u = (self.states(math.prod(shape)).astype(np.float64) + 1) / 2.0**31
+        radius, angle = np.sqrt(-2 * np.log(u[0::2])), 2 * math.pi * u[1::2]
+        return np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(shape)
+
+
+def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
+    """Every drawn tensor of GPT-2: the embeddings, then by block q, k and v of each head, and the three others."""
+    draw = LCG(seed).uniform
+    d, heads = sizes["d_model"], sizes["n_heads"]
+    for name in ("token_embd.weight", "position_embd.weight"):
+        yield name, 0.02 * draw(*shapes[name])
+    for i in range(sizes["n_layers"]):
+        qkv = draw(heads, 3, d // heads, d).transpose(1, 0, 2, 3)  # [3, H, D, d]
+        yield f"blk.{i}.attn_qkv.weight", 0.02 * qkv.reshape(3 * d, d)
+        for part in ("attn_output", "ffn_up", "ffn_down"):
+            yield f"blk.{i}.{part}.weight", 0.02 * draw(*shapes[f"blk.{i}.{part}.weight"])
+
+
+def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
+    """Every drawn tensor of llama: embedding, lens, output, then by block q, k and v of each kv head, and the others.
+
+    Heads are of even size, so no tensor ends within a pair of draws.
+    """
+    draw = LCG.folded(seed).normal
+    d, heads, kv = sizes["d_model"], sizes["n_heads"], sizes["n_kv_heads"]
+    inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(sizes["d_ff"])
+    yield "token_embd.weight", 0.02 * draw(*shapes["token_embd.weight"])
+    if "lens.proj.weight" in shapes:
+        lens = shapes["lens.proj.weight"]
+        yield "lens.proj.weight", draw(*lens) / math.sqrt(lens[1])
+    if "output.weight" in shapes:
+        yield "output.weight", 0.02 * draw(*shapes["output.weight"])
+    for i in range(sizes["n_layers"]):
+        yield f"blk.{i}.attn_q.weight", inner * pairs(draw(heads, d // heads, d))
+        both = draw(kv, 2, d // heads, d)  # k and v of a head after one another
+        yield f"blk.{i}.attn_k.weight", inner * pairs(both[:, 0])
+        yield f"blk.{i}.attn_v.weight", inner * both[:, 1].reshape(-1, d)
+        for part, std in (("attn_output", inner), ("ffn_gate", inner), ("ffn_up", inner), ("ffn_down", outer)):
+            yield f"blk.{i}.{part}.weight", std * draw(*shapes[f"blk.{i}.{part}.weight"])
+
+
+def pairs(heads: np.ndarray) -> np.ndarray:
+    """Rows [H, D, d] as [H*D, d], reordered for rope on neighbours: the original's rotates row j with row j + D/2."""
+    count, size, d = heads.shape
+    return heads.reshape(count, 2, size // 2, d).transpose(0, 2, 1, 3).reshape(-1, d)
+
+
+ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2": gpt2, "llama": llama}
+
+
+def check_init(init: str) -> None:
+    """Raises UserError for an initialiser there is none of."""
+    if init not in INITS:
+        raise UserError(f"recipe.init={init}: {choose(init, INITS)}")
+
+
+def check_model(model: Model) -> None:
+    """Raises UserError for a model that the original does not have, or not in this form."""
+    if model.name not in ORIGINALS:
+        raise UserError(
+            f"recipe.init=toy knows how the original draws {' and '.join(ORIGINALS)}, not model={model.name}; "
+            "use recipe.init=default"
+        )
+    if model.name == "gpt2" and not model.settings()["tied"]:
+        raise UserError("recipe.init=toy: the original's gpt2 has no output layer of its own; use model.tied=true")
+
+
+def upload(session: Session) -> None:
+    """Puts the original's values into every tensor it draws; the others are constant, and start as planned."""
+    plan = session.plan
+    shapes = {t.name: t.shape for t in plan.tensors}
+    for name, values in ORIGINALS[plan.model.name](plan.seed, plan.model.settings(), shapes):
+        session.upload(name, values.astype(np.float32), source="recipe.init=toy")

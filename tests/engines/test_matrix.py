@@ -1,0 +1,81 @@
+"""The matrix of what ships: every allowed cell trains alike on three engines, every other is refused with its line."""
+
+import json
+
+import pytest
+
+from toyexp.cli import main
+from toyexp.matrix import cells
+from toyexp.registry import load
+
+ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
+CELLS = {(c.recipe, c.model, c.engine): c for c in cells(load())}
+PAIRS = sorted({(recipe, model) for recipe, model, _ in CELLS})
+ALLOWED = [p for p in PAIRS if not CELLS[*p, "cpu"].refused]
+
+TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4"]
+DATA = {
+    "gpt2": ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"],
+    "llama": ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"],
+    "vit": ["data=digits"],
+}
+SETTINGS = {("warm", "gpt2"): ["model.tied=false"]}  # of the cells that the matrix marks with `set`
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+
+
+def words(recipe, model):
+    return [f"recipe={recipe}", f"model={model}", *DATA[model], *TINY]
+
+
+def test_the_matrix_says_what_the_recipes_are_for():
+    """Stated once more, by hand, for the recipes that start from random values."""
+    trained = {pair for pair in ALLOWED if pair[0] in ("scratch", "warm", "vit_tiny")}
+    assert trained == {
+        ("scratch", "llama"), ("scratch", "gpt2"), ("scratch", "vit"), ("warm", "llama"), ("warm", "gpt2"),
+        ("vit_tiny", "vit"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "model"), ALLOWED)
+def test_every_allowed_cell_trains_and_the_engines_agree(recipe, model, capsys):
+    line = [*words(recipe, model), *SETTINGS.get((recipe, model), [])]
+    engines = [name + "".join(f":{s.removeprefix('engine.')}" for s in own) for name, own in ENGINES.items()]
+    assert main(["parity", *line, f"engine={','.join(engines)}", "steps=8", "lr=1e-3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["engines"]) == 2
+    assert report["losses"][-1] < report["losses"][0] - 0.01
+    for engine in report["engines"]:
+        assert engine["loss"]["largest"] < 1e-4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("recipe", "model"), sorted(set(PAIRS) - set(ALLOWED)))
+def test_every_forbidden_cell_is_refused_before_anything_is_built(recipe, model, engine, tmp_path, capsys):
+    before = sorted(tmp_path.iterdir())
+    assert main([*words(recipe, model), f"engine={engine}", *ENGINES[engine]]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"toyexp: error: {CELLS[recipe, model, engine].refused}\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_cell_marked_set_names_what_has_to_be_set(capsys):
+    for (recipe, model, engine), cell in CELLS.items():
+        if cell.setting and engine == "ggml":
+            assert main([*words(recipe, model), "engine=ggml"]) == 2
+            assert capsys.readouterr().err == f"toyexp: error: {cell.setting}\n"
+
+
+def test_plugins_shows_the_matrix(capsys):
+    assert main(["plugins", "--matrix"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    engines = sorted({engine for _, _, engine in CELLS})
+    assert lines[0].split() == ["recipe", "model", *engines]
+    assert len(lines) > len(PAIRS)
+    assert main(["plugins", "--matrix", "warm"]) == 2
+    assert "--matrix warm: shows all of them" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""What goes with what: recipe x model x engine, from what each class says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toyexp.engine import Engine
+from toyexp.errors import UserError
+from toyexp.model import Model
+from toyexp.plan import InputSpec
+from toyexp.recipe import Recipe, Setup
+from toyexp.registry import Registry
+
+
+def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
+    """Why this recipe cannot train this model on this engine; None where it can."""
+    if model.reads not in recipe.reads:
+        return (
+            f"recipe={recipe.name} trains models that read {' or '.join(recipe.reads)}; "
+            f"model={model.name} reads {model.reads}"
+        )
+    if recipe.needs_tensors:
+        missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()}
+        if missing:
+            return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have"
+    lacking = set(recipe.needs_features) - set(engine.features)
+    return f"recipe={recipe.name} needs {min(lacking)}, which engine={engine.name} does not have" if lacking else None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination, all settings at their defaults."""
+
+    recipe: str
+    model: str
+    engine: str
+    refused: str | None  # why it can never train
+    setting: str | None  # what has to be set first, in the words of the error that says so
+
+
+def cells(registry: Registry) -> Iterator[Cell]:
+    """Every recipe with every model on every engine."""
+    recipes, models, engines = (sorted(registry.offers[k].items()) for k in ("recipe", "model", "engine"))
+    for recipe, r in recipes:
+        for model, m in models:
+            setting = _setting(r.cls(), m.cls())
+            for engine, e in engines:
+                refused = refusal(r.cls(), m.cls(), e.cls())
+                yield Cell(recipe, model, engine, refused, None if refused else setting)
+
+
+def _setting(recipe: Recipe, model: Model) -> str | None:
+    """What a plan of nothing but defaults lacks."""
+    inputs = {"targets": InputSpec((1,), "int32"), "weights": InputSpec((1,), "float32")}
+    try:
+        recipe.check()
+        recipe.plan(model, Setup(inputs, rows=1))
+    except UserError as error:
+        return str(error)
+    except Exception:  # a plugin's plan may need the sizes that come from the data; a run has them
+        return None
+    return None
+
+
+def table(registry: Registry) -> list[str]:
+    """The matrix in lines: a row per recipe and model, a column per engine, and below it the reasons."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    reasons: dict[str, None] = {}
+    for cell in cells(registry):
+        mark = "no" if cell.refused else "set" if cell.setting else "yes"
+        rows.setdefault((cell.recipe, cell.model), {})[cell.engine] = mark
+        if cell.refused:
+            reasons[f"no   {cell.refused}"] = None
+        elif cell.setting:
+            reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
+    lines = [("recipe", "model", *next(iter(rows.values()), {}))]
+    lines += [(*names, *marks.values()) for names, marks in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return [*shown, "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]

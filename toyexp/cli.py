@@ -391,7 +391,7 @@ def _graphs(settings: Sequence[str]) -> int:
     from toyexp.residency import report
     from toyexp.variants import prepare_variants
 
-    registry, modules = _for_one_experiment("doctor --graph", settings)
+    registry, modules, _ = _for_one_experiment("doctor --graph", settings)
     for line in report(prepare_variants(settings, registry, modules, default="ggml")):
         print(line)
     return 0

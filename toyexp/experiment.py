@@ -162,7 +162,10 @@ def introduction(prepared: Prepared) -> list[str]:
     share = "" if trainable == total else f", {count(trainable)} of them train"
     sizes, reads = prepared.dataset.describe(), prepared.model.reads
     known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
-    known += [f"{sizes['skipped']} skipped, such as {sizes['skipped_files'][0]}"] if sizes.get("skipped") else []
+    named = sizes.get("skipped_files") or sizes.get("skipped_lines")
+    known += [f"{sizes['skipped']} skipped, such as {named[0]}"] if named else []
+    known += [f"{sizes['truncated']} cut to the context"] if sizes.get("truncated") else []
+    known += [f"{sizes['too_long']} left out, prompts longer than the context"] if sizes.get("too_long") else []
     facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",

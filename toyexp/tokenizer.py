@@ -38,6 +38,8 @@ class Tokenizer(ABC):
     pieces: Sequence[str]  # each token's text in byte symbols, except control tokens, which are literal
     merges: Sequence[tuple[str, str]]
     eos: int
+    controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
+    chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
 
     @property
     def vocab(self) -> int:
@@ -57,7 +59,7 @@ class Tokenizer(ABC):
         """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
         raw = bytearray()
         for i in ids:
-            if int(i) != self.eos:
+            if int(i) != self.eos and int(i) not in self.controls:
                 raw += bytes(BYTE_OF[c] for c in self.pieces[int(i)])
         return raw.decode("utf-8", errors="replace")
 
@@ -75,7 +77,7 @@ class Tokenizer(ABC):
             "model": "gpt2",
             "pre": "gpt-2",
             "tokens": list(self.pieces),
-            "token_type": [CONTROL if i == self.eos else NORMAL for i in range(self.vocab)],
+            "token_type": [CONTROL if i == self.eos or i in self.controls else NORMAL for i in range(self.vocab)],
             "merges": [f"{a} {b}" for a, b in merges],
             "bos_token_id": self.eos,
             "eos_token_id": self.eos,

@@ -5,15 +5,17 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """stdlib, text, tokens, random, digits and images."""
+    """stdlib, text, jsonl, tokens, random, digits and images."""
     from toyexp_data.digits import Digits
     from toyexp_data.images import Images
+    from toyexp_data.jsonl import Jsonl
     from toyexp_data.noise import Random
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Tokens
 
     register(Stdlib)
     register(Text)
+    register(Jsonl)
     register(Tokens)
     register(Random)
     register(Digits)

@@ -7,7 +7,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,20 +24,15 @@ NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__
 
 
 @dataclass
-class TextData(Data):
-    """What all text shares: a tokenizer, and the last part of every document held out."""
+class TokenizedData(Data):
+    """What everything that begins as text shares: a tokenizer, and a part that is held out."""
 
     gives: ClassVar[str] = "tokens"
 
     tokenizer: str = "auto"  # auto (the donor's or base's) | byte | char | bpe (trained on this text) | a GGUF file
     bpe_vocab: int = 1024  # tokens that tokenizer=bpe learns
     val_fraction: float = 0.05  # the last part of every document, held out from training
-    max_mb: float = 4.0  # megabytes of text to read at most, from the start; 0: all
     eval_batches: int = 16  # batches that one look at the held-out part takes
-
-    @abstractmethod
-    def files(self) -> Iterable[Path]:
-        """The documents, in a fixed order."""
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
@@ -46,6 +41,39 @@ class TextData(Data):
         if self.tokenizer.endswith(".gguf") and not Path(self.tokenizer).is_file():
             raise UserError(f"data.tokenizer={self.tokenizer}: not found")
         check_split(self.val_fraction, self.eval_batches)
+
+    def source(self, vocabulary: Path | None) -> Path | None:
+        """The GGUF whose tokenizer is used, if it is one's."""
+        if self.tokenizer.endswith(".gguf"):
+            return Path(self.tokenizer)
+        return vocabulary if self.tokenizer == "auto" else None
+
+    def make_tokenizer(self, texts: Sequence[str], train: Sequence[str], vocabulary: Path | None) -> Tokenizer:
+        """The tokenizer for `texts`; one that learns merges learns them from `train`."""
+        if self.tokenizer == "char":
+            return Characters.of(texts)
+        if self.tokenizer == "bpe":
+            return BPE.train(train, self.bpe_vocab)
+        source = self.source(vocabulary)
+        if source is None:
+            return Bytes()
+        with GGUFFile(source) as file:
+            return read_tokenizer(file)
+
+
+@dataclass
+class TextData(TokenizedData):
+    """What all plain text shares: the last part of every document is held out."""
+
+    max_mb: float = 4.0  # megabytes of text to read at most, from the start; 0: all
+
+    @abstractmethod
+    def files(self) -> Iterable[Path]:
+        """The documents, in a fixed order."""
+
+    def check(self) -> None:
+        """Raises UserError for settings that cannot work and a tokenizer that is not there."""
+        super().check()
         if not 0 <= self.max_mb < math.inf:
             raise UserError(f"data.max_mb={self.max_mb}: must be 0 (all) or above")
 
@@ -53,7 +81,7 @@ class TextData(Data):
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
         texts = self._texts()
         train, held_out = split_documents(texts, self.val_fraction)
-        tokenizer = self._tokenizer(texts, train, vocabulary)
+        tokenizer = self.make_tokenizer(texts, train, vocabulary)
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         key = f"{digest}-{tokenizer.fingerprint()}-{self.val_fraction!r}"
         parts = cached_tokens(key, lambda: [tokenizer.encode_documents(train), tokenizer.encode_documents(held_out)])
@@ -78,17 +106,6 @@ class TextData(Data):
         if not any(texts):
             raise UserError(f"data={self.name}: there is no text to learn from")
         return texts
-
-    def _tokenizer(self, texts: list[str], train: list[str], vocabulary: Path | None) -> Tokenizer:
-        if self.tokenizer == "char":
-            return Characters.of(texts)
-        if self.tokenizer == "bpe":
-            return BPE.train(train, self.bpe_vocab)
-        source = Path(self.tokenizer) if self.tokenizer.endswith(".gguf") else vocabulary
-        if self.tokenizer == "byte" or source is None:
-            return Bytes()
-        with GGUFFile(source) as file:
-            return read_tokenizer(file)
 
 
 def check_split(val_fraction: float, eval_batches: int) -> None:

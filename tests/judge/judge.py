@@ -3,13 +3,14 @@
 It runs as a process of its own because llama.cpp aborts on some bad files.
 
 question: {"model": path, "adapter": path or null, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V,
-           "plain": id, "eos": id or null}
+           "plain": id, "eos": id or null, "chats": [[message, ...], ...]}
 answer:   {"tokens": [[id, ...], ...], "pieces": [[byte, ...], ...], "log_probabilities": [[[x] * V] * T] * windows,
-           "stopped_by": "eos" or "limit"}
+           "stopped_by": "eos" or "limit", "chats": [[id, ...], ...]}
 
 `tokens` and `pieces` are llama.cpp's ids of each text and the bytes those ids stand for. Row t of a window's
 log-probabilities is the distribution after its first t + 1 ids. `plain` is any token that is whole UTF-8.
-`stopped_by` is what ended generation when llama.cpp was made to draw `eos`.
+`stopped_by` is what ended generation when llama.cpp was made to draw `eos`. `chats` are the ids of each conversation,
+written by the file's chat template, up to where the assistant answers.
 """
 
 import json
@@ -57,6 +58,12 @@ def tokenize(address, text):
     return [t["id"] for t in tokens], list(pieces)
 
 
+def prompt(address, messages):
+    """The ids that a chat hands to the model, in which the template's control tokens are special."""
+    text = post(address, "/apply-template", {"messages": messages})["prompt"]
+    return post(address, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+
+
 def draw(address, ids, forced, probabilities):
     """One token after `ids`. The bias makes llama.cpp draw `forced`; the probabilities it reports ignore the bias.
 
@@ -97,6 +104,7 @@ def main():
             for window in question["windows"]
         ],
         "stopped_by": None if eos is None else draw(address, [plain], eos, 0)["stop_type"],
+        "chats": [prompt(address, messages) for messages in question["chats"]],
     }
     json.dump(answer, sys.stdout)
 

@@ -27,6 +27,7 @@ from toyexp.schema import Settings
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_callbacks.export import GGUFExport
 from toyexp_callbacks.schedules import Cosine
+from toyexp_data.chat import PLAIN_TEMPLATE, ChatTemplate, Message, plain, tokenize
 from toyexp_data.text import Text
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -109,6 +110,7 @@ class Verdict:
     texts: list[str]
     log_probabilities: np.ndarray  # [windows, T, V]
     stopped_by: str | None  # what ended generation when it was made to draw the end-of-text token
+    chats: list[list[int]]
 
 
 def ask(
@@ -118,6 +120,7 @@ def ask(
     windows: np.ndarray | None = None,
     texts: Sequence[str] = (),
     adapter: Path | None = None,
+    chats: Sequence[Sequence[Message]] = (),
 ) -> Verdict:
     """llama.cpp's view of the file; fails with its own words when it refuses the file or aborts on it."""
     question = {
@@ -128,6 +131,7 @@ def ask(
         "vocab": vocab,
         "plain": int(tokenizer.encode("e")[0]) if tokenizer else None,
         "eos": tokenizer.eos if tokenizer else None,
+        "chats": [[message._asdict() for message in messages] for messages in chats],
     }
     run = subprocess.run(
         [sys.executable, str(JUDGE)],
@@ -145,6 +149,7 @@ def ask(
         [bytes(pieces).decode() for pieces in answer["pieces"]],
         np.array(answer["log_probabilities"]),
         answer["stopped_by"],
+        answer["chats"],
     )
 
 
@@ -388,3 +393,35 @@ def test_llama_cpp_stops_at_our_end_of_text(kind, tmp_path):
 def test_llama_cpp_loads_a_model_of_ids_without_text(tmp_path):
     """No more than loads: its server has no words for the ids, and aborts when asked to generate."""
     ask(write_untrained(tmp_path / "model.gguf", None, 100), 100, None)
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TALK = [
+    Message("system", "Be\nbrief:"),
+    Message("user", PROSE),
+    Message("assistant", " Yes, \n it's  12!"),
+    Message("user", "<b> 中文 </b>?  "),
+]
+ANSWER = Message("assistant", "No.")
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_TEMPLATE], ids=["chatml", "plain"])
+def test_llama_cpp_asks_with_the_ids_that_training_read(template, tmp_path):
+    pytest.importorskip("jinja2", reason="a GGUF's own chat template needs jinja2: pip install 'toyexp[data]'")
+    tokenizer = TOKENIZERS["bpe"]()
+    controls = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = BPE([*tokenizer.pieces, *controls], tokenizer.merges, tokenizer.eos)
+    tokenizer.controls, tokenizer.chat_template = frozenset([tokenizer.vocab - 2, tokenizer.vocab - 1]), template
+    path = write_untrained(tmp_path / "chat.gguf", tokenizer, tokenizer.vocab)
+    (prompt,) = ask(path, tokenizer.vocab, None, chats=[TALK]).chats
+    write = plain if template == PLAIN_TEMPLATE else ChatTemplate(template, tokenizer, path).parts
+    example = tokenize(write([*TALK, ANSWER]), tokenizer, everything=False)
+    assert example.ids[: len(prompt)].tolist() == prompt
+    end = tokenizer.eos if template == PLAIN_TEMPLATE else tokenizer.vocab - 1
+    assert example.ids[len(prompt) :].tolist() == [*tokenizer.encode(ANSWER.content), end]
+    assert example.learned[len(prompt) :].all() and not example.learned[len(prompt) - 3 : len(prompt)].any()

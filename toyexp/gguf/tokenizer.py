@@ -8,7 +8,7 @@ import numpy as np
 
 from toyexp.errors import printable
 from toyexp.gguf.read import GGUFFile
-from toyexp.tokenizer import BPE, BYTE_OF, SYMBOLS, UNUSED, Bytes, Characters, Tokenizer
+from toyexp.tokenizer import BPE, BYTE_OF, CONTROL, SYMBOLS, UNUSED, Bytes, Characters, Tokenizer
 
 PRE = ("gpt-2",)  # pre-tokenizers whose pattern we have checked against llama.cpp
 
@@ -27,8 +27,9 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     pieces = pieces[: len(pieces) - _padding(file, len(pieces))]
     if len(set(pieces)) != len(pieces) or not 0 <= eos < len(pieces):
         raise file.error("its tokenizer has two equal tokens, or an eos_token_id that is no token")
-    known = set(pieces)
-    strange = next((p for i, p in enumerate(pieces) if i != eos and not set(p) <= BYTE_OF.keys()), None)
+    known, controls = set(pieces), _controls(file, len(pieces)) - {eos}
+    texts = (p for i, p in enumerate(pieces) if i != eos and i not in controls)
+    strange = next((p for p in texts if not set(p) <= BYTE_OF.keys()), None)
     if strange is not None:
         raise file.error(f"its token {printable(strange)} is not in byte-level form")
     pairs = [tuple(m.split(" ")) for m in merges]
@@ -37,10 +38,26 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
     if not real and eos == 256 and pieces[:256] == SYMBOLS and len(pieces) == 257:
         return Bytes()
-    characters = _characters(pieces, eos)
+    characters = None if controls else _characters(pieces, eos)
     if characters is not None and len(real) < len(pairs):
         return Characters(characters)
-    return BPE(pieces, real, eos)
+    tokenizer = BPE(pieces, real, eos)
+    tokenizer.controls = controls
+    return tokenizer
+
+
+def read_chat_template(file: GGUFFile) -> str:
+    """The file's chat template in Jinja, or nothing."""
+    template = file.metadata.get("tokenizer.chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
+def _controls(file: GGUFFile, count: int) -> frozenset[int]:
+    """Which of the first `count` tokens are control tokens."""
+    types = _key(file, "token_type")
+    if not isinstance(types, np.ndarray):
+        return frozenset()
+    return frozenset(np.flatnonzero(types[:count] == CONTROL).tolist())
 
 
 def _padding(file: GGUFFile, count: int) -> int:

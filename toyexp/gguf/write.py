@@ -65,6 +65,8 @@ def write_model(
         if model.reads == "tokens":
             for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
                 _add(writer, f"tokenizer.ggml.{key}", value)
+            if tokenizer is not None and tokenizer.chat_template:
+                writer.add_chat_template(tokenizer.chat_template)
         for name, array in tensors.items():
             _add_tensor(writer, name, array, kind)
 

@@ -1,0 +1,161 @@
+"""Tokenized examples as batches of rows, where batch k is a function of (seed, k) alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from toyexp import Batch, Batches, Dataset, InputSpec, Tokenizer, UserError
+from toyexp.init import stream
+from toyexp_data.chat import Example
+
+
+class ExampleDataset(Dataset):
+    """Examples in two parts, one to train on and one held out; only the tokens marked as learned weigh anything."""
+
+    def __init__(
+        self,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        tokenizer: Tokenizer,
+        pack: bool,
+        eval_batches: int,
+        facts: Mapping[str, Any],
+    ):
+        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
+        self.train, self.held_out = Examples(train, tokenizer.eos), Examples(held_out, tokenizer.eos)
+        self._pack, self._eval_batches = pack, eval_batches
+        parts = (self.train, self.held_out)
+        digest = hashlib.sha256()
+        for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
+            digest.update(array.tobytes())
+        self._facts = {
+            **facts,
+            "train_examples": len(train),
+            "held_out_examples": len(held_out),
+            "tokens": sum(len(part.ids) for part in parts),
+            "train_tokens": int(self.train.learned.sum()),
+            "held_out_tokens": int(self.held_out.learned.sum()),
+            "boundary_splits": sum(e.split for e in (*train, *held_out)),
+            "tokens_sha256": digest.hexdigest(),
+        }
+        self._fitted: dict[str, int] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Counts and a digest; once `batches` was asked for a context, also what it cuts and what it leaves out."""
+        return {**self._facts, **self._fitted}
+
+    def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
+        """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
+        whole = context + 1  # a row's tokens and the target of the last
+        for name, part in (("training", self.train), ("held-out", self.held_out)):
+            if not part.usable(whole).any():
+                raise UserError(
+                    f"model.context={context}: in none of the {len(part.lengths)} {name} examples does what is "
+                    f"learned begin within it; the shortest needs model.context={part.first.min()}"
+                )
+        parts = (self.train, self.held_out)
+        self._fitted = {
+            "truncated": sum(int((p.usable(whole) & (p.lengths > whole)).sum()) for p in parts),
+            "too_long": sum(int((~p.usable(whole)).sum()) for p in parts),
+        }
+        return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
+
+
+class Examples:
+    """Examples end to end: all ids, which are learned, and each example's length and first learned token."""
+
+    def __init__(self, examples: Sequence[Example], eos: int):
+        self.eos = eos
+        self.ids = np.concatenate([e.ids for e in examples])
+        self.learned = np.concatenate([e.learned for e in examples])
+        self.lengths = np.array([len(e.ids) for e in examples])
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.first = np.array([int(e.learned.argmax()) for e in examples])
+
+    def usable(self, whole: int) -> np.ndarray:
+        """Which examples have a learned token among their first `whole`, [N]."""
+        return self.first < whole
+
+    def rows(self, whole: int, pack: bool, order: np.ndarray) -> list[list[int]]:
+        """The examples of each row of `whole` tokens: one in order, or with `pack` several that fit together.
+
+        Packing is best fit, longest first; an example that fits no row is cut, and has one for itself.
+        """
+        order, lengths = order[self.usable(whole)[order]], np.minimum(self.lengths, whole)
+        if not pack:
+            return [[example] for example in order.tolist()]
+        rows: list[list[int]] = []
+        by_room: list[list[int]] = [[] for _ in range(whole)]  # rows that have so much room left
+        for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
+            length = int(lengths[example])
+            room = next((r for r in range(length, whole) if by_room[r]), whole)
+            if room == whole:
+                rows.append([])
+            row = by_room[room].pop() if room < whole else len(rows) - 1
+            rows[row].append(example)
+            by_room[room - length].append(row)
+        return rows
+
+    def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
+        """Tokens, targets and weights, each [rows, context]: end-of-text fills a row up and weighs nothing."""
+        ids = np.full((len(rows), context + 1), self.eos, np.int32)
+        learned = np.zeros(ids.shape, np.float32)
+        for row, members in enumerate(rows):
+            at = 0
+            for example in members:
+                length = min(int(self.lengths[example]), context + 1)
+                source, place = int(self.starts[example]), slice(at, at + length)
+                ids[row, place] = self.ids[source : source + length]
+                learned[row, place] = self.learned[source : source + length]
+                at += length
+        cut = np.ascontiguousarray
+        return {"tokens": cut(ids[:, :-1]), "targets": cut(ids[:, 1:]), "weights": cut(learned[:, 1:])}
+
+
+class ExampleBatches(Batches):
+    """Every epoch visits each row once, in an order drawn from (seed, epoch); the seed alone packs the rows."""
+
+    def __init__(
+        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int
+    ):
+        self._train, self._held_out = train, held_out
+        self._context, self._count, self._seed = context, rows, seed
+        self._eval_batches = eval_batches
+        shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
+        self._rows = train.rows(context + 1, pack, shuffled)
+        self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        shape = (context,)
+        self.inputs = {
+            "tokens": InputSpec(shape, "int32"),
+            "targets": InputSpec(shape, "int32"),
+            "weights": InputSpec(shape, "float32"),
+        }
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        places = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
+        chosen = [self._rows[self._order(epoch)[place]] for epoch, place in places]
+        return self._train.fill(chosen, self._context)
+
+    def held_out(self) -> Sequence[Batch]:
+        """At most `eval_batches` batches spread evenly over the held-out rows; the last rows may weigh nothing."""
+        count = len(self._held_out_rows)
+        wanted = min(count, self._eval_batches * self._count)
+        chosen = np.arange(wanted) * count // wanted
+        batches = []
+        for first in range(0, wanted, self._count):
+            part = chosen[first : first + self._count]
+            filled = np.resize(part, self._count)  # repeated rows fill the shape and weigh nothing
+            batch = self._held_out.fill([self._held_out_rows[i] for i in filled], self._context)
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches

@@ -1,0 +1,460 @@
+"""Prompts, conversations and text in JSON lines: what is learned, to the token, and what is refused."""
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toyexp import UserError
+from toyexp.data import batch_digest
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
+from toyexp.gguf.write import write_model
+from toyexp.testing import DataSuite
+from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, ChatTemplate, Message, plain, tokenize
+from toyexp_data.jsonl import Jsonl, parse, parts_of, spread
+from toyexp_models.llama import Llama
+
+EOS = Bytes().eos
+
+
+def pairs(count):
+    return [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(count)]
+
+
+def written(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def opened(path, lines=None, **changes):
+    if lines is not None:
+        written(path, lines)
+    data = Jsonl(path=str(path), **{"tokenizer": "byte", **changes})
+    data.check()
+    return data.open(None)
+
+
+def learned_texts(example, tokenizer):
+    """The learned ids cut at end-of-text, decoded; and whether the last of them had its end."""
+    ids = example.ids[example.learned]
+    pieces = [list(g) for end, g in itertools.groupby(ids, lambda i: i == tokenizer.eos) if not end]
+    return [tokenizer.decode(p) for p in pieces], ids[-1] == tokenizer.eos
+
+
+class TestJsonl(DataSuite):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path):
+        self.data = Jsonl(path=str(written(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
+
+    def subject(self):
+        return Jsonl
+
+
+class TestJsonlPacked(TestJsonl):
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path):
+        path = written(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)])
+        self.data = Jsonl(path=str(path), val_fraction=0.2, pack=True)
+
+
+# -- what is learned --------------------------------------------------------------------------------------------------
+
+SAID = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+CHATS = st.builds(
+    lambda system, turns, last: [*system, *turns, *last],
+    st.lists(st.builds(Message, st.just("system"), SAID), max_size=1),
+    st.lists(st.builds(Message, st.sampled_from(["user", "assistant"]), SAID), max_size=5),
+    st.builds(lambda text: [Message("assistant", text)], SAID),
+)
+SENTENCES = ["What is 2+2? It is 4.\nuser:\nassistant:\n", "Café — naïve  日本語 🙂\n\n system"] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {"byte": Bytes(), "bpe": BPE.train(SENTENCES, 300)}
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@given(prompt=SAID, completion=SAID)
+@settings(deadline=None, max_examples=80)
+def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, kind, prompt, completion):
+    tokenizer = tokenizers[kind]
+    parts = parts_of({"prompt": prompt, "completion": completion}, plain)
+    example = tokenize(parts, tokenizer, everything=False)
+    before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(completion).tolist()
+    assert example.ids.tolist() == [*before, *after, tokenizer.eos]
+    assert example.learned.tolist() == [False] * len(before) + [True] * (len(after) + 1)
+    whole = tokenizer.encode(prompt + completion).tolist()
+    assert example.split == (whole != [*before, *after])
+
+
+def test_a_token_across_the_boundary_is_cut_there_and_counted():
+    tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
+    example = tokenize(parts_of({"prompt": "a ", "completion": "x"}, plain), tokenizer, False)
+    assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
+    whole = tokenize(parts_of({"prompt": "a", "completion": " x"}, plain), tokenizer, False)
+    assert whole.ids.tolist() == [ord("a"), 256, 257] and whole.split == 0
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@given(messages=CHATS)
+@settings(deadline=None, max_examples=80)
+def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, kind, messages):
+    tokenizer = tokenizers[kind]
+    example = tokenize(plain(messages), tokenizer, everything=False)
+    answers = [m.content for m in messages if m.role == "assistant"]
+    assert learned_texts(example, tokenizer) == (answers, True)
+    assert example.learned.sum() == sum(len(tokenizer.encode(a)) + 1 for a in answers)
+    expected = "".join(f"{m.role}:\n{m.content}\n" for m in messages)
+    assert tokenizer.decode(example.ids) + "\n" == expected
+    assert not example.learned[0]
+
+
+def test_with_train_on_all_every_token_is_learned_after_a_start():
+    for value in ({"prompt": "ab", "completion": "c"}, {"text": "abc"}):
+        example = tokenize(parts_of(value, plain), Bytes(), everything=True)
+        assert example.ids.tolist() == [EOS, *b"abc", EOS]
+        assert example.learned.tolist() == [False, True, True, True, True]
+    assert tokenize(parts_of({"text": "abc"}, plain), Bytes(), False).learned.sum() == 4, "text is learned whole"
+
+
+@given(messages=CHATS)
+@settings(deadline=None, max_examples=40)
+def test_the_plain_format_is_the_template_that_the_export_carries(messages):
+    sandbox = pytest.importorskip("jinja2.sandbox")
+    template = sandbox.ImmutableSandboxedEnvironment().from_string(PLAIN_TEMPLATE)
+    said = [m._asdict() for m in messages]
+    whole = template.render(messages=said, eos_token=END_OF_TEXT, add_generation_prompt=False)
+    prompt = template.render(messages=said[:-1], eos_token=END_OF_TEXT, add_generation_prompt=True)
+    spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain(messages))
+    assert spelled + "\n" == whole
+    assert spelled == prompt + messages[-1].content + END_OF_TEXT, "what is learned begins where a chat asks"
+
+
+# -- a GGUF's own template --------------------------------------------------------------------------------------------
+
+CONTROLS = ["<|im_start|>", "<|im_end|>", "<｜odd▁one｜>"]
+CHATML = (
+    "{% for message in messages %}\n{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>'"
+    " + '\\n'}}{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+START, END, ODD = 258, 259, 260
+
+
+def donor(path, template):
+    """A GGUF with a BPE of one merge, three control tokens and a chat template."""
+    tokenizer = BPE([*SYMBOLS, "as", END_OF_TEXT, *CONTROLS], [("a", "s")], 257)
+    tokenizer.controls, tokenizer.chat_template = frozenset([START, END, ODD]), template
+    model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=264)
+    write_model(path, model, {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}, tokenizer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    pytest.importorskip("jinja2")
+    return donor(tmp_path_factory.mktemp("donor") / "chat.gguf", CHATML)
+
+
+def test_control_tokens_and_the_template_go_through_a_file_unchanged(chatml):
+    with GGUFFile(chatml) as file:
+        tokenizer = read_tokenizer(file)
+        assert read_chat_template(file) == CHATML
+        assert file.metadata["tokenizer.ggml.token_type"].tolist() == [1] * 257 + [3] * 4 + [5] * 3
+    assert tokenizer.controls == {START, END, ODD} and tokenizer.eos == 257
+    assert tokenizer.decode([START, 256, END, ODD]) == "as"
+    assert START not in tokenizer.encode("<|im_start|>"), "text spells, it does not command"
+
+
+@pytest.fixture(scope="module")
+def template(chatml):
+    with GGUFFile(chatml) as file:
+        tokenizer = read_tokenizer(file)
+    return ChatTemplate(CHATML, tokenizer, chatml), tokenizer
+
+
+@given(messages=CHATS)
+@settings(deadline=None, max_examples=60)
+def test_a_templates_answers_are_learned_up_to_their_end_token(template, messages):
+    template, tokenizer = template
+    example = tokenize(template.parts(messages), tokenizer, False)
+
+    # The same by hand, turn by turn.
+    def ids(text):
+        return tokenizer.encode(text).tolist()
+
+    expected, learned = [], []
+    for role, content in messages:
+        header, answer = [START, *ids(role + "\n")], [*ids(content), END]
+        if role == "assistant":
+            expected += header + answer
+            learned += [False] * len(header) + [True] * len(answer)
+        else:
+            expected += [START, *ids(f"{role}\n{content}"), END]
+            learned += [False] * (len(expected) - len(learned))
+        expected += ids("\n")
+        learned += [False]
+    assert example.ids.tolist() == expected[:-1]
+    assert example.learned.tolist() == learned[:-1]
+
+
+def test_conversations_use_the_template_and_pass_it_on(tmp_path, chatml):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    dataset = opened(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
+    assert dataset.describe()["chat_template"] == "gguf" and dataset.tokenizer.chat_template == CHATML
+    assert dataset.train.ids[dataset.train.learned].tolist() == [*b"ho", END] * 3
+    flat = opened(tmp_path / "x.jsonl", tokenizer=str(chatml), template="plain")
+    assert flat.describe()["chat_template"] == "plain" and flat.tokenizer.chat_template == PLAIN_TEMPLATE
+    assert flat.train.ids[flat.train.learned].tolist() == [*b"ho", 257] * 3
+    no_chat = opened(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
+    assert no_chat.describe()["chat_template"] is None and no_chat.tokenizer.chat_template == ""
+
+
+TALK = [Message("user", "hi"), Message("assistant", "ho"), Message("user", "so"), Message("assistant", "no")]
+LAST = "{% if loop.last %}!{% endif %}"
+RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m.content }}" + LAST + "{% endfor %}", "does not write a turn the same"),
+        ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "a turn the same"),
+        ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "leaves out what the assistant says"),
+        ("{{ raise_exception('no\nsystem') }}", r"refuses it (no\nsystem)"),
+        ("{{ messages.append(1) }}", "refuses it"),
+        ("{{ ''.__class__.__mro__ }}", "refuses it"),
+        ("{{ nothing.at.all }}", "refuses it"),
+        (RANGE, "writes more than"),
+    ],
+)
+def test_a_template_that_cannot_say_which_words_are_the_assistants_is_refused(template, words):
+    pytest.importorskip("jinja2")
+    with pytest.raises(BadExample) as error:
+        ChatTemplate(template, Bytes(), "x.gguf").parts(TALK)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "x" * 70_000, "{{"])
+def test_a_broken_template_is_refused_with_the_way_out(template):
+    pytest.importorskip("jinja2")
+    with pytest.raises(UserError, match=r"x\.gguf: its chat template .*data\.template=plain does without it"):
+        ChatTemplate(template, Bytes(), "x.gguf")
+
+
+def test_a_template_without_end_tokens_ends_with_end_of_text():
+    pytest.importorskip("jinja2")
+    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }};{% endfor %}"
+    example = tokenize(ChatTemplate(template, Bytes(), "x.gguf").parts(TALK), Bytes(), False)
+    assert Bytes().decode(example.ids) == "u: hi;a: ho;u: so;a: no;"
+    # The template ignores add_generation_prompt: the model itself has to write "a: ".
+    assert learned_texts(example, Bytes()) == (["a: ho;a: no;"], True)
+
+
+def test_words_that_spell_a_control_token_are_refused(template):
+    with pytest.raises(BadExample, match=r"what the user says holds the control token <\|im_end\|>"):
+        template[0].parts([Message("user", "x<|im_end|>"), Message("assistant", "y")])
+
+
+# -- rows and batches -------------------------------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=2, max_size=25)
+
+
+def of_lengths(lengths):
+    """Pairs that tell their own number in every character of the completion."""
+    return [{"prompt": "p" * p, "completion": chr(0x100 + n) * c} for n, (p, c) in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@given(lengths=LENGTHS, context=st.integers(4, 30), rows=st.integers(1, 5), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=60)
+def test_an_epoch_weighs_every_completion_token_that_fits_once(tmp_path_factory, pack, lengths, context, rows, seed):
+    path = tmp_path_factory.getbasetemp() / "lengths.jsonl"
+    dataset = opened(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
+    held = spread(len(lengths), 0.2)
+    fits = [min(c + 1, context + 1 - p) for p, c in lengths]
+    wanted = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
+    if not wanted or not any(f > 0 for f, h in zip(fits, held, strict=True) if h):
+        with pytest.raises(UserError, match=f"model.context={context}: in none of the"):
+            dataset.batches(context, rows, seed)
+        return
+    batches = dataset.batches(context, rows, seed)
+    facts = dataset.describe()
+    assert facts["too_long"] == sum(f <= 0 for f in fits)
+    assert facts["truncated"] == sum(0 < f < c + 1 for f, (_, c) in zip(fits, lengths, strict=True))
+    epoch = len(batches._rows)
+    shown = {name: [] for name in ("tokens", "targets", "weights")}
+    for k in range(-(-epoch // rows)):
+        for name, array in batches.batch(k).items():
+            assert array.shape == (rows, context) and array.flags.c_contiguous
+            shown[name].append(array)
+    tokens, targets, weights = (np.concatenate(shown[n])[:epoch] for n in ("tokens", "targets", "weights"))
+    assert (weights.sum(axis=1) > 0).all(), "every row teaches something"
+    assert weights.sum() == sum(wanted.values()) and set(np.unique(weights)) <= {0.0, 1.0}
+    assert np.array_equal(tokens[:, 1:], targets[:, :-1])
+    # Completions are told apart by their character; the last id is end-of-text.
+    texts = [dataset.tokenizer.decode([i]) for i in targets[weights > 0] if i != dataset.tokenizer.eos]
+    counts = {n: texts.count(chr(0x100 + n)) for n in wanted}
+    assert counts == {n: min(f, lengths[n][1]) for n, f in wanted.items()}
+    assert pack or epoch == len(wanted)
+
+
+def test_a_row_is_filled_up_with_end_of_text_that_weighs_nothing(tmp_path):
+    dataset = opened(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
+    batch = dataset.batches(7, 1, 0).batch(0)
+    assert batch["tokens"].tolist() == [[*b"abcd", EOS, EOS, EOS]]
+    assert batch["targets"].tolist() == [[*b"bcd", EOS, EOS, EOS, EOS]]
+    assert batch["weights"].tolist() == [[0, 1, 1, 1, 0, 0, 0]]
+
+
+def test_packed_examples_stand_side_by_side_and_a_cut_one_alone(tmp_path):
+    lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
+    batches = opened(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
+    found = {
+        bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]
+    }
+    assert found == {b"aaaaaaaaabb", b"abc.abc.abc"}
+
+
+@given(k=st.integers(0, 40), rows=st.integers(1, 4), accumulate=st.integers(1, 4), pack=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_a_batch_depends_on_seed_and_number_alone_and_is_its_micro_batches(tmp_path_factory, k, rows, accumulate, pack):
+    path = tmp_path_factory.getbasetemp() / "pairs.jsonl"
+    small, large = (opened(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
+    expected = batch_digest(large.batch(k))
+    parts = [small.batch(k * accumulate + i) for i in range(accumulate)]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    assert batch_digest(joined) == expected
+    large.batch(k + 5)
+    assert batch_digest(large.batch(k)) == expected, "whatever was asked before leaves no trace"
+
+
+def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
+    assert np.flatnonzero(spread(20, 0.2)).tolist() == [4, 9, 14, 19]
+    assert spread(3, 0.01).sum() == 1 and spread(2, 0.99).sum() == 1
+    dataset = opened(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
+    one, two = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
+    assert [batch_digest(b) for b in one] == [batch_digest(b) for b in two]
+    texts = [dataset.tokenizer.decode(t[w > 0]) for b in one for t, w in zip(b["targets"], b["weights"], strict=True)]
+    assert texts == [chr(0x100 + n) * 2 for n in (4, 9, 14, 19)] + ["", ""], "the last rows repeat and weigh nothing"
+    train = dataset.tokenizer.decode(dataset.train.ids)
+    assert not {chr(0x100 + n) for n in (4, 9, 14, 19)} & set(train)
+    few = opened(tmp_path / "x.jsonl", tokenizer="char", val_fraction=0.2, eval_batches=1).batches(6, 2, 0).held_out()
+    assert len(few) == 1
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+GOOD = json.dumps(pairs(1)[0]).encode()
+
+
+def chat_line(*turns):
+    return json.dumps({"messages": [dict(zip(("role", "content"), t, strict=True)) for t in turns]}).encode()
+
+
+BAD = [
+    (b"{not json", "not one JSON object a line (Expecting property name"),
+    (b"[" * 100_000, "not one JSON object a line ("),
+    (b'{"prompt": "a', "not one JSON object a line (Unterminated string"),
+    (b'{"text": "\xff"}', "not UTF-8 text (byte 10 is 0xff)"),
+    (b"[1]", "is a list; expected prompt and completion, or messages, or text"),
+    (b"3", "is a number; expected"),
+    (b"{}", "has the keys none; expected"),
+    (b'{"prompt": "a", "answer": "b"}', "has the keys prompt, answer; expected prompt and completion"),
+    (b'{"text": "a", "prompt": "b", "completion": "c"}', "has the keys text, prompt, completion; expected"),
+    (b'{"prompt": "", "completion": "b"}', "prompt is empty"),
+    (b'{"prompt": "a", "completion": ""}', "completion is empty"),
+    (b'{"prompt": "a", "completion": null}', "completion is null, expected text"),
+    (b'{"text": ["a"]}', "text is a list, expected text"),
+    (b'{"text": "\\ud83d"}', r"text holds half a surrogate pair (\ud83d)"),
+    (b'{"messages": []}', "messages is an empty list; expected a list of role and content"),
+    (b'{"messages": "hi"}', "messages is a text; expected a list"),
+    (b'{"messages": ["hi"]}', "message 1 holds a text; expected role and content"),
+    (b'{"messages": [{"role": "user"}]}', "message 1 holds role; expected role and content"),
+    (b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
+    (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),
+    (chat_line(("user", "a"), ("tool", "b")), "message 2 has the role tool; there is: assistant, system, user"),
+    (chat_line(("user", "a"), ("system", "b")), "message 2 is the system's; only the first can be"),
+    (chat_line(("user", "a"), ("assistant", "")), "message 2's content is empty"),
+    (chat_line(("user", "a")), "the assistant says nothing in it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "words"), BAD, ids=[w[:30] for _, w in BAD])
+def test_a_line_that_is_no_example_is_named_or_counted(tmp_path, line, words):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join([GOOD, b"", line, GOOD, b""]))
+    with pytest.raises(UserError) as error:
+        opened(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}:3: {words}") and message.endswith("(data.on_error=skip leaves such lines out)")
+    assert "\n" not in message and len(message) < len(str(path)) + 250
+    facts = opened(path, on_error="skip").describe()
+    assert (facts["examples"], facts["skipped"]) == (2, 1)
+    assert facts["skipped_lines"][0].startswith(f"x.jsonl:3: {words}")
+
+
+def test_what_other_programs_write_is_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    line = '{"id": 7, "prompt": "a\u2028b", "completion": "é\\ud83d\\ude42"}'
+    path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())
+    dataset = opened(path)
+    assert dataset.tokenizer.decode(dataset.train.ids) == "a\u2028bé🙂"
+
+
+def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
+    model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=15)
+    values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_model(tmp_path / "char.gguf", model, values, Characters.of(["0123456789+= "]))
+    lines = [*pairs(5), {"prompt": "z", "completion": "1"}]
+    with pytest.raises(UserError, match=r"x\.jsonl:6: the character 'z' is not in this character tokenizer"):
+        opened(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))
+    skips = {"tokenizer": str(tmp_path / "char.gguf"), "on_error": "skip", "val_fraction": 0.3}
+    facts = opened(tmp_path / "x.jsonl", [lines[-1], *lines], **skips).describe()
+    assert (facts["examples"], facts["skipped"]) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 examples"), (b"\n \n", "0 examples"), (b"[]\n" * 3, "0 examples")]
+)
+def test_too_few_examples_are_refused(tmp_path, raw, words):
+    (tmp_path / "x.jsonl").write_bytes(raw)
+    with pytest.raises(UserError, match=words):
+        opened(tmp_path / "x.jsonl", on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"path": ""}, "data=jsonl needs a file of JSON lines"),
+        ({"path": "nowhere.jsonl"}, "data.path=nowhere.jsonl: there is no such file"),
+        ({"train_on": "completions"}, "data.train_on=completions: did you mean completion?"),
+        ({"template": "gguf"}, "data.template=gguf: there is: auto, plain"),
+        ({"on_error": "ignore"}, "data.on_error=ignore: there is: refuse, skip"),
+        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be above 0 and below 1"),
+        ({"tokenizer": "words"}, "data.tokenizer=words"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, changes, words):
+    path = written(tmp_path / "x.jsonl", pairs(3))
+    with pytest.raises(UserError, match=re.escape(words)):
+        Jsonl(**{"path": str(path), **changes}).check()
+
+
+def test_describe_counts_what_is_read_and_what_is_learned(tmp_path):
+    lines = [{"prompt": "ab", "completion": "cd"}] * 9 + [{"text": "xyz"}]
+    facts = opened(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
+    assert facts["examples"] == 10 and facts["tokens"] == 9 * 5 + 5
+    assert (facts["train_examples"], facts["train_tokens"]) == (9, 27)
+    assert (facts["held_out_examples"], facts["held_out_tokens"]) == (1, 4)
+
+
+def test_a_line_is_parsed_into_its_form_alone():
+    assert parse(b'{"id": 1, "text": "a", "meta": {}}') == {"text": "a"}

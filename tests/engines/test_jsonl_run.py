@@ -1,0 +1,71 @@
+"""Masked examples through an engine: a prompt is read and never learned, and a whole run from JSON lines."""
+
+import json
+
+import numpy as np
+import pytest
+
+from toyexp import Setup
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+from toyexp.recipe import start
+from toyexp_data.chat import PLAIN_TEMPLATE
+from toyexp_data.jsonl import Jsonl
+from toyexp_models.llama import Llama
+from toyexp_recipes.scratch import Scratch
+
+pytest.importorskip("ggml", reason="the ggml engine: pip install 'toyexp[ggml]'")
+
+TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+
+
+@pytest.fixture
+def lines(tmp_path):
+    pairs = [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(40)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*pairs, TALK, TALK]))
+    return path
+
+
+def test_a_prompt_is_read_and_its_own_targets_teach_nothing(lines):
+    from toyexp_ggml.engines import GGMLCPU
+
+    dataset = Jsonl(path=str(lines), tokenizer="byte").open(None)
+    model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=16).fit(dataset)
+    batches = dataset.batches(16, 4, 0)
+    recipe, batch = Scratch(), batches.batch(0)
+    plan = recipe.plan(model, Setup(batches.inputs, rows=4, seed=1))
+    learned = batch["weights"] > 0
+    assert learned.any() and not learned[:, 0].any()
+    with start(recipe, GGMLCPU(threads=1), plan) as session:
+        logits = session.logits({"tokens": batch["tokens"]}).astype(np.float64)
+        chosen = np.take_along_axis(logits, batch["targets"][..., None].astype(int), -1)[..., 0]
+        losses = np.log(np.exp(logits).sum(-1)) - chosen
+        assert session.evaluate([batch]) == pytest.approx(losses[learned].mean(), rel=1e-5)
+        other = {**batch, "targets": np.where(learned, batch["targets"], 7).astype(np.int32)}
+        one, two = session.gradients(batch), session.gradients(other)
+        assert all(np.array_equal(one[name], two[name]) for name in one), "what is masked has no gradient"
+        swapped = {**batch, "tokens": batch["tokens"].copy()}
+        swapped["tokens"][:, 0] = ord("?")  # the first token of every prompt
+        changed = session.logits({"tokens": swapped["tokens"]})
+        assert (np.abs(changed - logits).max(-1)[learned] > 1e-6).all(), "what is learned depends on the prompt"
+
+
+def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines, tmp_path, capsys):
+    lines.write_text(lines.read_text() + "{}\n" + json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n")
+    words = ["engine=ggml", "engine.threads=1", "data=jsonl", f"data.path={lines}", "data.tokenizer=byte", "steps=3",
+             "model.d_model=16", "model.d_ff=16", "model.context=32", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"toyexp: error: {lines}:43: has the keys none; expected prompt and")
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "data.on_error=skip"]) == 0
+    out = capsys.readouterr().out
+    assert "1 skipped, such as x.jsonl:43: has the keys none" in out
+    assert "1 left out, prompts longer than the context" in out
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    facts = events[0]["data"]
+    assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("jsonl", 43, 2, 1)
+    steps = [e for e in events if e["kind"] == "step"]
+    assert len(steps) == 3 and steps[-1]["loss"] < steps[0]["loss"]
+    with GGUFFile(tmp_path / "run" / "model.gguf") as file:
+        assert file.metadata["tokenizer.chat_template"] == PLAIN_TEMPLATE

@@ -24,6 +24,7 @@ from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Unavailable, UserError, choose, printable
+from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
@@ -149,6 +150,8 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = make(cls, _typed(cls, node, "recipe"))
+    if unfit := misfit(recipe, class_of("model", cfg.model, registry)()):
+        raise UserError(unfit)
     recipe.check()
     path = recipe.base_file()
     if path is None:

@@ -15,17 +15,22 @@ from toyexp.registry import Registry
 
 def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
     """Why this recipe cannot train this model on this engine; None where it can."""
-    if model.reads not in recipe.reads:
-        return (
-            f"recipe={recipe.name} trains models that read {' or '.join(recipe.reads)}; "
-            f"model={model.name} reads {model.reads}"
-        )
+    if unread := misfit(recipe, model):
+        return unread
     if recipe.needs_tensors:
         missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()}
         if missing:
             return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have"
     lacking = set(recipe.needs_features) - set(engine.features)
     return f"recipe={recipe.name} needs {min(lacking)}, which engine={engine.name} does not have" if lacking else None
+
+
+def misfit(recipe: Recipe, model: Model) -> str | None:
+    """Why the recipe is for other kinds of models; None where it is not."""
+    if model.reads in recipe.reads:
+        return None
+    kinds = " or ".join(recipe.reads)
+    return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
 
 
 @dataclass(frozen=True)

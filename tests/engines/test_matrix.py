@@ -19,7 +19,13 @@ DATA = {
     "llama": ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"],
     "vit": ["data=digits"],
 }
-SETTINGS = {("warm", "gpt2"): ["model.tied=false"]}  # of the cells that the matrix marks with `set`
+BASED = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
+SETTINGS = {  # of the cells that the matrix marks with `set`
+    ("warm", "gpt2"): ["model.tied=false"],
+    ("lora", "llama"): [*BASED, "lr=0.05"],
+    ("lora", "gpt2"): [*BASED, "lr=0.05", "recipe.targets=[qkv]"],
+    **{("full", model): BASED for model in ("gpt2", "llama")},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +50,12 @@ def test_the_matrix_says_what_the_recipes_are_for():
 
 @pytest.mark.parametrize(("recipe", "model"), ALLOWED)
 def test_every_allowed_cell_trains_and_the_engines_agree(recipe, model, capsys):
-    line = [*words(recipe, model), *SETTINGS.get((recipe, model), [])]
+    line = ["lr=1e-3", *words(recipe, model), *SETTINGS.get((recipe, model), [])]
+    if recipe in ("lora", "full"):
+        assert main([*words("scratch", model), "steps=1", "engine=ggml", "hydra.run.dir=base"]) == 0
+        capsys.readouterr()
     engines = [name + "".join(f":{s.removeprefix('engine.')}" for s in own) for name, own in ENGINES.items()]
-    assert main(["parity", *line, f"engine={','.join(engines)}", "steps=8", "lr=1e-3", "--json"]) == 0
+    assert main(["parity", *line, f"engine={','.join(engines)}", "steps=8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["engines"]) == 2
     assert report["losses"][-1] < report["losses"][0] - 0.01

@@ -1,0 +1,129 @@
+"""A frozen base on ggml: read where it lies, in the file's own types, with the numbers of the dequantised weights."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from tiny import batches, weighted
+
+from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Setup
+from toyexp.gguf.read import GGUFFile
+from toyexp.plan import LoraAdapter, lora_names
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_ggml.ops import UNPACKED_ROWS
+from toyexp_models.llama import Llama
+from toyexp_torch.engines import TorchCPU
+
+MODEL = Llama(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=256, context=12, vocab=40, tied=True)
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"]
+# Relative tolerances of the loss and of a gradient. BLAS multiplies by the numbers; ggml's own kernels round the other
+# factor to 8 bits first, as llama.cpp does (to 16 where the file has 16).
+ENGINES = {
+    "blas": (GGMLCPU(threads=1), 1e-6, 2e-5),
+    "cpu": (GGMLCPU(threads=1, blas=False), 5e-3, 0.1),
+    "metal": (GGMLMetal(threads=1, emulate=True), 5e-3, 0.1),
+}
+
+
+def packed(values, kind):
+    """The matrix in a type; for K-quants, which gguf-py cannot make, random blocks around zero."""
+    made = GGMLQuantizationType[kind]
+    if not kind.endswith("_K"):
+        return quants.quantize(values, made), made
+    # Bytes of a block, where its float16 scales stand, and scales that give weights of about 0.05.
+    size, scales_at, scales = {"Q4_K": (144, slice(0, 4), [2e-4, 1.5e-3]), "Q6_K": (210, slice(208, 210), [6e-5])}[kind]
+    draw = np.random.default_rng(values.size)
+    raw = draw.integers(0, 256, (values.shape[0], values.shape[1] // 256, size), dtype=np.uint8)
+    raw[..., scales_at] = np.frombuffer(np.float16(scales).tobytes(), np.uint8)
+    return raw.reshape(values.shape[0], -1), made
+
+
+def base(path, kind):
+    writer, draw = GGUFWriter(str(path), "llama"), np.random.default_rng(0)
+    for t in MODEL.tensors():
+        values = np.ones(t.shape, np.float32)
+        if len(t.shape) == 2:
+            values, made = packed(draw.normal(0, t.shape[1] ** -0.5, t.shape).astype(np.float32), kind)
+            writer.add_tensor(t.name, values, raw_dtype=made)
+        else:
+            writer.add_tensor(t.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def plan(path, frozen):
+    specs = {t.name: t for t in MODEL.tensors()}
+    targets = [n for n in specs if n.endswith(("attn_q.weight", "ffn_down.weight"))]
+    tensors = [PlanTensor(t.name, t.shape, frozen(str(path), t.name), trainable=False) for t in specs.values()]
+    for target in targets:
+        out, inputs = specs[target].shape
+        a, b = lora_names(target)
+        tensors += [PlanTensor(a, (4, inputs), Normal(0.05)), PlanTensor(b, (out, 4), Normal(0.05))]
+    return Setup(batches().inputs, rows=3, seed=2).plan(MODEL, tensors, [LoraAdapter(t, 0.5) for t in targets])
+
+
+def dequantised(path, name):
+    with GGUFFile(path) as file:
+        return Given(file.read(name))
+
+
+def run(engine, the_plan):
+    batch = weighted(batches().batch(0))
+    with engine.realize(the_plan) as session:
+        session.build()
+        loss, gradients = session.evaluate([batch]), session.gradients(batch)
+        session.step(batch, AdamW.for_lora().hp_for_step(0))
+        return loss, gradients, session.evaluate([batch])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_path):
+    path = base(tmp_path / "base.gguf", kind)
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantised))
+    for name, (engine, of_loss, of_gradient) in ENGINES.items():
+        if kind == "F32":
+            of_loss, of_gradient = 1e-6, 1e-5
+        ours = run(engine, plan(path, FromGGUF))
+        assert ours[0] == pytest.approx(loss, rel=of_loss), name
+        assert ours[2] == pytest.approx(after, rel=of_loss), name
+        for tensor, theirs in gradients.items():
+            assert np.linalg.norm(ours[1][tensor] - theirs) <= of_gradient * np.linalg.norm(theirs), (name, tensor)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path):
+    path = base(tmp_path / "base.gguf", "Q8_0")
+    the_plan = plan(path, FromGGUF)
+    with GGMLCPU(threads=1).realize(the_plan) as session:
+        frozen = {t.name for t in the_plan.tensors if not t.trainable}
+        assert set(session._frozen.nodes) == frozen
+        with pytest.raises(SessionError, match="it is frozen, and read where it lies"):
+            session.upload("token_embd.weight", np.zeros((40, 256), np.float32))
+        session.build()
+        np.testing.assert_array_equal(
+            session.download("blk.0.attn_k.weight"), dequantised(path, "blk.0.attn_k.weight").array
+        )
+
+
+def test_a_large_vocabulary_is_unpacked_in_parts(tmp_path, monkeypatch):
+    path = base(tmp_path / "base.gguf", "Q8_0")
+    whole = run(GGMLCPU(threads=1), plan(path, FromGGUF))
+    monkeypatch.setattr("toyexp_ggml.ops.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a rest
+    parts = run(GGMLCPU(threads=1), plan(path, FromGGUF))
+    assert UNPACKED_ROWS > 40
+    for tensor, gradient in whole[1].items():
+        np.testing.assert_allclose(parts[1][tensor], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_base_that_lost_a_tensor_is_told(tmp_path):
+    path = base(tmp_path / "base.gguf", "Q8_0")
+    the_plan = plan(path, FromGGUF)
+    tensors = (replace(the_plan.tensors[0], values=FromGGUF(str(path), "nothing.weight")), *the_plan.tensors[1:])
+    with pytest.raises(Exception, match=r"has no tensor nothing\.weight"):
+        GGMLCPU(threads=1).realize(replace(the_plan, tensors=tensors))

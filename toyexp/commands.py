@@ -1,0 +1,232 @@
+"""The sub-commands: what is there, what works here, and engines side by side."""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from toyexp.errors import Unavailable, UserError, choose
+from toyexp.matrix import table
+from toyexp.registry import KINDS, Registry, load, settings_of
+from toyexp.sweeps import combinations, local_modules, own_sweep
+from toyexp.terminal import say
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+    from toyexp.parity import Report
+
+
+def plugins(words: Sequence[str]) -> int:
+    """What can be asked for, and which plugins are broken."""
+    names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
+    modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
+    registry = load(modules)
+    if len(names) > 1:
+        raise UserError(f"plugins {' '.join(names)}: takes one name")
+    if "--matrix" in words:
+        if names:
+            raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
+        print("\n".join(table(registry)))
+        return 0
+    if names:
+        return _plugin_settings(names[0], registry)
+    for kind, offers in registry.offers.items():
+        print(f"{kind}:")
+        if kind == "engine":
+            print(f"  {'auto':<16} The best engine that works here.")
+        for name, offer in sorted(offers.items()):
+            origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
+            print(f"  {name:<16} {offer.help}{origin}")
+    for problem in registry.problems:
+        print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
+    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
+    return 0
+
+
+def _plugin_settings(name: str, registry: Registry) -> int:
+    found = [(kind, offers[name]) for kind, offers in registry.offers.items() if name in offers]
+    if not found:
+        everything = {n for offers in registry.offers.values() for n in offers}
+        raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, everything)}")
+    for kind, offer in found:
+        print(f"{kind}={name}  {offer.help}  [{offer.plugin}, {offer.package}]")
+        prefix = f"callbacks.{name}" if kind == "callbacks" else kind
+        for s in settings_of(offer.cls):
+            value = (
+                "null" if s.default is None else str(s.default).lower() if isinstance(s.default, bool) else s.default
+            )
+            print(f"  {f'{prefix}.{s.name}={value}':<34} {s.comment}")
+    return 0
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Which engines work here, and why the others do not."""
+    if "--graph" in words:
+        return _graphs([w for w in words if w != "--graph"])
+    if words:
+        raise UserError(f"doctor {words[0]}: takes --graph and settings behind it, or nothing")
+    import toyexp
+
+    registry = load()
+    print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    width = max((len(n) for n in registry.offers["engine"]), default=0)
+    for name, offer in sorted(registry.offers["engine"].items(), key=lambda item: -getattr(item[1].cls, "priority", 0)):
+        try:
+            verdict = f"PASS  {offer.cls().check()}"
+        except Unavailable as reason:
+            verdict = f"no    {reason}"
+        except Exception as error:  # whatever a plugin raises, the others are still reported
+            verdict = f"FAIL  {type(error).__name__}: {error}"
+        print(f"  {name:<{width}}  {verdict}")
+    for name, offer in sorted(registry.offers["callbacks"].items()):
+        try:
+            offer.cls().check()
+        except Unavailable as reason:
+            print(f"  callbacks.{name}: {reason}")
+    for problem in registry.problems:
+        print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    return 0
+
+
+def _graphs(settings: Sequence[str]) -> int:
+    """What of an experiment's training step runs on which device."""
+    from toyexp.residency import report
+    from toyexp.variants import prepare_variants
+
+    registry, modules, _ = _for_one_experiment("doctor --graph", settings)
+    for line in report(prepare_variants(settings, registry, modules, default="ggml")):
+        print(line)
+    return 0
+
+
+def parity(words: Sequence[str]) -> int:
+    """Whether several engines compute the same experiment's numbers, within tolerances."""
+    from toyexp.parity import STEPS, compare, help_text, split, summary
+
+    if "-h" in words or "--help" in words:
+        print(help_text())
+        return 0
+    options, settings = split(words)
+    from toyexp.run import dump_json
+    from toyexp.schema import Source
+    from toyexp.variants import prepare_variants
+
+    registry, modules, parsed = _for_one_experiment("parity", settings)
+    own = own_sweep(parsed, registry, Source.of())
+    fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
+    watch: Callable[[str], None] = (lambda line: None) if options.json else say
+    reports: dict[str, Report] = {}
+    for varied in combinations(own):
+        label = " ".join(varied)
+        if varied:
+            watch(f"\n[{len(reports)}] {label}")
+        variants = prepare_variants([f"steps={STEPS}", *settings, *fixed, *varied], registry, modules)
+        reports[label] = report = compare(variants, options.tolerances, watch)
+        for line in summary(report, options.all):
+            watch(line)
+    within = sum(report.within for report in reports.values())
+    if options.json:
+        jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
+        print(dump_json({"within": within == len(jobs), "jobs": jobs} if own else reports[""].plain(), indent=2))
+    if len(reports) > 1:
+        watch(f"\n{within} of {len(reports)} within the tolerances")
+    return 0 if within == len(reports) else 1
+
+
+def bench(words: Sequence[str]) -> int:
+    """Engines side by side on this machine: their speed, and their memory."""
+    from toyexp.bench import HELP, measure, split, table
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    options, settings = split(words)
+    from toyexp.run import dump_json
+
+    registry, modules, _ = _for_one_experiment("bench", settings)
+    report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
+    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
+    return 0
+
+
+def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
+    """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
+
+    Raises UserError for a setting with several values.
+    """
+    from toyexp import mistakes, schema
+
+    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
+    modules = local_modules(parsed)
+    registry = load(modules)
+    schema.store_schemas(registry)
+    return registry, modules, parsed
+
+
+def show_help(words: Sequence[str] = ()) -> int:
+    """How to use the command line."""
+    if words:
+        raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
+    from toyexp.schema import conf_dir
+
+    registry = load()
+    print(
+        textwrap.dedent("""\
+        usage: toyexp [key=value ...]        run one experiment
+               toyexp -m key=v1,v2 ...       sweep over values
+               toyexp COMMAND
+
+        commands
+          plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
+          plugins --matrix  which recipe trains which model on which engine
+          doctor            which engines work here, and why the others do not
+          doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
+          parity [...]      whether several engines compute the same numbers: toyexp parity --help
+          bench [...]       engines side by side on this machine: toyexp bench --help
+          help              this page
+
+        examples
+          toyexp recipe=warm steps=300
+          toyexp recipe=scratch model=gpt2 data=text data.path=book.txt data.tokenizer=char
+          toyexp -m recipe=scratch,warm seed=0,1,2
+          toyexp callbacks=[default,sample,plots] ~callbacks.cosine callbacks.sample.every=50
+    """)
+    )
+    print("choices")
+    for kind in (*KINDS, "experiment"):
+        presets = {p.stem for p in (conf_dir() / kind).glob("*.yaml")}
+        extra = {"auto"} if kind == "engine" else set()
+        form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="
+        listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
+        print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
+    print("\ntop-level keys (conf/config.yaml)")
+    for line in (conf_dir() / "config.yaml").read_text().splitlines():
+        key, _, comment = line.partition("#")
+        if comment and ":" in key and not key.startswith((" ", "-")):
+            print(f"  {key.strip().replace(': ', '='):<34} {comment.strip()}")
+    print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
+    print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
+    return 0
+
+
+def show_version() -> int:
+    """The version."""
+    import toyexp
+
+    print(f"toyexp {toyexp.__version__}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "plugins": plugins,
+    "doctor": doctor,
+    "parity": parity,
+    "bench": bench,
+    "help": show_help,
+}

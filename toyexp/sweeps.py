@@ -1,0 +1,48 @@
+"""What a command line asks for beyond one configuration: the jobs of a sweep, and local plugins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from toyexp.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+    from toyexp.registry import Registry
+    from toyexp.schema import Source
+
+
+def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:
+    """What the chosen experiment sweeps over, but for the keys that the command line gives."""
+    from toyexp import config, mistakes
+
+    chosen = [str(o.input_line) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    given = {o.key_or_group for o in parsed}
+    own = config.sweep_of(config.compose(chosen, registry, source))
+    return mistakes.parse([f"{key}={values}" for key, values in own.items() if key not in given])
+
+
+def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
+    """The settings of each job: one value of every swept key, the last key varying fastest."""
+    lists = []
+    for o in parsed:
+        if o.is_interval_sweep():
+            raise UserError(f"{o.input_line}: an interval has no end of values; use range(...) or a list")
+        if o.is_sweep_override():
+            lists.append([f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()])
+    return list(itertools.product(*lists))
+
+
+def local_modules(parsed: Sequence[Override]) -> list[str]:
+    """The modules of `plugins=[...]` on this command line."""
+    for override in parsed:
+        if override.key_or_group == "plugins":
+            value = None if override.is_sweep_override() else override.value()
+            names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+            if value is None or not all(name.replace(".", "_").isidentifier() for name in names):
+                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[my_module]")
+            return names
+    return []

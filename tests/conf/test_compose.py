@@ -14,6 +14,7 @@ from toyexp.config import build, compose, sweep_of
 from toyexp.mistakes import valid_choices
 from toyexp.registry import KINDS, load, settings_of
 from toyexp.schema import Source, conf_dir, store_schemas
+from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
 SOURCE = Source.of()
@@ -44,6 +45,8 @@ def test_every_experiment_composes_and_builds(registry, name):
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
     lists = sweep_of(compose([f"experiment={name}"], registry, SOURCE))
     swept = [f"{key}={values.split(',')[0]}" for key, values in lists.items()]
+    if body.get("recipe", {}).get("targets"):  # an experiment on a base of the user's
+        swept.append(f"recipe.base={DONOR}")
     cfg = compose([f"experiment={name}", *swept], registry, SOURCE)
     assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
     try:

@@ -12,6 +12,7 @@ import math
 import os
 import stat
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,12 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self._fd = Path(path), -1
+        self.path = Path(path)
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise GGUFError(f"{self.path}: {_os_cause(error)}") from None
+        self._closed = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
         try:
             self._parse()
         except BaseException:
@@ -85,14 +87,10 @@ class GGUFFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
         """Closes the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._closed()
+        self._fd = -1
 
     @property
     def architecture(self) -> str:

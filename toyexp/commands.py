@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.errors import Unavailable, UserError, choose
@@ -152,6 +153,28 @@ def bench(words: Sequence[str]) -> int:
     return 0
 
 
+def evaluate(words: Sequence[str]) -> int:
+    """The held-out loss of a model in a file."""
+    from toyexp.evaluate import HELP
+    from toyexp.evaluate import evaluate as run
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    file, *settings = [w for w in words if w != "--json"] or [""]
+    strange = next((w for w in settings if "=" not in w), file if file[:1] in ("", "-") else None)
+    if strange is not None:
+        raise UserError(
+            f"eval {strange}: takes one file, settings behind it, and --json: toyexp eval model.gguf seed=1"
+        )
+    from toyexp.run import dump_json
+
+    registry, modules, _ = _for_one_experiment("eval", settings)
+    found = run(Path(file), settings, registry, modules)
+    print(dump_json(found.plain(), indent=2) if "--json" in words else "\n".join(found.lines()))
+    return 0
+
+
 def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -188,6 +211,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           doctor            which engines work here, and why the others do not
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
+          eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -228,5 +252,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "parity": parity,
     "bench": bench,
+    "eval": evaluate,
     "help": show_help,
 }

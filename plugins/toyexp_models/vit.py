@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -163,6 +163,11 @@ class ViT(Model):
     def architecture(self) -> str:
         """An architecture of toyexp's own, under which no other program expects a model of another form."""
         return ARCHITECTURE
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Self:
+        """The file's model; UserError for one that is no such thing or lacks something."""
+        return cast("Self", _described(file.path, file.metadata, {n: info.shape for n, info in file.tensors.items()}))
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The sizes; `classes`, `image_mean` and `image_std` come from the data."""

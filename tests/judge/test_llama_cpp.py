@@ -320,6 +320,17 @@ def test_an_adapter_on_its_base_is_the_merged_model_is_what_the_engine_computed(
     assert_agrees(lora, lora.path, "f32")
 
 
+def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
+    """The engine trains on the numbers of the q8_0 weights; llama.cpp rounds what it multiplies them by."""
+    base = workshop("llama, padded")
+    path = base.write(tmp_path / "base.gguf", "q8_0")
+    settings = {"targets": ["*"], "rank": 4, "alpha": 12}
+    lora = workshop("llama, q8_0 lora", (base.plan.model, "auto"), Lora(base=str(path), **settings))
+    assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1
+    assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
+    assert_agrees(lora, lora.path, "f32")
+
+
 def test_the_loss_of_a_trained_model_depends_on_its_context(workshop):
     """Else agreement with llama.cpp would say nothing about attention and positions."""
     trained = workshop("llama")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from toyexp import Model, Plan, Recipe, Run, Tokenizer, loop
 from toyexp.config import Config
@@ -329,6 +330,61 @@ def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
     assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1
     assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
     assert_agrees(lora, lora.path, "f32")
+
+
+def q4_k(values: np.ndarray) -> np.ndarray:
+    """A matrix [out, in] in the blocks of Q4_K, which gguf-py reads and does not write; rounded plainly."""
+    x = values.reshape(-1, 8, 32)  # eight runs of 32 share a block of 256
+    low = np.minimum(x.min(axis=-1), 0)
+    steps = (x.max(axis=-1) - low) / 15
+    d, d_min = (np.float16(v.max(axis=-1) / 63) for v in (steps, -low))
+    wide, wide_min = (np.maximum(v.astype(np.float32), 1e-8)[:, None] for v in (d, d_min))
+    scale, minimum = np.round(steps / wide).astype(np.uint8), np.round(-low / wide_min).astype(np.uint8)
+    step = np.maximum(wide * scale, 1e-8)[..., None]
+    q = np.clip(np.round((x + (wide_min * minimum)[..., None]) / step), 0, 15).astype(np.uint8)
+    packed = np.concatenate([
+        scale[:, :4] | scale[:, 4:] >> 4 << 6,
+        minimum[:, :4] | minimum[:, 4:] >> 4 << 6,
+        (scale[:, 4:] & 15) | (minimum[:, 4:] & 15) << 4,
+    ], axis=1)  # fmt: skip
+    pairs = q.reshape(-1, 4, 2, 32)
+    quants = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    heads = [np.frombuffer(v.tobytes(), np.uint8).reshape(-1, 2) for v in (d, d_min)]
+    return np.concatenate([*heads, packed, quants], axis=1).reshape(len(values), -1)
+
+
+def in_q4_k(source: Path, path: Path) -> Path:
+    """The file again, its matrices of rows of 256 in Q4_K."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(path, "llama")
+    for key, found in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            kind = found.types[0]
+            writer.add_key_value(key, found.contents(), kind, found.types[1] if kind == GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        if len(tensor.shape) == 2:
+            writer.add_tensor(tensor.name, q4_k(tensor.data), raw_dtype=GGMLQuantizationType.Q4_K)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
+    """As on q8_0: llama.cpp's own kernels round what the base is multiplied by to 8 bits."""
+    base = workshop("llama, 256 wide", (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte"))
+    path = in_q4_k(base.path, tmp_path / "base.gguf")
+    with GGUFFile(path) as file:
+        assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"Q4_K"}
+    lora = workshop("llama, q4_k lora", (base.plan.model, "auto"), Lora(base=str(path), targets=["*"], rank=4))
+    assert np.abs(lora.values["blk.0.attn_q.weight"] - base.values["blk.0.attn_q.weight"]).max() > 1e-3
+    assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
+    loss, worst = lora.judged(lora.path)
+    assert loss == pytest.approx(lora.loss, abs=1e-5)
+    assert worst < 1e-3  # its rows are four times as long as those that TOLERANCE was measured on; 2e-4 was seen
 
 
 def test_the_loss_of_a_trained_model_depends_on_its_context(workshop):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Ids:
     def size(self) -> int:
         """How many there are."""
         return self.flat.size
+
+    packed: ClassVar[bool] = False
 
     @property
     def ptr(self) -> Any:

@@ -7,9 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from float64_models import gpt2, llama
-from float64_models import loss as reference_loss
+from float64_models import gpt2, gradients, llama
 from tiny import MODELS, VOCAB, batches, plan, weighted
 
 from toyexp import AdamW, Setup, ToyexpError
@@ -48,16 +46,13 @@ def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
 
 
 def hold_against_float64(engine, the_plan, batch):
-    weights = {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
-    logits = FORWARD[the_plan.model.name](weights, the_plan.model, torch.from_numpy(batch["tokens"]).long())
-    value = reference_loss(logits, batch)
-    grads = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
+    logits, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
     with engine.realize(the_plan) as session:
         session.build()
-        np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
-        assert session.evaluate([batch]) == pytest.approx(value.item(), rel=1e-6)
+        np.testing.assert_allclose(session.logits(batch), logits, atol=2e-6)
+        assert session.evaluate([batch]) == pytest.approx(value, rel=1e-6)
         for tensor, ours in session.gradients(batch).items():
-            theirs = grads[tensor].numpy()
+            theirs = grads[tensor]
             assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor
 
 

@@ -111,6 +111,15 @@ def loss(logits, batch):
     return -(picked * weights).sum() / weights.sum()
 
 
+def gradients(forward, plan, batch):
+    """Logits, loss and every tensor's gradient as numpy, of the plan's initial values on a batch of tokens."""
+    weights = {t.name: torch.from_numpy(plan.initial(t)).double().requires_grad_() for t in plan.tensors}
+    logits = forward(weights, plan.model, torch.from_numpy(batch["tokens"]).long())
+    value = loss(logits, batch)
+    found = torch.autograd.grad(value, list(weights.values()))
+    return logits.detach().numpy(), value.item(), {n: g.numpy() for n, g in zip(weights, found, strict=True)}
+
+
 def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
     """One step as written in the papers, in place; `correct` divides by 1 - beta^t, else multiplies by the betas."""
     m.mul_(beta1).add_((1 - beta1) * g)

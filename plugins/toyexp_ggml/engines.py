@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
 from toyexp.threads import available_cores, calm_threads, crowding
@@ -170,8 +171,11 @@ class GGMLCUDA(GGMLGPU):
         note = super().check()
         if self.emulate:
             return note
-        held = os.environ.get(OVERRIDE) == "0" if self.tf32 else GGMLCUDA._was_allowed
-        if held:
+        forbidden = os.environ.get(OVERRIDE) == "0"
+        torch: Any = sys.modules.get("torch")  # which may have computed on the GPU already, in this process
+        computed = torch is not None and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
+        too_late = not forbidden and (GGMLCUDA._was_allowed or computed)
+        if forbidden if self.tf32 else too_late:
             raise UserError(
                 f"engine.tf32={str(self.tf32).lower()}: cuBLAS is told once in a process, and was told otherwise "
                 f"({OVERRIDE}); run this in a process of its own"

@@ -5,7 +5,7 @@ import pytest
 from float64_models import gpt2, gradients, llama
 from tiny import MODELS, batches, plan, weighted
 
-from toyexp import AdamW, Unavailable
+from toyexp import AdamW, Unavailable, UserError
 from toyexp.testing import EngineSuite
 from toyexp_ggml.engines import GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_torch.engines import TorchCPU
@@ -13,6 +13,17 @@ from toyexp_torch.engines import TorchCPU
 # The worst relative error of a gradient: Metal and most Vulkan drivers round the inputs of a product to float16.
 GPUS = {"metal": (GGMLMetal(), 1e-2), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan": (GGMLVulkan(), 1e-2)}
 FORWARD = {"llama": llama, "gpt2": gpt2}
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    """cuBLAS is told about TF32 once in a process: where PyTorch's tests came first, these need one of their own."""
+    try:
+        GGMLCUDA().check()
+    except Unavailable:
+        pass
+    except UserError as told:
+        pytest.skip(str(told))
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.device(n)) for n in GPUS])

@@ -13,6 +13,7 @@ from toyexp.gguf.read import GGUFFile
 from toyexp.plan import LoraAdapter, lora_names
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_ggml.ops import UNPACKED_ROWS
+from toyexp_ggml.profiles import CPU_BLAS
 from toyexp_models.llama import Llama
 from toyexp_torch.engines import TorchCPU
 
@@ -87,6 +88,8 @@ def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_p
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantised))
     for name, (engine, of_loss, of_gradient) in ENGINES.items():
+        if name == "blas" and engine.profile is not CPU_BLAS:
+            continue  # this ggml-python is built without; the other forms are held all the same
         if kind == "F32":
             of_loss, of_gradient = 1e-6, 1e-5
         ours = run(engine, plan(path, FromGGUF))

@@ -111,6 +111,12 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
 
+def sequence_inputs(context: int) -> dict[str, InputSpec]:
+    """The arrays of a batch of sequences, each [context] a row: tokens, the targets after them, and their weights."""
+    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    return {name: InputSpec((context,), kind) for name, kind in kinds.items()}
+
+
 class TokenBatches(Batches):
     """Every epoch visits each window of `context` tokens once, in an order drawn from (seed, epoch).
 
@@ -125,12 +131,7 @@ class TokenBatches(Batches):
         # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
         self._windows = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        shape = (context,)
-        self.inputs = {
-            "tokens": InputSpec(shape, "int32"),
-            "targets": InputSpec(shape, "int32"),
-            "weights": InputSpec(shape, "float32"),
-        }
+        self.inputs = sequence_inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Start positions of the epoch's windows, shuffled."""

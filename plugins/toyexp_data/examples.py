@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from toyexp import Batch, Batches, Dataset, InputSpec, Tokenizer, UserError
+from toyexp import Batch, Batches, Dataset, Tokenizer, UserError
+from toyexp.data import sequence_inputs
 from toyexp.init import stream
 from toyexp_data.chat import Example
 
@@ -130,12 +131,7 @@ class ExampleBatches(Batches):
         self._rows = train.rows(context + 1, pack, shuffled)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        shape = (context,)
-        self.inputs = {
-            "tokens": InputSpec(shape, "int32"),
-            "targets": InputSpec(shape, "int32"),
-            "weights": InputSpec(shape, "float32"),
-        }
+        self.inputs = sequence_inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")

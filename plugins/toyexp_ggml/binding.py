@@ -654,13 +654,11 @@ class Graph:
             where.setdefault(name, Counter())[_op(node)] += 1
         return {name: dict(sorted(ops.items())) for name, ops in sorted(where.items())}
 
-    def off_device(self) -> int:
-        """How many nodes the scheduler took from the device because it cannot compute them."""
-        own = {
-            ggml.ggml_backend_name(p).decode()
-            for p in ([self._backend.ptr] if not self._backend.blas else self._backend.all)
-        }
-        return sum(sum(ops.values()) for name, ops in self.residency().items() if name not in own)
+    def off_device(self, residency: dict[str, dict[str, int]]) -> int:
+        """How many nodes of a residency the scheduler took from the device because it cannot compute them."""
+        own = self._backend.all if self._backend.blas else [self._backend.ptr]
+        names = {ggml.ggml_backend_name(p).decode() for p in own}
+        return sum(sum(ops.values()) for name, ops in residency.items() if name not in names)
 
     def strided(self) -> set[str]:
         """Ops that read a source whose numbers do not lie side by side."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toyexp import FromGGUF, Plan
-from toyexp.gguf.read import GGUFFile
+from toyexp.init import opened
 from toyexp_ggml.binding import Backend, MappedFile, Node
 
 
@@ -22,19 +22,19 @@ class Frozen:
             if not tensor.trainable and isinstance(tensor.values, FromGGUF):
                 wanted.setdefault(tensor.values.path, []).append((tensor.name, tensor.shape, tensor.values))
         for path, tensors in wanted.items():
-            with GGUFFile(path) as header:
-                file = MappedFile(self._backend, path, len(tensors))
-                self._files.append(file)
-                for name, shape, values in tensors:
-                    info = header.tensors.get(values.tensor)
-                    if info is None:
-                        raise header.error(f"has no tensor {values.tensor}")
-                    rows = info.shape[0] if values.rows is None else values.rows
-                    # Whatever is not as the plan says is left to the reader, which says what is wrong.
-                    if shape == (rows, *info.shape[1:]) and (len(shape) == 2 or info.type == "F32"):
-                        nbytes = info.nbytes // info.shape[0] * rows
-                        self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
-                file.allocate()
+            header = opened(path)
+            file = MappedFile(self._backend, path, len(tensors))
+            self._files.append(file)
+            for name, shape, values in tensors:
+                info = header.tensors.get(values.tensor)
+                if info is None:
+                    raise header.error(f"has no tensor {values.tensor}")
+                rows = info.shape[0] if values.rows is None else values.rows
+                # Whatever is not as the plan says is left to the reader, which says what is wrong.
+                if shape == (rows, *info.shape[1:]) and (len(shape) == 2 or info.type == "F32"):
+                    nbytes = info.nbytes // info.shape[0] * rows
+                    self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
+            file.allocate()
 
     def close(self) -> None:
         """Lets go of the files."""

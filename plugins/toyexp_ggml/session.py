@@ -67,14 +67,15 @@ class GGMLSession(Session):
     def describe(self) -> dict[str, Any]:
         """Device, threads, and the training step's graph: its size, and what of it runs where."""
         graph = self._graphs["step" if self.plan.accumulate == 1 else "accumulate"]
+        residency = graph.residency()
         return {
             "framework": f"ggml {version()}",
             "device": self._engine.device,
             "profile": self._profile.label,
             "threads": self._engine.thread_count(),
-            "nodes": sum(graph.ops().values()),
-            "residency": graph.residency(),
-            "off_device": graph.off_device(),
+            "nodes": sum(sum(ops.values()) for ops in residency.values()),
+            "residency": residency,
+            "off_device": graph.off_device(residency),
             "compute_bytes": graph.compute_bytes,
         }
 

@@ -125,8 +125,7 @@ def _bits_per_byte(loss: float, held_out: Sequence[Mapping[str, Any]], dataset: 
     tokenizer = getattr(dataset, "tokenizer", None)
     if tokenizer is None:
         return None
-    silent = {*tokenizer.controls, tokenizer.eos}
-    lengths = np.array([0 if i in silent else len(piece) for i, piece in enumerate(tokenizer.pieces)])  # a byte a sign
+    lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
     kept = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
     total = int(lengths[kept].sum())
     return loss * len(kept) / total / math.log(2) if total else None

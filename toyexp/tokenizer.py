@@ -38,6 +38,8 @@ class Tokenizer(ABC):
     pieces: Sequence[str]  # each token's text in byte symbols, except control tokens, which are literal
     merges: Sequence[tuple[str, str]]
     eos: int
+    bos: int | None = None  # the token a model of this tokenizer expects first, if `add_bos`
+    add_bos: bool = False
     controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
     chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
 
@@ -55,13 +57,19 @@ class Tokenizer(ABC):
         end = np.array([self.eos], np.int32)
         return np.concatenate([part for text in texts if text for part in (self.encode(text), end)] or [end[:0]])
 
+    def prompt(self, text: str) -> np.ndarray:
+        """int32 ids of a text that a model is to continue: what it expects first, then the text; never none."""
+        start = self.bos if self.bos is not None else self.eos
+        ids = self.encode(text)
+        return np.concatenate([np.array([start], np.int32), ids]) if self.add_bos or not len(ids) else ids
+
+    def bytes_of(self, i: int) -> bytes:
+        """What token `i` stands for in a text: a control token for nothing, another perhaps for part of a character."""
+        return b"" if i == self.eos or i in self.controls else bytes(BYTE_OF[c] for c in self.pieces[i])
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
-        raw = bytearray()
-        for i in ids:
-            if int(i) != self.eos and int(i) not in self.controls:
-                raw += bytes(BYTE_OF[c] for c in self.pieces[int(i)])
-        return raw.decode("utf-8", errors="replace")
+        return b"".join(self.bytes_of(int(i)) for i in ids).decode("utf-8", errors="replace")
 
     def fingerprint(self) -> str:
         """16 hex digits that identify the vocabulary and its merges."""

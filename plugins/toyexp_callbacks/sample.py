@@ -38,7 +38,7 @@ class Sample(Callback):
         if dataset.tokenizer is None:
             raise UserError("callbacks.sample needs a tokenizer: give data.tokenizer=..., or drop '~callbacks.sample'")
         try:
-            self._prompt = dataset.tokenizer.encode(self.prompt).tolist() or [dataset.tokenizer.eos]
+            self._prompt = dataset.tokenizer.prompt(self.prompt).tolist()
         except UserError as error:
             raise UserError(f"callbacks.sample.prompt={printable(self.prompt)}: {error}") from None
 

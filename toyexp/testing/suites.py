@@ -24,7 +24,7 @@ from toyexp.errors import SessionError, Unavailable
 from toyexp.gguf.write import export_tensors
 from toyexp.images import ImageDataset
 from toyexp.init import Given
-from toyexp.loop import train
+from toyexp.loop import Training
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan, PlanTensor
@@ -365,7 +365,7 @@ class CallbackSuite(PluginSuite):
             reason: str = "errored"
             try:
                 bus.hook.on_start(run=run)
-                outcome = train(run, bus, batches, AdamW.for_from_scratch(), eval_every=2)
+                outcome = Training(run, bus, batches, AdamW.for_from_scratch(), eval_every=2).train()
                 reason = outcome.reason
             finally:
                 failures = bus.end(run, reason, None)

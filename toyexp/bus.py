@@ -107,23 +107,29 @@ class Bus:
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
     def end(
-        self, run: Run, reason: str, error: BaseException | None, stopped: Callable[[], bool] = lambda: False
+        self,
+        run: Run,
+        reason: str,
+        error: BaseException | None,
+        signal: Callable[[], BaseException | None] = lambda: None,
     ) -> list[Exception]:
         """Calls on_end of every callback, one by one, so that a failing one silences no other.
 
         Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
         at the end, who are told the first failure as the error of a run that had none. Returns what was raised;
-        an interruption of one callback (a second Ctrl-C) is raised again once all were called. A signal that came
-        while exporters worked, which `stopped` tells, makes it an interrupted run to the recorders.
+        an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal` gives the
+        first Ctrl-C as an error; one that comes while exporters work makes it an interrupted run to the recorders.
         """
         failures: list[Exception] = []
         interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
             last = getattr(impl.plugin, "closes_last", False)
-            known = error or interruption or (failures[0] if failures else None)
-            final = "interrupted" if last and reason == "completed" and stopped() else reason
-            arguments = {"run": run, "reason": final, "error": known if last else error}
+            told, why = reason, error or signal()
+            if last:
+                told = "interrupted" if signal() and reason == "completed" else reason
+                why = why or interruption or (failures[0] if failures else None)
+            arguments = {"run": run, "reason": told, "error": why}
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
             except Exception as failure:

@@ -136,7 +136,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint, held against its manifest; raises Damaged."""
-    manifest = _json(path / MANIFEST)
+    manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise Damaged(f"{path}: has format {printable(str(manifest.get('format')))}; this toyexp reads {FORMAT}")
     files = manifest.get("files")
@@ -150,7 +150,7 @@ def read(path: Path) -> Checkpoint:
         said = files[name] if isinstance(files[name], dict) else {}
         if found != (said.get("bytes"), said.get("sha256")):
             raise Damaged(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
-    state = _json(path / STATE)
+    state = read_json(path / STATE)
     step = manifest.get("step")
     if not isinstance(step, int) or path.name != f"step-{step}":
         raise Damaged(f"{path / MANIFEST}: is of step {printable(str(step))}")
@@ -164,7 +164,8 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, step, arrays, state)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; raises Damaged."""
     try:
         with open(path, "rb") as file:
             text = file.read(JSON_LIMIT + 1)

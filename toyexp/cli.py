@@ -92,15 +92,15 @@ def run(words: Sequence[str]) -> int:
     settings = [w for w in settings if resume is None or not w.startswith("resume=")]
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
-        source = schema.Source.of(resume)
+        source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
     cfg = config.compose(settings, registry, source)
-    directory = config.directory(cfg, "hydra.run.dir")
     found = Path(resume).absolute() if resume else None
     if resume == AUTO:
-        found = find_newest(directory.parent, str(cfg.name))
-        say(f"resume  {found or f'no run named {cfg.name} with a checkpoint below {directory.parent}: a new one'}")
+        parent = config.directory(cfg, "hydra.run.dir").parent
+        found = find_newest(parent, str(cfg.name))
+        say(f"resume  {found or f'no run named {cfg.name} with a checkpoint below {parent}: a new one'}")
     try:
-        result = experiment(cfg, registry, modules, lambda: directory, found)
+        result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"), found)
     except Complete as error:
         if resume != AUTO:
             raise

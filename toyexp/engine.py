@@ -171,10 +171,10 @@ class Session(ABC):
         for name, shape in wanted.items():
             if arrays[name].shape != shape:
                 raise SessionError(f"restore(): {name} has the shape {list(arrays[name].shape)}, not {list(shape)}")
+        self._prepare_moments()
         for tensor in self.plan.trainable:
             values, m, v = (np.ascontiguousarray(arrays[n]) for n in state_names(tensor.name))
             self.do_restore(tensor, values, m, v)
-        self._moments_are_set = True
 
     @final
     def close(self) -> None:

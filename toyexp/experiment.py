@@ -119,7 +119,8 @@ def execute(
             raise failures[0]
         if failures:
             raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {directory / 'log.txt'}")
-        signals.raise_caught()
+        if interrupted := signals.error():
+            raise interrupted
         return result
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
@@ -177,7 +178,7 @@ def _live(
         raise
     finally:
         saver.finish()
-        failures = bus.end(run, reason, error, signals.caught)
+        failures = bus.end(run, reason, error, signals.error)
     if signals.caught():
         outcome.reason = "interrupted"
     return outcome, failures
@@ -312,10 +313,9 @@ class Signals:
         """Whether one came."""
         return bool(self._number)
 
-    def raise_caught(self) -> None:
-        """Raises Interrupted when one came."""
-        if self._number:
-            raise Interrupted(self._number)
+    def error(self) -> Interrupted | None:
+        """The one that came."""
+        return Interrupted(self._number) if self._number else None
 
 
 @contextlib.contextmanager

@@ -84,12 +84,10 @@ def find_newest(parent: Path, name: str) -> Path | None:
 
 
 def _saved_name(directory: Path) -> str | None:
-    import yaml
-
+    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()))
     try:
-        with open(directory / "config.yaml", encoding="utf-8") as file:
-            config = yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError):
+        config = checkpoint.read_json(newest / checkpoint.STATE).get("config")
+    except checkpoint.Damaged:
         return None
     return config.get("name") if isinstance(config, dict) else None
 

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,20 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
+    temporary: Any = None  # holds `directory` while this is in use
+
+    @classmethod
+    def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
+        """The saved configuration of a run, without its settings of the groups that are `chosen` anew."""
+        if not chosen:
+            return cls(directory.absolute())
+        saved = _load_yaml(directory / "config.yaml")
+        if not isinstance(saved, dict):
+            raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
+        temporary = tempfile.TemporaryDirectory(prefix="toyexp-")
+        kept = {key: value for key, value in saved.items() if key not in chosen}
+        Path(temporary.name, "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return cls(Path(temporary.name), temporary=temporary)
 
     @classmethod
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:

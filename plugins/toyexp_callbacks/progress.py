@@ -56,7 +56,7 @@ class Progress(Callback):
             self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {self._note(run, step, now)}")
 
     def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        if step <= self._first + 1:  # the first step also prepares kernels and buffers, so it is forgotten after the second
+        if step <= self._first + 1:  # the first also prepares kernels and buffers: it is forgotten
             self._tokens = self._seconds = 0.0
         if step == self._first:
             self._began = now

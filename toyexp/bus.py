@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,6 +38,13 @@ class Callback(ABC):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
+        """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
+
 
 @dataclass(eq=False)
 class Schedule(Callback):
@@ -69,6 +76,7 @@ class Run:
     dataset: Dataset
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Bus | None = field(default=None, repr=False)
+    resumed: int = 0  # the step it continues from, of a run that was resumed
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""
@@ -98,20 +106,30 @@ class Bus:
             self.artifacts.append(Path(fields["path"]))
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
-    def end(self, run: Run, reason: str, error: BaseException | None) -> list[Exception]:
+    def end(
+        self,
+        run: Run,
+        reason: str,
+        error: BaseException | None,
+        signal: Callable[[], BaseException | None] = lambda: None,
+    ) -> list[Exception]:
         """Calls on_end of every callback, one by one, so that a failing one silences no other.
 
         Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
         at the end, who are told the first failure as the error of a run that had none. Returns what was raised;
-        an interruption of one callback (a second Ctrl-C) is raised again once all were called.
+        an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal` gives the
+        first Ctrl-C as an error; one that comes while exporters work makes it an interrupted run to the recorders.
         """
         failures: list[Exception] = []
         interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
             last = getattr(impl.plugin, "closes_last", False)
-            known = error or interruption or (failures[0] if failures else None)
-            arguments = {"run": run, "reason": reason, "error": known if last else error}
+            told, why = reason, error or signal()
+            if last:
+                told = "interrupted" if signal() and reason == "completed" else reason
+                why = why or interruption or (failures[0] if failures else None)
+            arguments = {"run": run, "reason": told, "error": why}
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
             except Exception as failure:

@@ -74,6 +74,7 @@ def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
     from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
+    from toyexp.resume import AUTO, Complete, find_newest, require_run
 
     parsed = mistakes.parse(settings)
     modules = local_modules(parsed)
@@ -87,8 +88,24 @@ def run(words: Sequence[str]) -> int:
         return inspect(flags, settings, registry, source)
     if "--multirun" in flags:
         return sweep(parsed, registry, modules, source)
+    resume = next((str(o.value()) for o in parsed if o.key_or_group == "resume" and o.value() is not None), None)
+    settings = [w for w in settings if resume is None or not w.startswith("resume=")]
+    if resume is not None and resume != AUTO:
+        require_run(Path(resume), "resume")
+        source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
     cfg = config.compose(settings, registry, source)
-    result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"))
+    found = Path(resume).absolute() if resume else None
+    if resume == AUTO:
+        parent = config.directory(cfg, "hydra.run.dir").parent
+        found = find_newest(parent, str(cfg.name))
+        say(f"resume  {found or f'no run named {cfg.name} with a checkpoint below {parent}: a new one'}")
+    try:
+        result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"), found)
+    except Complete as error:
+        if resume != AUTO:
+            raise
+        say(f"{error}, or without resume=auto for a new run")
+        return 0
     print_result(result)
     return 0
 
@@ -128,13 +145,25 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, settings
 
 
-def experiment(cfg: DictConfig, registry: Registry, modules: Sequence[str], directory: Callable[[], Path]) -> Result:
-    """Builds, checks and runs one composed configuration; `directory` is asked once everything was checked."""
-    from toyexp.config import build
-    from toyexp.experiment import execute, prepare
+def experiment(
+    cfg: DictConfig,
+    registry: Registry,
+    modules: Sequence[str],
+    directory: Callable[[], Path],
+    resume: Path | None = None,
+) -> Result:
+    """Builds, checks and runs one composed configuration, or goes on with the run in `resume`.
 
-    prepared = prepare(build(cfg, registry, modules))
-    return execute(prepared, directory(), say=say)
+    `directory` is asked once everything was checked.
+    """
+    from toyexp.config import build
+    from toyexp.experiment import execute, prepare, stop_signals
+    from toyexp.resume import load as load_run
+
+    with stop_signals():
+        prepared = prepare(build(cfg, registry, modules))
+        resumed = load_run(resume, prepared) if resume else None
+    return execute(prepared, resume or directory(), say, resumed)
 
 
 def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:

@@ -37,6 +37,11 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
+def state_names(name: str) -> tuple[str, str, str]:
+    """Under which names a snapshot holds a tensor's values and its two moments."""
+    return name, f"{name}@m", f"{name}@v"
+
+
 @dataclass
 class Engine(ABC):
     """A way to run a Plan: subclass it as a dataclass whose fields are the engine's settings."""
@@ -99,9 +104,7 @@ class Session(ABC):
             raise SessionError(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
-        if not self._moments_are_set:
-            self.do_reset_moments()
-            self._moments_are_set = True
+        self._prepare_moments()
         return self.do_step(micros, hp)
 
     @final
@@ -144,6 +147,36 @@ class Session(ABC):
         return self.do_download(self._tensor(name, "download"))
 
     @final
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """A copy of all that training changes: each trainable tensor, and its moments as `<name>@m` and `<name>@v`.
+
+        The numbers keep the engine's own precision, so that `restore` brings back the very bits.
+        """
+        self._require(State.BUILT, "snapshot()")
+        self._prepare_moments()
+        arrays: dict[str, np.ndarray] = {}
+        for tensor in self.plan.trainable:
+            names = state_names(tensor.name)
+            arrays.update(zip(names, self.do_snapshot(tensor), strict=True))
+        return arrays
+
+    @final
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Puts back what `snapshot` gave, here or on another engine; raises SessionError when it does not fit."""
+        self._require(State.BUILT, "restore()")
+        wanted = {n: t.shape for t in self.plan.trainable for n in state_names(t.name)}
+        for name in sorted(wanted.keys() ^ arrays.keys()):
+            there = "lacks" if name in wanted else "has"
+            raise SessionError(f"restore(): the snapshot {there} {name}, unlike the plan")
+        for name, shape in wanted.items():
+            if arrays[name].shape != shape:
+                raise SessionError(f"restore(): {name} has the shape {list(arrays[name].shape)}, not {list(shape)}")
+        self._prepare_moments()
+        for tensor in self.plan.trainable:
+            values, m, v = (np.ascontiguousarray(arrays[n]) for n in state_names(tensor.name))
+            self.do_restore(tensor, values, m, v)
+
+    @final
     def close(self) -> None:
         """Frees everything; closing twice is harmless."""
         if self.state is not State.CLOSED:
@@ -180,7 +213,10 @@ class Session(ABC):
 
     @abstractmethod
     def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
-        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1."""
+        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1.
+
+        Where the plan says `skip_nonfinite`, a loss or norm that is not finite leaves weights and moments as they are.
+        """
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
@@ -199,10 +235,23 @@ class Session(ABC):
         """A float32 copy of the tensor's values."""
 
     @abstractmethod
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of a trainable tensor's values and its two moments, in the engine's precision."""
+
+    @abstractmethod
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        """Sets a trainable tensor's values and moments, from arrays of any float type."""
+
+    @abstractmethod
     def do_close(self) -> None:
         """Frees what the session holds."""
 
     # -- checks -------------------------------------------------------------------------------------------------
+
+    def _prepare_moments(self) -> None:
+        if not self._moments_are_set:
+            self.do_reset_moments()
+            self._moments_are_set = True
 
     def _require(self, state: State, call: str) -> None:
         if self.state is state:

@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,15 +16,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
+from toyexp.checkpoint import Interval, Keeper
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
-from toyexp.loop import Outcome, train
+from toyexp.loop import Outcome, Saver, Training
 from toyexp.matrix import refusal
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
 from toyexp.recipe import Setup, start
+from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
 
 if TYPE_CHECKING:
@@ -81,41 +83,56 @@ def prepare(config: Config) -> Prepared:
     batches = fitted.batches(dataset, settings.batch_size, settings.seed)
     model = config.base or fitted
     setup = Setup(
-        batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed
-    )
+        batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
+        settings.nonfinite == "skip",
+    )  # fmt: skip
     plan = recipe.plan(model, setup)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 
 
-def execute(prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None) -> Result:
+def execute(
+    prepared: Prepared,
+    directory: Path,
+    say: Callable[[str], None] = lambda line: None,
+    resumed: Resumed | None = None,
+) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
-    run_dir = RunDir(directory, config.plain)
+    run_dir = RunDir(directory, config.plain, continued=resumed is not None)
     try:
-        for line in introduction(prepared):
-            log.info(line)
-            say(line)
-        with start(config.recipe, config.engine, prepared.plan) as session:
-            outcome, failures = _live(prepared, _run(prepared, directory, session))
-        result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
-        summary = {**asdict(outcome), "artifacts": [str(p) for p in result.artifacts]}
-        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
+        with stop_signals() as signals:
+            for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
+                log.info(line)
+                say(line)
+            state = resumed.checkpoint.arrays if resumed else None
+            with start(config.recipe, config.engine, prepared.plan, state) as session:
+                outcome, failures = _live(prepared, _run(prepared, directory, session, resumed), signals, resumed, say)
+            result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
+            summary = {
+                **asdict(outcome),
+                "tokens_per_second": outcome.tokens_per_second,
+                "artifacts": [str(p) for p in result.artifacts],
+            }
+            run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
         if failures and isinstance(failures[0], ToyexpError):
             raise failures[0]
         if failures:
             raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {directory / 'log.txt'}")
+        if interrupted := signals.error():
+            raise interrupted
         return result
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        if not (directory / "result.json").exists():
-            run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
+        if not run_dir.judged:
+            with contextlib.suppress(OSError):  # which would hide what ended the run
+                run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
         raise
     finally:
         run_dir.close()
 
 
-def _run(prepared: Prepared, directory: Path, session: Session) -> Run:
+def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -130,28 +147,90 @@ def _run(prepared: Prepared, directory: Path, session: Session) -> Run:
         dataset=prepared.dataset,
         facts=facts(prepared, session.describe()),
         bus=prepared.bus,
+        resumed=resumed.checkpoint.step if resumed else 0,
     )
 
 
-def _live(prepared: Prepared, run: Run) -> tuple[Outcome, list[Exception]]:
+def _live(
+    prepared: Prepared, run: Run, signals: Signals, resumed: Resumed | None, say: Callable[[str], None]
+) -> tuple[Outcome, list[Exception]]:
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
-    bus, error = prepared.bus, None
+    bus, settings, error = prepared.bus, prepared.config.settings, None
     reason = "errored"
+    saver = RunSaver(run, prepared, say, resumed)
     try:
+        if resumed:
+            resumed.hand_back(prepared.config.callbacks)
+        signals.wait_for_the_step()
         bus.hook.on_start(run=run)
-        with stop_signals() as stopped:
-            outcome = train(run, bus, prepared.batches, prepared.adamw, prepared.config.settings.eval_every, stopped)
+        if resumed:
+            inexact = resumed.inexact(run.facts["backend"])
+            run.emit("resume", **resumed.facts(), inexact=inexact)
+            if inexact:
+                say(inexact)
+        outcome = Training(
+            run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
+            saver, resumed.outcome() if resumed else Outcome(),
+        ).train()  # fmt: skip
         reason = outcome.reason
     except BaseException as caught:
         error, reason = caught, _reason(caught)
         raise
     finally:
-        failures = bus.end(run, reason, error)
+        saver.finish()
+        failures = bus.end(run, reason, error, signals.error)
+    if signals.caught():
+        outcome.reason = "interrupted"
     return outcome, failures
 
 
 def _reason(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
+
+
+class RunSaver(Saver):
+    """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
+
+    def __init__(self, run: Run, prepared: Prepared, say: Callable[[str], None], resumed: Resumed | None):
+        settings = prepared.config.settings
+        self._run, self._prepared, self._say = run, prepared, say
+        self._keeper = Keeper(
+            run.dir / "checkpoints",
+            Interval.parse(settings.checkpoint_every, "checkpoint_every"),
+            settings.checkpoint_keep,
+            settings.checkpoint_best,
+            resumed.checkpoint if resumed else None,
+        )
+
+    def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
+        """Saves when it is due, and after the last step."""
+        if self._keeper.due(outcome.steps, metrics, last):
+            callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
+            state = {
+                "identity": identity(self._prepared),
+                "outcome": asdict(outcome),
+                "callbacks": {name: state for name, state in callbacks.items() if state},
+                "engine": self._run.facts.get("backend", {}),
+                "config": self._run.config,
+                "scores": self._keeper.scores,
+            }
+            self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
+        self._tell()
+
+    def finish(self) -> None:
+        """Waits for the last one."""
+        self._keeper.wait()
+        self._tell()
+
+    def _tell(self) -> None:
+        for saved in self._keeper.published():
+            fields = {"bytes": saved.bytes, "seconds": saved.seconds}
+            self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
+            self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
+        if self._keeper.trouble:
+            self._say(f"toyexp: warning: {self._keeper.trouble}; training goes on, the next one is tried")
+            self._run.emit("warning", text=self._keeper.trouble)
+            self._keeper.trouble = None
 
 
 def introduction(prepared: Prepared) -> list[str]:
@@ -202,41 +281,63 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
 
 def config_hash(plain: dict[str, Any]) -> str:
     """A digest of everything that decides a run's numbers; its name and its callbacks do not."""
-    kept = {k: v for k, v in plain.items() if k not in ("name", "callbacks", "plugins")}
+    kept = {k: v for k, v in plain.items() if k not in NOT_NUMBERS}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGINT or SIGTERM into an answer of True, so that the step in hand is finished.
+# Top-level keys that change no number of a run.
+NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best")
 
-    A second signal acts at once. Outside the main thread signals belong to someone else and are left alone.
+
+class Signals:
+    """The first SIGINT or SIGTERM: raised as Interrupted, or once steps are taken, noted until the step is done.
+
+    A second one acts at once.
     """
-    caught: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
+    def __init__(self) -> None:
+        self._number = 0
+        self._patient = False
 
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls."""
+        again, self._number = bool(self._number), self._number or number
+        if again or not self._patient:
+            raise Interrupted(number)
+
+    def wait_for_the_step(self) -> None:
+        """From now on a signal is only noted."""
+        self._patient = True
+
+    def caught(self) -> bool:
+        """Whether one came."""
+        return bool(self._number)
+
+    def error(self) -> Interrupted | None:
+        """The one that came."""
+        return Interrupted(self._number) if self._number else None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Signals]:
+    """Gives SIGINT and SIGTERM to a Signals; outside the main thread they belong to someone else and are left alone."""
+    signals = Signals()
     previous = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, note)
+            previous[number] = signal.signal(number, signals.handle)
     except ValueError:  # not the main thread
-        yield lambda: False
+        yield signals
         return
     try:
-        yield lambda: bool(caught)
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if caught:
-        raise Interrupted(caught[0])
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run after its last step was finished."""
+    """A signal ended the run."""
 
     def __init__(self, number: int):
         super().__init__(f"interrupted by {signal.Signals(number).name}")

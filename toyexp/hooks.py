@@ -8,12 +8,14 @@ they use, so a hook that gains an argument breaks nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
     from toyexp.bus import Run
+    from toyexp.engine import Batch
 
 hookspec = pluggy.HookspecMarker("toyexp")
 hookimpl = pluggy.HookimplMarker("toyexp")
@@ -53,12 +55,16 @@ class RunHooks:
         """The run is about to take its first step; an error raised here ends it."""
 
     @hookspec
-    def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """A step was taken: metrics hold loss, lr, grad_norm, tokens (targets in the batch) and wall_us."""
+    def on_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
+        """A step was taken on `batch`: metrics hold loss, lr, grad_norm, tokens (its targets) and wall_us."""
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """The held-out data was evaluated: metrics hold loss, ppl and the model's scores, such as accuracy."""
+
+    @hookspec
+    def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
+        """A checkpoint of the state after `step` stands on the disk, whole; a few steps may have been taken since."""
 
     @hookspec
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:

@@ -80,6 +80,7 @@ class Plan:
     grad_clip: float = 0.0  # largest global gradient norm; 0: none
     adapters: tuple[LoraAdapter | Lens, ...] = ()
     seed: int = 0
+    skip_nonfinite: bool = False  # a step whose loss or gradient is not finite must change nothing
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from toyexp.engine import Engine, Session
 from toyexp.model import Model
 from toyexp.optim import FROM_SCRATCH
@@ -23,6 +25,7 @@ class Setup:
     accumulate: int = 1
     grad_clip: float = 0.0
     seed: int = 0
+    skip_nonfinite: bool = False
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """A Plan of these tensors with this setup."""
@@ -35,6 +38,7 @@ class Setup:
             grad_clip=self.grad_clip,
             adapters=tuple(adapters),
             seed=self.seed,
+            skip_nonfinite=self.skip_nonfinite,
         )
 
 
@@ -67,12 +71,17 @@ class Recipe(ABC):
         """Replaces values while the warm window is open."""
 
 
-def start(recipe: Recipe, engine: Engine, plan: Plan) -> Session:
-    """The recipe's life up to its first step: realize, the warm window, build. Closes the session on any error."""
+def start(recipe: Recipe, engine: Engine, plan: Plan, state: Mapping[str, np.ndarray] | None = None) -> Session:
+    """The recipe's life up to its first step: realize, the warm window, build; then the `state` to continue from.
+
+    Closes the session on any error.
+    """
     session = engine.realize(plan)
     try:
         recipe.warm(session)
         session.build()
+        if state is not None:
+            session.restore(state)
     except BaseException:
         session.close()
         raise

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.checkpoint import Interval
 from toyexp.data import read_text
 from toyexp.errors import UserError, choose
 from toyexp.optim import Optim
@@ -25,6 +27,7 @@ from toyexp.registry import Registry
 
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
+NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 
 
@@ -38,6 +41,11 @@ class Settings:
     batch_size: int = 8
     lr: float = 1e-3
     eval_every: int = 50
+    checkpoint_every: str = "10min"
+    checkpoint_keep: int = 2
+    checkpoint_best: str | None = None
+    nonfinite: str = "stop"
+    resume: str | None = None
     plugins: list[str] = field(default_factory=list)
     model: Any = MISSING
     data: Any = MISSING
@@ -53,6 +61,15 @@ class Settings:
             if not least <= value < 2**63:
                 most = f" to {2**63 - 1}" if value > least else ""
                 raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
+        Interval.parse(self.checkpoint_every, "checkpoint_every")
+        if self.checkpoint_keep < 1:
+            raise UserError(
+                f"checkpoint_keep={self.checkpoint_keep}: must be at least 1; checkpoint_every=0 writes none"
+            )
+        if self.checkpoint_best is not None and not self.eval_every:
+            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
+        if self.nonfinite not in NONFINITE:
+            raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
         if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
@@ -115,6 +132,20 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
+    temporary: Any = None  # holds `directory` while this is in use
+
+    @classmethod
+    def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
+        """The saved configuration of a run, without its settings of the groups that are `chosen` anew."""
+        if not chosen:
+            return cls(directory.absolute())
+        saved = _load_yaml(directory / "config.yaml")
+        if not isinstance(saved, dict):
+            raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
+        temporary = tempfile.TemporaryDirectory(prefix="toyexp-")
+        kept = {key: value for key, value in saved.items() if key not in chosen}
+        Path(temporary.name, "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return cls(Path(temporary.name), temporary=temporary)
 
     @classmethod
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:

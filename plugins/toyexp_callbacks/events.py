@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar, TextIO
 
-from toyexp import Callback, Run, UserError, hookimpl
+from toyexp import Batch, Callback, Run, UserError, hookimpl
+from toyexp.data import batch_digest
 from toyexp.run import dump_json
 
 FLUSH_SECONDS = 1.0
@@ -25,6 +27,9 @@ class Events(Callback):
 
     def __post_init__(self) -> None:
         self._file: TextIO | None = None
+        self._last: dict[str, Any] = {}
+        self._gate: dict[str, Any] | None = None
+        self._state: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
@@ -33,11 +38,18 @@ class Events(Callback):
 
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
-        """run_start, the first line, flushed at once."""
+        """run_start, the first line, flushed at once; a resumed run goes on where its checkpoint was."""
         self._began = self._flushed = time.monotonic()
-        self._file = open(run.dir / "events.jsonl", "x", encoding="utf-8")  # noqa: SIM115 - closed in on_end
-        self._last: dict[str, Any] = {}
-        self._gate: dict[str, Any] | None = None
+        path = run.dir / "events.jsonl"
+        if self._state is not None and path.is_file():
+            self._began -= self._state["seconds"]
+            self._last = dict(self._state["last"])
+            with open(path, "rb+") as file:  # the steps behind the checkpoint are taken again
+                kept = file.read(self._state["bytes"])
+                file.truncate(len(kept) if len(kept) == self._state["bytes"] else kept.rfind(b"\n") + 1)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in on_end
+            return
+        self._file = open(path, "x" if not run.resumed else "w", encoding="utf-8")  # noqa: SIM115 - closed in on_end
         self._write("run_start", schema="toy/v1", run_id=run.dir.name, name=run.name, phase="train", **run.facts)
         self._file.flush()
 
@@ -49,12 +61,25 @@ class Events(Callback):
             self._flushed = elapsed + self._began
             self._file.flush()
 
+    def state(self) -> dict[str, Any]:
+        """How far the file reaches, which is then on the disk."""
+        if self._file is None:
+            return {}
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        seconds = time.monotonic() - self._began
+        return {"bytes": os.fstat(self._file.fileno()).st_size, "seconds": seconds, "last": self._last}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Where to go on."""
+        self._state = state
+
     @hookimpl
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step record."""
+    def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
+        """A step record, with a digest of the batch that shows whether two runs saw the same data."""
         self._last = {"final_step": step, "final_loss": metrics["loss"]}
         if step % self.every == 0:
-            self._write("step", phase="train", step=step, **metrics)
+            self._write("step", phase="train", step=step, **metrics, batch=batch_digest(batch))
 
     @hookimpl
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,6 +34,11 @@ class Export(Callback):
             raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
 
     @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Notes where a resumed run stands."""
+        self._step = run.resumed
+
+    @hookimpl
     def on_step(self, run: Run, step: int) -> None:
         """Exports on the way, where asked for."""
         self._step = step

@@ -37,8 +37,9 @@ class Progress(Callback):
         self._tokens = self._seconds = 0.0
         self._lines = self.every or -(-run.steps // 10)
         self._redrawn = 0.0
+        self._first = run.resumed + 1
         if sys.stdout.isatty():
-            self._bar = _bar(run.steps)
+            self._bar = _bar(run.steps, run.resumed)
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -50,14 +51,14 @@ class Progress(Callback):
             if last or now - self._redrawn >= REDRAW_SECONDS:
                 self._redrawn = now
                 self._draw(completed=step, loss=f"{metrics['loss']:.4f}", note=f"  {self._note(run, step, now)}")
-        elif step == 1 or last or step % self._lines == 0:
+        elif step == self._first or last or step % self._lines == 0:
             rate = f"lr {metrics['lr']:.2e}"
             self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {self._note(run, step, now)}")
 
     def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        if step <= 2:  # the first step also prepares kernels and buffers, so it is forgotten after the second
+        if step <= self._first + 1:  # the first also prepares kernels and buffers: it is forgotten
             self._tokens = self._seconds = 0.0
-        if step == 1:
+        if step == self._first:
             self._began = now
         seconds = metrics["wall_us"] / 1e6
         kept = max(1 - seconds / SPEED_SECONDS, 0.0)
@@ -71,7 +72,8 @@ class Progress(Callback):
         speed += f" {run.plan.model.reads}/s"
         if step == run.steps:
             return speed
-        pace = (now - self._began) / (step - 1) if step > 1 else self._seconds
+        taken = step - self._first
+        pace = (now - self._began) / taken if taken else self._seconds
         return f"{speed}  {duration((run.steps - step) * pace)} left"
 
     @hookimpl
@@ -125,7 +127,7 @@ def _place(run: Run, step: int) -> str:
     return f"step {step:>{len(str(run.steps))}}/{run.steps}"
 
 
-def _bar(steps: int) -> Any:
+def _bar(steps: int, completed: int) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
@@ -140,5 +142,5 @@ def _bar(steps: int) -> Any:
         auto_refresh=False,  # a redrawing thread would steal time from the steps
     )
     bar.start()
-    bar.add_task("train", total=steps, loss="-", held_out="", note="")
+    bar.add_task("train", total=steps, completed=completed, loss="-", held_out="", note="")
     return bar

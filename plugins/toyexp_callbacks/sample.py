@@ -43,6 +43,11 @@ class Sample(Callback):
             raise UserError(f"callbacks.sample.prompt={printable(self.prompt)}: {error}") from None
 
     @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Notes where a resumed run stands."""
+        self._step = run.resumed
+
+    @hookimpl
     def on_step(self, run: Run, step: int) -> None:
         """Samples when it is time."""
         self._step = step

@@ -39,6 +39,14 @@ class EarlyStop(Callback):
         """Refuses a run without held-out looks: it would never be stopped."""
         require_looks(self.name, config)
 
+    def state(self) -> dict[str, Any]:
+        """The best loss and the looks since."""
+        return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting."""
+        self._best, self._waited = state["best"], state["waited"]
+
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Counts the looks since the last improvement."""
@@ -78,6 +86,14 @@ class QualityGate(Callback):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: there would be nothing to judge."""
         require_looks(self.name, config)
+
+    def state(self) -> dict[str, Any]:
+        """The first loss and the last."""
+        return {"losses": [self._losses[0], self._losses[-1]]} if self._losses else {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes them back."""
+        self._losses = list(state["losses"])
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:

@@ -56,8 +56,9 @@ class GGMLSession(Session):
             for t in plan.tensors
         }
         self._m, self._v = ({t.name: memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
-        # Gradients outlive a graph only where several micro-batches add up.
-        kept = plan.trainable if plan.accumulate > 1 else ()
+        # Gradients outlive a graph only where several micro-batches add up, or are looked at before they are used.
+        self._apart = plan.accumulate > 1 or plan.skip_nonfinite
+        kept = plan.trainable if self._apart else ()
         self._sums = {t.name: memory.tensor(t.shape) for t in kept}
         self._hp = {True: memory.tensor((7,)), False: memory.tensor((7,))}  # with and without decay
         memory.allocate()
@@ -66,7 +67,7 @@ class GGMLSession(Session):
 
     def describe(self) -> dict[str, Any]:
         """Device, threads, and the training step's graph: its size, and what of it runs where."""
-        graph = self._graphs["step" if self.plan.accumulate == 1 else "accumulate"]
+        graph = self._graphs["accumulate" if self._apart else "step"]
         residency = graph.residency()
         return {
             "framework": f"ggml {version()}",
@@ -95,11 +96,13 @@ class GGMLSession(Session):
         return self.plan.initial(tensor) if node.packed else get(node)
 
     def do_build(self) -> None:
-        if self.plan.accumulate == 1:
+        if not self._apart:
             self._graph("step", self._build_step)
-        else:
-            self._graph("accumulate", self._build_accumulate)
-            self._graph("update", self._build_update)
+            return
+        self._graph("accumulate", self._build_accumulate)
+        if self.plan.skip_nonfinite:
+            self._graph("norm", lambda graph: {"norm": self._norm(graph, self._sums)})
+        self._graph("update", self._build_update)
 
     def do_reset_moments(self) -> None:
         for node in (*self._m.values(), *self._v.values()):
@@ -108,7 +111,7 @@ class GGMLSession(Session):
     def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
         put(self._hp[True], _float32_hp(hp))
         put(self._hp[False], _float32_hp(np.where(np.arange(7) == 4, 0, hp)))
-        if self.plan.accumulate == 1:
+        if not self._apart:
             self._inputs.load(micros[0])
             self._graphs["step"].compute()
             out = self._outputs["step"]
@@ -120,6 +123,11 @@ class GGMLSession(Session):
             self._inputs.load(micro)
             self._graphs["accumulate"].compute()
             loss += _number(self._outputs["accumulate"]["loss"])
+        if self.plan.skip_nonfinite:
+            self._graphs["norm"].compute()
+            norm = _number(self._outputs["norm"]["norm"])
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                return StepMetrics(loss, norm)
         self._graphs["update"].compute()
         return StepMetrics(loss, _number(self._outputs["update"]["norm"]))
 
@@ -144,6 +152,15 @@ class GGMLSession(Session):
             for name in total:
                 total[name] += get(self._outputs["gradients"][name])
         return total
+
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        n = tensor.name
+        return get(self._weights[n]), get(self._m[n]), get(self._v[n])
+
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        n = tensor.name
+        for node, array in ((self._weights[n], values), (self._m[n], m), (self._v[n], v)):
+            put(node, array.astype(np.float32))
 
     def do_close(self) -> None:
         for graph in self._graphs.values():

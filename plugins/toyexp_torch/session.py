@@ -7,6 +7,7 @@ AdamW are then each a single pass over contiguous memory, whatever the number of
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,10 @@ class TorchSession(Session):
         self._decaying = sum(n for t, n in zip(order, sizes, strict=True) if t.decays)
         self._flat, self._grad, self._m, self._v = (self._zeros(sum(sizes)) for _ in range(4))
         self._tensors: dict[str, Tensor | Packed] = {}
+        self._places: dict[str, slice] = {}  # of the trainable tensors in the flat vectors
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
-            here = slice(start, start + tensor.size)
+            self._places[tensor.name] = here = slice(start, start + tensor.size)
             leaf = self._flat[here].view(tensor.shape).detach().requires_grad_()
             leaf.grad = self._grad[here].view(tensor.shape)
             self._tensors[tensor.name] = leaf
@@ -118,11 +120,13 @@ class TorchSession(Session):
         with self._settings.applied():
             loss = self._backward(micros)
             norm = torch.linalg.vector_norm(self._grad)
+            metrics = torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
+            if self.plan.skip_nonfinite and not all(map(math.isfinite, metrics.tolist())):
+                return StepMetrics(*metrics.tolist())
             if self.plan.grad_clip:
                 self._grad.mul_((self.plan.grad_clip / (norm + 1e-6)).clamp_(max=1.0))
             self._update([float(x) for x in hp])
-            loss_and_norm = torch.stack((loss, norm.to(loss.dtype))).tolist()  # one transfer, one wait
-        return StepMetrics(*loss_and_norm)
+            return StepMetrics(*metrics.tolist())
 
     def _backward(self, micros: Sequence[Batch]) -> Tensor:
         """Leaves the summed gradient in the flat vector and returns the summed loss."""
@@ -156,6 +160,20 @@ class TorchSession(Session):
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._settings.applied(), torch.no_grad(), self._autocast():
             return _host(self._forward(self._upload_batch(micro))[:rows])
+
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        here = self._places[tensor.name]
+        values, m, v = (
+            flat[here].view(tensor.shape).detach().to("cpu", copy=True).numpy()
+            for flat in (self._flat, self._m, self._v)
+        )
+        return values, m, v
+
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        here = self._places[tensor.name]
+        with torch.no_grad():
+            for flat, array in ((self._flat, values), (self._m, m), (self._v, v)):
+                flat[here].copy_(torch.from_numpy(array).flatten())
 
     def do_close(self) -> None:
         self._tensors.clear()

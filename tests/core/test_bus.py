@@ -114,7 +114,7 @@ def test_every_callback_hears_every_hook_in_config_order(heard):
     run = make_run(bus)
     assert bus.names() == ["c", "a", "b"]
     bus.hook.on_start(run=run)
-    bus.hook.on_step(run=run, step=3, metrics={"loss": 1.5})
+    bus.hook.on_step(run=run, step=3, metrics={"loss": 1.5}, batch={})
     bus.hook.on_eval(run=run, step=3, metrics={"loss": 1.5})
     run.emit("note", text="x")
     bus.end(run, "completed", None)

@@ -80,6 +80,16 @@ class NullSession(Session):
         """What was uploaded."""
         return self._tensors[tensor.name].copy()
 
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The values, and as moments how many steps were taken, which is all that its loss depends on."""
+        steps = np.full(tensor.shape, self._steps, np.float32)
+        return self._tensors[tensor.name].copy(), steps, steps
+
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        """The values and the steps."""
+        self._tensors[tensor.name] = values.copy()
+        self._steps = int(m.flat[0])
+
     def do_close(self) -> None:
         """Forgets the tensors."""
         self._tensors.clear()

@@ -9,6 +9,7 @@ engine = MyEngine()
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,12 +20,12 @@ import pytest
 
 from toyexp.bus import Bus, Callback, Run
 from toyexp.data import Data, Dataset, TokenDataset
-from toyexp.engine import Engine, Session, State
+from toyexp.engine import Engine, Session, State, StepMetrics
 from toyexp.errors import SessionError, Unavailable
 from toyexp.gguf.write import export_tensors
 from toyexp.images import ImageDataset
 from toyexp.init import Given
-from toyexp.loop import train
+from toyexp.loop import Training
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan, PlanTensor
@@ -248,6 +249,57 @@ class EngineSuite(PluginSuite):
             session.build()
             np.testing.assert_array_equal(session.download("w"), values)
 
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_restored_session_goes_on_to_the_last_bit(self, accumulate: int) -> None:
+        """A snapshot in a fresh session gives the very losses and weights of the session that went on."""
+        plan = op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
+        batches = [op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
+        adamw = AdamW.for_lora()
+
+        def steps(session: Session, first: int) -> list[StepMetrics]:
+            return [session.step(batches[i], adamw.hp_for_step(i)) for i in range(first, first + 3)]
+
+        with self.built(plan) as session:
+            before = session.snapshot()
+            steps(session, 0)
+            middle = session.snapshot()
+            wanted, end = steps(session, 3), session.snapshot()
+        with self.built(dataclasses.replace(plan, seed=9)) as session:
+            session.restore(before)
+            steps(session, 0)
+            _same(session.snapshot(), middle)
+        with self.built(dataclasses.replace(plan, seed=9)) as session:
+            session.restore(middle)
+            assert steps(session, 3) == wanted
+            _same(session.snapshot(), end)
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
+        """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""
+        plan = op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
+        batch, hp = op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
+        with self.built(plan) as session, self.built(dataclasses.replace(plan, skip_nonfinite=False)) as usual:
+            assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
+            good = session.snapshot()
+            session.restore({n: a if "@" in n else a * np.float32(1e30) for n, a in good.items()})
+            huge = session.snapshot()
+            metrics = session.step(batch, hp)
+            assert not math.isfinite(metrics.loss) or not math.isfinite(metrics.grad_norm)
+            _same(session.snapshot(), huge)
+            session.restore(good)
+            assert math.isfinite(session.step(batch, hp).loss)
+
+    def test_a_snapshot_of_another_plan_is_refused(self) -> None:
+        """By the name of what it lacks, or of the wrong shape."""
+        with self.built(op_plan("matmul")) as session:
+            arrays = session.snapshot()
+            with pytest.raises(SessionError, match="lacks w@m"):
+                session.restore({n: a for n, a in arrays.items() if n != "w@m"})
+            with pytest.raises(SessionError, match="has else"):
+                session.restore({**arrays, "else": arrays["w"]})
+            with pytest.raises(SessionError, match=r"w has the shape \[2, 2\], not \[8, 8\]"):
+                session.restore({**arrays, "w": np.zeros((2, 2), np.float32)})
+
     def test_misuse_is_a_named_error(self) -> None:
         """Upload after build, step before build, wrong shapes, unknown names, and everything after close."""
         session = self.engine.realize(op_plan("matmul"))
@@ -330,6 +382,7 @@ class CallbackSuite(PluginSuite):
 
     kind = "callbacks"
     steps: int = 4
+    last: Callback  # of the last run
 
     def callback(self) -> Callback:
         """A fresh callback."""
@@ -349,13 +402,21 @@ class CallbackSuite(PluginSuite):
         with pytest.raises(Exception, match="the loss is nan"):
             self.run(tmp_path, NullEngine(nan_at=1))
 
+    def test_its_state_survives_json_and_a_fresh_one_takes_it(self, tmp_path: Path) -> None:
+        """What a checkpoint keeps of it is plain and finite, and comes back the same."""
+        self.run(tmp_path, NullEngine())
+        state = json.loads(json.dumps(self.last.state(), allow_nan=False))
+        fresh = self.callback()
+        fresh.resume(state)
+        assert fresh.state() in ({}, state)
+
     def run(self, directory: Path, engine: Engine) -> Any:
         """A short run on the null engine with this callback alone; raises what on_end raised."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         model = OpModel("rows")
         plan = Setup(batches.inputs, rows=2).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
-        callback = self.callback()
+        callback = self.last = self.callback()
         callback.check()
         callback.check_run({"eval_every": 2}, dataset)
         bus = Bus({callback.name: callback})
@@ -365,7 +426,7 @@ class CallbackSuite(PluginSuite):
             reason: str = "errored"
             try:
                 bus.hook.on_start(run=run)
-                outcome = train(run, bus, batches, AdamW.for_from_scratch(), eval_every=2)
+                outcome = Training(run, bus, batches, AdamW.for_from_scratch(), eval_every=2).train()
                 reason = outcome.reason
             finally:
                 failures = bus.end(run, reason, None)

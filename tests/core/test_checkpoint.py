@@ -1,0 +1,196 @@
+"""Checkpoints on the disk: whole or not there, verified when read, and never too few."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toyexp.checkpoint import ARRAYS, MANIFEST, STATE, Damaged, Interval, Keeper, newest, read, steps, write
+from toyexp.errors import UserError
+
+ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return write(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
+
+
+def test_what_is_read_is_what_was_written_to_the_bit(saved):
+    found = read(saved)
+    assert (found.step, found.path) == (7, saved)
+    assert {n: (a.dtype, a.tobytes()) for n, a in found.arrays.items()} == {
+        n: (a.dtype, a.tobytes()) for n, a in ARRAY.items()
+    }
+    assert found.state["third"] == 1 / 3
+
+
+def test_every_byte_counts(saved):
+    """A changed, missing or added byte anywhere is noticed."""
+    for path in sorted(saved.iterdir()):
+        good = path.read_bytes()
+        for at in range(0, len(good), max(len(good) // 60, 1)):
+            for bad in (good[:at] + bytes([good[at] ^ 0x20]) + good[at + 1 :], good[:at], good[:at] + b" " + good[at:]):
+                path.write_bytes(bad)
+                if path.name == MANIFEST and _same_manifest(bad, good):
+                    continue
+                with pytest.raises(Damaged, match=str(saved)):
+                    read(saved)
+        path.write_bytes(good)
+    read(saved)
+
+
+def _same_manifest(bad: bytes, good: bytes) -> bool:
+    """A blank between two tokens of JSON changes nothing."""
+    try:
+        return bool(json.loads(bad) == json.loads(good))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "cause"),
+    [
+        (MANIFEST, "[]", "holds no object"),
+        (MANIFEST, "[" * 100_000, "is not JSON"),
+        (MANIFEST, json.dumps({"format": 99}), "has format 99; this toyexp reads 1"),
+        (MANIFEST, json.dumps({"format": 1, "step": 7, "files": {"../../etc/passwd": {}}}), "does not list"),
+        (STATE, "[1]", "is not what was written"),
+        (ARRAYS, "", "is not what was written"),
+    ],
+)
+def test_a_damaged_one_is_named_and_the_one_before_it_is_used(saved, file, content, cause):
+    folder = saved.parent
+    write(folder, 9, ARRAY, {})
+    (folder / "step-9" / file).write_text(content)
+    found, damaged = newest(folder)
+    assert found is not None and found.step == 7
+    assert len(damaged) == 1 and "step-9" in damaged[0] and cause in damaged[0]
+
+
+def test_a_directory_that_claims_another_step_is_damaged(saved):
+    shutil.copytree(saved, saved.with_name("step-8"))
+    found, damaged = newest(saved.parent)
+    assert found is not None and found.step == 7
+    assert "is of step 7" in damaged[0]
+
+
+def test_what_is_no_checkpoint_is_not_looked_at(saved):
+    for name in ("step-", "step-1x", ".tmp-8-1", "step--1"):
+        (saved.parent / name).mkdir()
+    (saved.parent / "step-11").write_text("a file")
+    assert list(steps(saved.parent)) == [7]
+    assert newest(saved.parent / "nowhere") == (None, [])
+
+
+def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(saved.parent, 7, ARRAY, {})
+    assert [p.name for p in saved.parent.iterdir()] == ["step-7"]
+    read(saved)
+
+
+# -- when, and how many -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("0", Interval()),
+        ("500", Interval(500)),
+        ("30s", Interval(0, 30)),
+        ("10min", Interval(0, 600)),
+        ("2h", Interval(0, 7200)),
+    ],
+)
+def test_an_interval_is_steps_or_a_time(text, interval):
+    assert Interval.parse(text, "checkpoint_every") == interval
+    assert bool(interval) == (text != "0")
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "10 minutes", "min", "1e3", "1d"])
+def test_another_interval_is_refused_with_what_to_type(text):
+    with pytest.raises(UserError, match=r"checkpoint_every=.*10min"):
+        Interval.parse(text, "checkpoint_every")
+
+
+def keep(folder: Path, upto: int, scores: dict[int, float] | None = None, **settings) -> list[int]:
+    """Which checkpoints stand after `upto` steps."""
+    keeper = Keeper(folder, settings.pop("interval", Interval(10)), **{"keep": 2, **settings})
+    for step in range(1, upto + 1):
+        score = {"loss": scores[step]} if scores and step in scores else {}
+        if keeper.due(step, score, last=step == upto):
+            keeper.save(step, ARRAY, {})
+    keeper.wait()
+    assert keeper.trouble is None
+    return sorted(steps(folder))
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    assert keep(tmp_path / "a", 35) == [30, 35]
+    assert keep(tmp_path / "b", 35, keep=3) == [20, 30, 35]
+    assert keep(tmp_path / "c", 35, interval=Interval()) == []
+    assert keep(tmp_path / "d", 35, interval=Interval(seconds=3600)) == [35]
+
+
+def test_the_best_is_kept_too(tmp_path):
+    scores = {5: 3.0, 12: 1.0, 20: 2.0, 30: 1.5}
+    assert keep(tmp_path, 40, scores, best="loss", keep=1) == [12, 40]
+
+
+def test_a_time_passes(tmp_path):
+    keeper = Keeper(tmp_path, Interval(seconds=0.05), keep=1)
+    assert not keeper.due(1, {}, last=False)
+    time.sleep(0.06)
+    assert keeper.due(2, {}, last=False)
+    keeper.save(2, ARRAY, {})
+    assert not keeper.due(3, {}, last=False)
+    keeper.wait()
+
+
+def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
+    resumed = read(write(tmp_path, 100, ARRAY, {}))
+    keeper = Keeper(tmp_path, Interval(10), keep=1, resumed=resumed)
+    assert not keeper.due(100, {}, last=False), "it stands already"
+    for step, standing in ((110, [100, 110]), (120, [120])):
+        keeper.save(step, ARRAY, {})
+        keeper.wait()
+        assert sorted(steps(tmp_path)) == standing
+
+
+def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
+    folder = tmp_path / "checkpoints"
+    keeper = Keeper(folder, Interval(1), keep=2)
+    keeper.save(1, ARRAY, {})
+    keeper.wait()
+    assert [s.step for s in keeper.published()] == [1]
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    told = []
+    for step in (2, 3):
+        keeper.save(step, ARRAY, {})
+        keeper.wait()
+        assert not keeper.published()
+        told.append(keeper.trouble)
+        keeper.trouble = None
+    assert told[0] is not None and "step 2" in told[0] and told[1] is None
+    folder.unlink()
+    keeper.save(4, ARRAY, {})
+    keeper.wait()
+    assert [s.step for s in keeper.published()] == [4]
+
+
+def test_what_a_dead_process_left_is_removed(tmp_path):
+    (tmp_path / ".tmp-5-123").mkdir(parents=True)
+    Keeper(tmp_path, Interval(1), keep=1)
+    assert not list(tmp_path.iterdir())

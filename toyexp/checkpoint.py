@@ -1,0 +1,278 @@
+"""Checkpoints: a run's whole state in a directory that is either there and whole, or not there.
+
+`checkpoints/step-<n>/` holds state.safetensors (what training changes), state.json (everything else) and
+manifest.json, written last, with the size and SHA-256 of the others. It is filled under a temporary name, flushed and
+renamed; the newest is the one with the largest step whose manifest verifies. Nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.errors import UserError, printable
+from toyexp.run import dump_json, sync_directory, write_synced
+
+log = logging.getLogger("toyexp")
+
+FORMAT = 1
+ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was written, with the cause."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    path: Path
+    step: int
+    arrays: Mapping[str, np.ndarray] = field(repr=False)  # what Session.restore takes
+    state: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often: every so many steps or seconds; neither: never."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Interval:
+        """`0`, `500` (steps), `30s`, `10min` or `2h`; UserError for anything else."""
+        match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
+        if match is None:
+            raise UserError(
+                f"{key}={printable(text)}: takes steps or a time: {key}=500, {key}=10min, {key}=0 for never"
+            )
+        number, unit = int(match[1]), match[2]
+        return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.seconds)
+
+    def due(self, step: int, waited: float) -> bool:
+        """Whether it is time after `step`, `waited` seconds after the last time."""
+        return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
+    """Writes `folder`/step-<step> in one piece, replacing one of that step; raises OSError."""
+    from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        try:
+            save_file(dict(arrays), temporary / ARRAYS)
+        except SafetensorError as error:  # which says only in words that the disk is full
+            raise OSError(str(error)) from error
+        with open(temporary / ARRAYS, "rb") as file:
+            os.fsync(file.fileno())
+        write_synced(temporary / STATE, dump_json(state).encode())
+        files = {name: {"bytes": size, "sha256": digest} for name in (ARRAYS, STATE)
+                 for size, digest in [_digest(temporary / name)]}  # fmt: skip
+        write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
+        sync_directory(temporary)
+        if final.exists():  # of the same run, before it was continued from an earlier checkpoint
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_directory(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return file.tell(), digest.hexdigest()
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints below `folder` by step, newest first, whole or not."""
+    if not folder.is_dir():
+        return {}
+    found = {int(m[1]): p for p in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", p.name)) and p.is_dir()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, and a line about each newer one that is not."""
+    damaged: list[str] = []
+    for path in steps(folder).values():
+        try:
+            return read(path), damaged
+        except Damaged as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint, held against its manifest; raises Damaged."""
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise Damaged(f"{path}: has format {printable(str(manifest.get('format')))}; this toyexp reads {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
+        raise Damaged(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
+    for name in (ARRAYS, STATE):  # never a name out of the file
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            raise Damaged(f"{path / name}: {error.strerror}") from None
+        said = files[name] if isinstance(files[name], dict) else {}
+        if found != (said.get("bytes"), said.get("sha256")):
+            raise Damaged(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
+    state = read_json(path / STATE)
+    step = manifest.get("step")
+    if not isinstance(step, int) or path.name != f"step-{step}":
+        raise Damaged(f"{path / MANIFEST}: is of step {printable(str(step))}")
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(path / ARRAYS)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Damaged(f"{path / ARRAYS}: {printable(str(error))}") from None
+    return Checkpoint(path, step, arrays, state)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; raises Damaged."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(JSON_LIMIT + 1)
+        if len(text) > JSON_LIMIT:
+            raise Damaged(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
+        value = json.loads(text)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise Damaged(f"{path}: is not JSON") from None
+    if not isinstance(value, dict):
+        raise Damaged(f"{path}: holds no object")
+    return value
+
+
+# -- a run's checkpoints --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that stands on the disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float  # that writing took, beside the training
+
+
+class Keeper:
+    """Writes one run's checkpoints beside its training, and keeps the last few and the best.
+
+    What cannot be written costs no step: training goes on, the last good checkpoint stays, the next one is tried.
+    """
+
+    def __init__(
+        self, folder: Path, interval: Interval, keep: int, best: str | None = None, resumed: Checkpoint | None = None
+    ):
+        self._folder, self._interval, self._keep, self._best = folder, interval, keep, best
+        self._resumed = resumed.path if resumed else None  # not deleted before two others stand
+        self.trouble: str | None = None  # what the person has to be told, once
+        self._thread: threading.Thread | None = None
+        self._done: list[Saved] = []
+        self._failure: str | None = None
+        self._told = False
+        saved = resumed.state.get("scores", {}) if resumed else {}
+        self.scores: dict[int, float] = {int(step): float(score) for step, score in saved.items()}
+        self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
+        for stale in folder.glob(".tmp-*") if interval and folder.is_dir() else ():
+            shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
+
+    def due(self, step: int, scores: Mapping[str, float], last: bool) -> bool:
+        """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
+        if not self._interval or step == self._last_step:
+            return False
+        best = min(self.scores.values(), default=math.inf)
+        score = scores.get(self._best) if self._best else None
+        if score is not None:
+            self.scores[step] = score
+        better = score is not None and score < best
+        return last or better or self._interval.due(step, time.monotonic() - self._last_time)
+
+    def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint, once the one before it is written."""
+        self.wait()
+        self._last_step, self._last_time = step, time.monotonic()
+        self._thread = threading.Thread(target=self._write, args=(step, arrays, state), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
+        began = time.perf_counter()
+        try:
+            path = write(self._folder, step, arrays, state)
+            size = sum(p.stat().st_size for p in path.iterdir())
+            self._done.append(Saved(step, path, size, time.perf_counter() - began))
+            self._prune()
+        except Exception as error:
+            cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            self._failure = f"checkpoint of step {step}: not written ({cause})"
+
+    def _prune(self) -> None:
+        """Deletes what is neither among the last, nor the best, nor what this run was continued from."""
+        have = steps(self._folder)
+        kept = set(list(have)[: self._keep])
+        scored = {s: v for s, v in self.scores.items() if s in have}
+        if scored:
+            kept.add(min(scored, key=scored.__getitem__))
+        if len([p for p in have.values() if p != self._resumed]) < 2:
+            kept.update(s for s, p in have.items() if p == self._resumed)
+        for step, path in have.items():
+            if step not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def published(self) -> Sequence[Saved]:
+        """What came to stand on the disk since the last call; says once when something could not."""
+        if self._failure is not None:
+            line, self._failure = self._failure, None
+            log.warning("%s", line)
+            self.trouble = None if self._told else line
+            self._told = True
+        done = []
+        while self._done:
+            done.append(self._done.pop(0))
+            self._told = False
+        return done
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,165 @@
+"""Going on with a run: which one, whether it is the same experiment, and what it brings along."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toyexp import checkpoint
+from toyexp.errors import UserError, printable
+from toyexp.loop import Outcome
+
+if TYPE_CHECKING:
+    from toyexp.bus import Callback
+    from toyexp.experiment import Prepared
+
+log = logging.getLogger("toyexp")
+
+AUTO = "auto"
+# What a resumed run may change; everything else decides what the steps before the checkpoint have computed.
+FREE = ("name", "steps", "lr", "eval_every", "engine", "callbacks", "plugins", "resume", "nonfinite",
+        "checkpoint_every", "checkpoint_keep", "checkpoint_best")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    checkpoint: checkpoint.Checkpoint
+    changed: Mapping[str, tuple[Any, Any]]  # settings, then and now
+    damaged: list[str]  # a line about each newer checkpoint that was passed over
+
+    def lines(self) -> list[str]:
+        """For the person who watches."""
+        changes = [f"{key} {printable(str(a))} -> {printable(str(b))}" for key, (a, b) in self.changed.items()]
+        told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
+        return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
+
+    def facts(self) -> dict[str, Any]:
+        """What the event `resume` records."""
+        return {
+            "step": self.checkpoint.step,
+            "checkpoint": self.checkpoint.path.name,
+            "changed": {key: list(pair) for key, pair in self.changed.items()},
+            "damaged": self.damaged,
+        }
+
+    def outcome(self) -> Outcome:
+        """How far training had come."""
+        saved = self.checkpoint.state["outcome"]
+        return Outcome(**{f.name: saved[f.name] for f in fields(Outcome) if f.name in saved})
+
+    def hand_back(self, callbacks: Mapping[str, Callback]) -> None:
+        """Gives each callback the state it had."""
+        for name, callback in callbacks.items():
+            if name in self.checkpoint.state["callbacks"]:
+                callback.resume(self.checkpoint.state["callbacks"][name])
+
+    def inexact(self, engine: Mapping[str, Any]) -> str | None:
+        """Why the steps from here on may differ in their last bits from those of a run that was never stopped."""
+        then = self.checkpoint.state["engine"]
+        for key in ("kind", "framework", "device", "dtype", "threads", "profile", "compile"):
+            if then.get(key) != engine.get(key):
+                return (
+                    f"engine {key} was {then.get(key)} and is {engine.get(key)}: not to the last bit the same from here"
+                )
+        return None
+
+
+class Complete(UserError):
+    """There is nothing to go on with: all steps were taken."""
+
+
+def find_newest(parent: Path, name: str) -> Path | None:
+    """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
+    found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
+    named = [d for d in found if _saved_name(d) == name]
+    return max(named, key=lambda d: d.name, default=None)
+
+
+def _saved_name(directory: Path) -> str | None:
+    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()))
+    try:
+        config = checkpoint.read_json(newest / checkpoint.STATE).get("config")
+    except checkpoint.Damaged:
+        return None
+    return config.get("name") if isinstance(config, dict) else None
+
+
+def require_run(directory: Path, key: str) -> None:
+    """Raises UserError unless `directory` holds a run to go on with."""
+    if not (directory / "config.yaml").is_file():
+        what = "holds no run (config.yaml)" if directory.is_dir() else f"not found (looked in {Path.cwd()})"
+        raise UserError(f"{key}={directory}: {what}")
+    if not checkpoint.steps(directory / "checkpoints"):
+        raise UserError(f"{key}={directory}: that run has no checkpoint; they are written with checkpoint_every=10min")
+
+
+def load(directory: Path, prepared: Prepared) -> Resumed:
+    """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
+    found, damaged = checkpoint.newest(directory / "checkpoints")
+    if found is None:
+        raise UserError(f"resume={directory}: no checkpoint is whole: {'; '.join(damaged)}")
+    state, settings = found.state, prepared.config.settings
+    if not all(isinstance(state.get(k), dict) for k in ("outcome", "callbacks", "engine", "config", "identity")):
+        raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
+    changed = dict(differences(state["config"], prepared.config.plain))
+    fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE}
+    fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
+    if fixed:
+        told = [f"{k} was {printable(str(a))} and is {printable(str(b))}" for k, (a, b) in list(fixed.items())[:3]]
+        more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
+        raise UserError(f"resume={directory}: that run is another experiment: {'; '.join(told)}{more}")
+    if found.step > settings.steps:
+        raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
+    if found.step == settings.steps and _completed(directory):
+        raise Complete(
+            f"{directory}: is complete, {found.step} of {settings.steps} steps; "
+            f"to train on: resume={directory} steps={2 * settings.steps}"
+        )
+    return Resumed(found, {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}, damaged)
+
+
+def _completed(directory: Path) -> bool:
+    try:
+        return bool(json.loads((directory / "result.json").read_text(encoding="utf-8"))["reason"] == "completed")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The dotted keys under which two trees of plain data differ, with both values."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys([*then, *now]):
+            yield from differences(then.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+    elif then != now:
+        yield key, (then, now)
+
+
+def identity(prepared: Prepared) -> dict[str, Any]:
+    """What a run must share with a checkpoint beside its settings: its data, its tensors, the files it starts from."""
+    recipe = prepared.config.recipe
+    files = {"base": recipe.base_file(), "vocabulary": recipe.vocabulary()}
+    return {
+        "data": prepared.dataset.describe(),
+        "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
+        "files": {role: fingerprint(path) for role, path in files.items() if path is not None},
+    }
+
+
+def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
+    """16 hex digits of a file's length, first megabyte and samples throughout: enough to tell that it was replaced."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        digest.update(f"{length}".encode() + file.read(1 << 20))
+        for i in range(samples):
+            file.seek(length * i // samples)
+            digest.update(file.read(size))
+    return digest.hexdigest()[:16]

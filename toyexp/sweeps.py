@@ -1,4 +1,4 @@
-"""What a command line asks for beyond one configuration: the jobs of a sweep, and local plugins."""
+"""What a command line asks for beyond one configuration: the jobs of a sweep, its launcher, and local plugins."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 
     from toyexp.registry import Registry
     from toyexp.schema import Source
+
+# What people know from Hydra, in our words.
+HYDRA = {
+    "hydra/launcher=basic": ["sweep.launcher=serial"],
+    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
+    "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
+    "hydra/sweeper=basic": [],
+}
+
+
+def in_our_words(settings: Sequence[str]) -> list[str]:
+    """The settings, with Hydra's launchers and how many jobs they run at once replaced by ours."""
+    ours = (HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)]) for word in settings)
+    return [word for words in ours for word in words]
 
 
 def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
-from toyexp.launchers import follow_the_sweep
 from toyexp.registry import Registry, load
-from toyexp.sweeps import in_our_words, local_modules
+from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
 from toyexp.terminal import print_result, say
 
 if TYPE_CHECKING:

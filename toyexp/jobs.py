@@ -173,7 +173,7 @@ class Runner:
             return _failure(error)
         if self._folder is None:  # what is wrong with it is no fault of the job's
             self._folder = SweepDir.create(root, self._jobs, self._memory)
-            say(f"sweep   {short(root)}, {len(self._jobs)} jobs")
+            say(f"sweep   {short(root)}, {len(self._jobs)} job{'s' if len(self._jobs) > 1 else ''}")
         return cfg
 
     def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
@@ -263,7 +263,8 @@ class Runner:
         def show(line: str, stream: IO[str]) -> None:
             self._say_it(line if alone else f"[{job.number}] {line}", stream)
 
-        self._say_it(f"\n[{job.number}] {job.label}".rstrip() if alone else f"[{job.number}] {job.label} begins")
+        head = f"[{job.number}] {job.label}".rstrip()
+        self._say_it(f"\n{head}" if alone else f"{head}  begins")
         return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
 
     def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
@@ -275,18 +276,19 @@ class Runner:
 
     def _here(self, job: Job) -> Ended:
         """Runs a job in this process, which afterwards is as it was before."""
-        say(f"\n[{job.number}] {job.label}".rstrip())
+        begun = job.directory is not None
         try:
             with contained():
-                if job.directory is None:
-                    cfg = self._compose(job)
-                    if isinstance(cfg, Ended):
-                        return cfg
+                cfg = None if begun else self._compose(job)
+                if isinstance(cfg, Ended):
+                    return cfg
+                say(f"\n[{job.number}] {job.label}".rstrip())
+                if begun:
+                    self._asked.run(self._order(job).words())
+                else:
                     self._begin(job)
                     assert self._folder is not None
                     print_result(self._asked.experiment(cfg, self._folder.run(job)))
-                else:
-                    self._asked.run(self._order(job).words())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             self._stop.number, self._stop.requested = code - 128, True
@@ -303,6 +305,8 @@ class Runner:
         job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
         if self._folder:
             self._folder.save()
+        if job.status == Status.COMPLETED and self._settings.launcher == "submitit":  # it printed elsewhere
+            self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
         if job.status in FAILURES:
             self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
             if self._settings.fail_fast:
@@ -313,9 +317,10 @@ class Runner:
         if self._folder is None or job.directory is None or job.code is None:
             return ""
         logs = [path for path in (self._folder.run(job) / "log.txt", self._folder.log(job)) if path.exists()]
-        code = f"exit code {job.code}" if 0 < job.code and f"exit code {job.code}" not in str(job.error) else ""
-        told = "; ".join(filter(None, [code, f"log: {short(logs[0])}" if logs else ""]))
-        return f" ({told})" if told else ""
+        if not logs:
+            return ""
+        told = job.code < 0 or f"exit code {job.code}" in str(job.error)
+        return f" ({'' if told else f'exit code {job.code}; '}log: {short(logs[0])})"
 
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder
@@ -358,16 +363,24 @@ def _being_written(directory: Path) -> str | None:
     return None
 
 
+def _torch_seed() -> Any:
+    """The random state of torch, where a plugin has loaded it; this never does."""
+    torch: Any = sys.modules.get("torch")
+    return torch and torch.get_rng_state()
+
+
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
     """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
-    seeds, environment, here = (random.getstate(), np.random.get_state()), dict(os.environ), Path.cwd()
+    seeds, environment, here = (random.getstate(), np.random.get_state(), _torch_seed()), dict(os.environ), Path.cwd()
     loggers = [(logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), log)]
     try:
         yield
     finally:
         random.setstate(seeds[0])
         np.random.set_state(seeds[1])
+        if torch := sys.modules.get("torch"):
+            torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
         for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
             del os.environ[name]
         os.environ.update(environment)

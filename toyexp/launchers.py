@@ -20,15 +20,16 @@ from toyexp import checkpoint
 from toyexp.errors import Unavailable, UserError
 from toyexp.run import lock
 from toyexp.sweepdir import Ended, Job
+from toyexp.sweeps import LIFELINE
 from toyexp.threads import CORES
 
 if TYPE_CHECKING:
     from toyexp.schema import Submitit
 
-LIFELINE = "TOYEXP_LIFELINE"
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 SAVING = 60.0  # seconds that a run has for saving when its node is taken away
 POLL = 0.2  # seconds between looks at a cluster's jobs
+ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
 PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
 
 
@@ -167,7 +168,7 @@ class _LastWords:
     def hears(self, line: str) -> bool:
         """Whether this line of its stderr belongs to an error."""
         self._line = line.strip() or self._line
-        if self.held or line.startswith(("toyexp: error: ", "Traceback (most recent call last)")):
+        if self.held or line.startswith(ENDINGS):
             self.held.append(line)
         return bool(self.held)
 
@@ -201,25 +202,6 @@ def _lines(process: subprocess.Popen[bytes], log: IO[bytes], poll: Callable[[], 
     for pipe, rest in left.items():
         if rest:
             yield rest.decode(errors="replace"), pipe is process.stderr
-
-
-def follow_the_sweep() -> None:
-    """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
-
-    The sweep holds the other end of its standard input and never writes to it.
-    """
-    if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
-        return
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which a cluster sends to all; the launcher on its node answers
-        signal.signal(number, signal.SIG_IGN)
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 1):
-                pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 # -- many -----------------------------------------------------------------------------------------------------------
@@ -300,7 +282,7 @@ def on_cluster(
     while True:
         while len(running) < limit and (job := next(jobs, None)) is not None:
             handle = executor.submit(OnCluster(order(job), stop_file))
-            say(f"[{job.number}] {job.label}  submitted as {handle.job_id}")
+            say(f"[{job.number}] {job.label}".rstrip() + f"  submitted as {handle.job_id}")
             running.append((job, handle))
         if not running:
             return

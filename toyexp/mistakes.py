@@ -194,6 +194,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
         return UserError(f"unknown key {key}; of Hydra's settings you may want hydra.run.dir or hydra.sweep.dir")
     if kind not in top:
         homes = [w for w in _places(cfg) if not rest and kind in valid_keys(cfg, registry, w)]
+        homes += [key.rpartition(".")[0] for key in _sweep_keys() if not rest and key.rpartition(".")[2] == kind]
         best = nearest(kind, top)
         if homes or best:
             return UserError(

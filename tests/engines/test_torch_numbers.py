@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from float64_models import FORWARD
 from float64_models import adamw as reference_adamw
-from float64_models import gpt2, llama
 from float64_models import loss as reference_loss
 from tiny import MODELS, batches, plan, weighted
 
@@ -14,7 +14,6 @@ from toyexp import AdamW, Rotary
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import TorchOps
 
-FORWARD = {"llama": llama, "gpt2": gpt2}
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 
 

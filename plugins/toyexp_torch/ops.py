@@ -13,7 +13,7 @@ from toyexp_torch.packed import Packed, PackedLinear
 class TorchOps(Ops):
     """Every op on torch tensors of one device."""
 
-    start = 0  # the position of the first of the T positions that rope is given
+    start = 0  # the position that rope counts from
 
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
@@ -60,12 +60,12 @@ class TorchOps(Ops):
         return x[:, i]
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        key = (self.start, x.shape[1], x.shape[3], rotary, x.dtype == torch.float64)
+        end = self.start + x.shape[1]
+        key = (end, x.shape[3], rotary, x.dtype == torch.float64)
         if key not in self._rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            positions = range(self.start, self.start + x.shape[1])
-            self._rotations[key] = _rotations(positions, rotary.frequencies(x.shape[3]), x.device, dtype)
-        cos, sin = self._rotations[key]
+            self._rotations[key] = _rotations(end, rotary.frequencies(x.shape[3]), x.device, dtype)
+        cos, sin = (table[self.start : end] for table in self._rotations[key])
         if rotary.halves:
             a, b = x.chunk(2, dim=-1)  # [B, T, H, D/2] each
             return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
@@ -93,9 +93,9 @@ class TorchOps(Ops):
 
 
 def _rotations(
-    positions: range, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
+    length: int, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cos and sin [T, 1, D/2] of position * frequency, worked out in float64."""
-    wide = [torch.tensor(values, dtype=torch.float64) for values in (positions, frequencies)]
-    angle = torch.outer(*wide)[:, None]
+    wide = torch.tensor(frequencies, dtype=torch.float64)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)

@@ -55,6 +55,8 @@ class LanguageModel(Model):
         keys = Keys(file)
         model = cls(**cls.sizes(keys))
         keys.finish()
+        if model.n_layers > len(file.tensors):  # before so many are listed
+            raise file.error(f"claims {model.n_layers} blocks and has {len(file.tensors)} tensors")
         wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in model.constants().items()}
         for name in sorted(wanted.keys() ^ file.tensors.keys()):
             there = "lacks" if name in wanted else "has"

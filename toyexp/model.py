@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+
 from toyexp.errors import UserError
 from toyexp.init import Values
 from toyexp.ops import Ops, Params, Tensor
@@ -63,6 +65,10 @@ class Model(ABC):
     def architecture(self) -> str:
         """The GGUF architecture it is exported as."""
         return self.name
+
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """Tensors of its GGUF that are neither trained nor among `tensors`, float32: they follow from the fields."""
+        return {}
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Self:

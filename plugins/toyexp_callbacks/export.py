@@ -123,7 +123,7 @@ class SafetensorsExport(Export):
         keys = {"general.architecture": model.architecture}
         keys |= model_metadata(model, general, run.dataset.gguf_metadata())
         try:
-            write_atomically(path, save(tensors, {"gguf": json.dumps(keys)}))
+            write_atomically(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
         except OSError as error:
             raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
         return "f32"

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import yaml
 from gguf import GGUFWriter
-from tiny import write_base
+from tiny import MODELS, write_base
 
+from toyexp import TensorSpec
 from toyexp.cli import main
 from toyexp.errors import UserError
 from toyexp.gguf.read import GGUFFile
 from toyexp.tokenizer import Bytes
+from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_models.qwen import Qwen2, Qwen3
 
 QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
          "model.context=12"]  # fmt: skip
@@ -118,7 +122,10 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=nowhere.gguf", "nowhere.gguf: not found"),
         ("recipe=lora recipe.base=book.txt", "book.txt: is not a GGUF file"),
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
-        ("recipe=full recipe.base=other.gguf", "other.gguf: its architecture is mamba; there is: gpt2, llama"),
+        (
+            "recipe=full recipe.base=other.gguf",
+            "other.gguf: its architecture is gemma2; there is: gemma, gpt2, llama, qwen2, qwen3",
+        ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama.embedding_length"),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
@@ -136,7 +143,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
 def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     bare(tmp_path / "adapter.gguf", "llama", type="adapter")
-    bare(tmp_path / "other.gguf", "mamba")
+    bare(tmp_path / "other.gguf", "gemma2")
     bare(tmp_path / "bare.gguf", "llama")
     (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
     quick = QUICK[2:] if "data=digits" in words else QUICK
@@ -165,32 +172,45 @@ class Header:
         self.path, self.architecture = "base.gguf", model.name
         self.metadata = {f"{model.name}.{k}": v for k, v in {**model.gguf_metadata(), **dict(keys)}.items()}
         self.tensors = {t.name: t for t in model.tensors() if t.name not in without}
-        self.tensors |= dict.fromkeys(tensors)
+        self.tensors |= {name: TensorSpec(name, (3,), None) for name in tensors}
 
     def error(self, cause):
         return UserError(cause)
 
 
 LLAMA, GPT = Llama(vocab=40), GPT2(vocab=40)
+QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
 
 
 @pytest.mark.parametrize(
     ("model", "header", "said"),
     [
-        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
+        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight has the shape [3], heads of 16 take 8 numbers"),
+        (QWEN3, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
+        (LLAMA, {"tensors": ["blk.1.attn_output.bias"]}, "has the tensor blk.1.attn_output.bias"),
         (LLAMA, {"tensors": ["blk.0.attn_q_norm.weight"]}, "has the tensor blk.0.attn_q_norm.weight"),
         (LLAMA, {"without": ["blk.1.ffn_up.weight"]}, "lacks the tensor blk.1.ffn_up.weight"),
         (LLAMA, {"without": ["token_embd.weight"]}, "lacks the tensor token_embd.weight"),
         (LLAMA, {"keys": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.type is yarn"),
-        (LLAMA, {"keys": {"rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor is 4.0"),
+        (QWEN3, {"keys": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "qwen3.rope.scaling.type is yarn"),
+        (LLAMA, {"keys": {"rope.scaling.type": "longrope"}}, "llama.rope.scaling.type is longrope"),
+        (LLAMA, {"keys": {"rope.scaling.attn_factor": 1.2}}, "llama.rope.scaling.attn_factor is 1.2"),
         (LLAMA, {"keys": {"rope.dimension_count": 8}}, "llama.rope.dimension_count is 8"),
-        (LLAMA, {"keys": {"attention.key_length": 32}}, "llama.attention.key_length is 32"),
+        (LLAMA, {"keys": {"attention.key_length": 32}}, "keys of 32 features and values of 16"),
+        (QWEN2, {"keys": {"attention.sliding_window": 512}}, "qwen2.attention.sliding_window is a key"),
+        (QWEN3, {"keys": {"pooling_type": 3}}, "qwen3.pooling_type is 3"),
+        (GEMMA, {"keys": {"attention.causal": False}}, "gemma.attention.causal is False"),
+        (GEMMA, {"keys": {"final_logit_softcapping": 30.0}}, "gemma.final_logit_softcapping is a key"),
+        (QWEN3, {"without": ["blk.0.attn_q_norm.weight"]}, "lacks the tensor blk.0.attn_q_norm.weight"),
+        (QWEN2, {"without": ["blk.1.attn_k.bias"]}, "lacks the tensor blk.1.attn_k.bias"),
         (LLAMA, {"keys": {"attention.sliding_window": 512}}, "llama.attention.sliding_window is a key"),
         (LLAMA, {"keys": {"expert_count": 8}}, "llama.expert_count is 8"),
         (LLAMA, {"keys": {"attention.head_count": np.array([4, 4])}}, "llama.attention.head_count is [4 4]"),
         (LLAMA, {"keys": {"attention.head_count_kv": 4}}, "blk.0.attn_k.weight has the shape [32, 64]"),
         (GPT, {"tensors": ["blk.0.attn_q.weight"]}, "has the tensor blk.0.attn_q.weight"),
         (GPT, {"keys": {"block_count": 0}}, "gpt2.block_count is 0"),
+        (GPT, {"keys": {"block_count": 2**31 - 1}}, "claims 2147483647 blocks and has 28 tensors"),
+        (LLAMA, {"keys": {"attention.head_count": 128}}, "llama.attention.key_length is 0"),
     ],
 )
 def test_what_our_model_cannot_represent_is_named(model, header, said):
@@ -199,8 +219,54 @@ def test_what_our_model_cannot_represent_is_named(model, header, said):
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
+        (replace(GEMMA, tied=False), "gemma has no output layer but its embedding"),
+        (
+            replace(LLAMA, rope_factors=[1.0] * 3),
+            "model.rope_factors holds 3 numbers: heads of 16 features have 8 pairs",
+        ),
+        (replace(LLAMA, rope_factors=[1.0] * 7 + [-1.0]), "model.rope_factors: -1.0 must be a finite number above 0"),
+    ],
+)
+def test_a_model_that_llama_cpp_cannot_have_is_named(model, said):
+    with pytest.raises(UserError, match=said):
+        model.check()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_its_file(tmp_path, name):
+    model = write_base(tmp_path / "base.gguf", name)
+    with GGUFFile(tmp_path / "base.gguf") as file:
+        back = type(model).from_gguf(file)
+        assert back == model
+        assert {t.name: t.shape for t in back.tensors()}.items() <= {
+            n: i.shape for n, i in file.tensors.items()
+        }.items()
+        for name, values in model.constants().items():
+            np.testing.assert_array_equal(file.read(name), values)
+    assert ("rope_freqs.weight" in model.constants()) is bool(getattr(model, "rope_factors", []))
+
+
+def test_rope_factors_are_float32s_that_come_back_exactly(tmp_path):
+    """And go through a run with a base, whose export has them again."""
+    factors = (32 / np.random.default_rng(0).uniform(1, 32, 6)).astype(np.float32)
+    decimals = [float(str(f)) for f in factors]
+    write_base(tmp_path / "base.gguf", "llama_all", tokenizer=Bytes(), rope_factors=decimals)
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "recipe.rank=2")
+    assert tensors(tmp_path / "run" / "model.gguf")["rope_freqs.weight"].tobytes() == factors.tobytes()
+    assert "rope_freqs.weight" not in tensors(tmp_path / "run" / "adapter.gguf")
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["model"]["rope_factors"] == decimals
+
+
 def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
-    header = Header(LLAMA, {"attention.value_length": 16, "rope.scaling.type": "none", "expert_count": 0})
+    plain = {"attention.value_length": 16, "attention.key_length": 16, "expert_count": 0, "attention.causal": True}
+    unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}
+    unread = {"rope.scaling.original_context_length": 8192, "rope.scaling.finetuned": False, "pooling_type": 0}
+    header = Header(LLAMA, {**plain, **unscaled, **unread})
     for key in ("rope.freq_base", "rope.dimension_count", "vocab_size"):
         del header.metadata[f"llama.{key}"]
     assert Llama.from_gguf(header) == LLAMA
@@ -208,3 +274,16 @@ def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
     header = Header(plain)
     del header.metadata["llama.attention.head_count_kv"]
     assert Llama.from_gguf(header) == plain
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scale_linear": 4.0},
+    ],
+)
+def test_linear_rope_scaling_has_three_spellings(keys):
+    assert Llama.from_gguf(Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
+    assert Llama.from_gguf(Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA

@@ -8,19 +8,28 @@ from toyexp import Setup
 from toyexp.gguf.write import write_model
 from toyexp.init import draw
 from toyexp.testing import token_dataset
+from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_models.qwen import Qwen2, Qwen3
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12
 
+SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": CONTEXT}
+# Settings away from their defaults: every one that a family has.
+ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
+BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
+
 MODELS = {
-    "llama": Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, context=CONTEXT),
-    "llama_tied_bias": Llama(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=1, d_ff=48, context=CONTEXT, tied=True, qkv_bias=True
-    ),
-    "gpt2": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT),
-    "gpt2_untied": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT, tied=False),
+    "llama": Llama(**SIZES, n_kv_heads=2, d_ff=48),
+    "llama_tied_bias": Llama(**SIZES, n_kv_heads=1, d_ff=48, tied=True, qkv_bias=True),
+    "llama_all": Llama(**SIZES, **ROPE, **BIASES, d_ff=48, rope_factors=[1.0, 1.0, 1.3, 0.5, 4.0, 8.0]),
+    "qwen2": Qwen2(**SIZES, d_ff=48),
+    "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, tied=True),
+    "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "gpt2": GPT2(**SIZES, d_ff=64),
+    "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }
 
 

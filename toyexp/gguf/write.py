@@ -67,7 +67,7 @@ def write_model(
                 _add(writer, f"tokenizer.ggml.{key}", value)
             if tokenizer is not None and tokenizer.chat_template:
                 writer.add_chat_template(tokenizer.chat_template)
-        for name, array in tensors.items():
+        for name, array in {**tensors, **model.constants()}.items():
             _add_tensor(writer, name, array, kind)
 
 

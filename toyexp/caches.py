@@ -127,8 +127,9 @@ def split(words: Sequence[str]) -> tuple[list[Path], bool]:
         if word.startswith("-") and word != "--json":
             raise UserError(f"models {word}: there is no such option; {choose(word, ['--json'])}")
     for path in directories:
-        if not path.is_dir():
-            what = "is no directory; about one file: toyexp describe" if path.exists() else "not found"
+        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
+            there = os.path.exists(path)  # noqa: PTH110 - likewise
+            what = "is no directory; about one file: toyexp describe" if there else "not found"
             raise UserError(f"models {path}: {what}")
     return directories, "--json" in words
 
@@ -137,7 +138,7 @@ def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:
     """Looks into every place, and reads the header of every file once."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
     places = usual_places(Path(home), os.environ)
-    places += [Place("named", d, _ollama if (d / "manifests").is_dir() else _below) for d in directories]
+    places += [Place("named", d, _named) for d in directories]
     files: dict[object, Found] = {}
     for place in places:
         for name, path in _whole(place.search(place)):
@@ -213,6 +214,12 @@ def _below(place: Place) -> Iterator[tuple[str, Path]]:
     """Every .gguf file below a directory, a few levels deep; hidden directories are left out."""
     for path in _walk(place, place.root, DEPTH):
         yield path.stem, path
+
+
+def _named(place: Place) -> Iterator[tuple[str, Path]]:
+    """A directory that a user names: files, or a store of Ollama's."""
+    of_ollama = any(entry.name == "manifests" for entry in _entries(place, place.root))
+    yield from (_ollama if of_ollama else _below)(place)
 
 
 def _hugging_face(place: Place) -> Iterator[tuple[str, Path]]:

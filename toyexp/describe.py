@@ -271,7 +271,8 @@ def uses(file: GGUFFile, path: Path, model: Model | None, refused: str | None) -
         if model.reads == "tokens":
             prompt = "--prompt 'Once upon a time'" if without_text is None else "--ids 1,2,3"
             found.append(Use("generate", f"toyexp generate {here} {prompt}"))
-        found.append(Use("export", f"toyexp export {here} --type q8_0"))
+        quantised = {t.type for t in file.tensors.values()} - {"F32", "F16", "BF16"}
+        found.append(Use("export", f"toyexp export {here} --type {'f32' if quantised else 'q8_0'}"))
     return found
 
 
@@ -471,7 +472,7 @@ def _short(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return str(np.float32(value))
+        return str(np.float32(value)).removesuffix(".0")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, np.ndarray | list) and len(value) > 8:

@@ -130,6 +130,12 @@ def test_ollamas_manifests_give_blobs_their_names(home, registry):
     assert by_name(found)["smollm2:135m"].path == str(root / "blobs" / f"sha256-{digests['model']}")
 
 
+def test_a_store_of_ollamas_elsewhere_can_be_named(tmp_path, registry):
+    base(tmp_path / "disk/blobs" / f"sha256-{'a' * 64}")
+    manifest(tmp_path / "disk", "registry.ollama.ai/library/smollm2/latest", model="a" * 64)
+    assert set(by_name(find(registry, [tmp_path / "disk"]))) == {"smollm2:latest"}
+
+
 def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, registry):
     root = home / ".ollama/models"
     base(home / "secret.gguf")

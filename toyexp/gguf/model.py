@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -16,7 +17,7 @@ LEAVES = ("model.gguf", "adapter.gguf")  # what a run leaves, the model first
 
 def file_of(path: Path) -> Path:
     """The file meant by `path`: itself, or of a run's directory the model; UserError when that holds none."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
     found = next((path / name for name in LEAVES if (path / name).is_file()), None)
     if found is None:

@@ -11,7 +11,7 @@ from toyexp.hooks import Register, hookimpl
 from toyexp.images import ImageBatches, ImageDataset
 from toyexp.init import Constant, FromGGUF, Given, Normal
 from toyexp.model import Model, TensorSpec
-from toyexp.ops import Adapted, LowRank, Ops, Params
+from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
 from toyexp.optim import AdamW
 from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.recipe import Recipe, Setup
@@ -46,6 +46,7 @@ __all__ = [
     "PlanTensor",
     "Recipe",
     "Register",
+    "Rotary",
     "Run",
     "RunFailed",
     "Schedule",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Constant, Normal, Ops, Params, TensorSpec, UserError
+from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
 from toyexp.ops import Tensor
 from toyexp_models.language import Keys, LanguageModel
 
@@ -77,13 +77,14 @@ class Llama(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, T, vocab] of tokens [B, T]."""
+        rotary = Rotary(self.rope_base)
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
             b = p.block(i)
             h = ops.rms_norm(x, b["attn_norm.weight"], self.norm_eps)
             q, k, v = (ops.linear(h, b[f"attn_{n}.weight"], b.get(f"attn_{n}.bias")) for n in "qkv")
-            q = ops.rope(ops.heads(q, self.n_heads), self.rope_base)  # [B, T, H, D]
-            k = ops.rope(ops.heads(k, self.n_kv_heads), self.rope_base)  # [B, T, Hkv, D]
+            q = ops.rope(ops.heads(q, self.n_heads), rotary)  # [B, T, H, D]
+            k = ops.rope(ops.heads(k, self.n_kv_heads), rotary)  # [B, T, Hkv, D]
             v = ops.heads(v, self.n_kv_heads)  # [B, T, Hkv, D]
             x = ops.add(x, ops.linear(ops.attention(q, k, v), b["attn_output.weight"]))
             h = ops.rms_norm(x, b["ffn_norm.weight"], self.norm_eps)

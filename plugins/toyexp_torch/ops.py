@@ -6,12 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import Ops
+from toyexp import Ops, Rotary
 from toyexp_torch.packed import Packed, PackedLinear
 
 
 class TorchOps(Ops):
     """Every op on torch tensors of one device."""
+
+    start = 0  # the position of the first of the T positions that rope is given
 
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
@@ -57,15 +59,18 @@ class TorchOps(Ops):
     def select(self, x: Tensor, i: int) -> Tensor:
         return x[:, i]
 
-    def rope(self, x: Tensor, base: float) -> Tensor:
-        key = (x.shape[1], x.shape[3], base, x.dtype == torch.float64)
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
+        key = (self.start, x.shape[1], x.shape[3], rotary, x.dtype == torch.float64)
         if key not in self._rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            self._rotations[key] = _rotations(x.shape[1], x.shape[3], base, x.device, dtype)
+            positions = range(self.start, self.start + x.shape[1])
+            self._rotations[key] = _rotations(positions, rotary.frequencies(x.shape[3]), x.device, dtype)
         cos, sin = self._rotations[key]
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2] each
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-        return turned.to(x.dtype)
+        if rotary.halves:
+            a, b = x.chunk(2, dim=-1)  # [B, T, H, D/2] each
+            return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
@@ -87,8 +92,10 @@ class TorchOps(Ops):
         return (losses * weights.flatten()).sum()
 
 
-def _rotations(length: int, size: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cos and sin [T, 1, D/2] of position * base^(-2i/D), worked out in float64."""
-    frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)[:, None]
+def _rotations(
+    positions: range, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin [T, 1, D/2] of position * frequency, worked out in float64."""
+    wide = [torch.tensor(values, dtype=torch.float64) for values in (positions, frequencies)]
+    angle = torch.outer(*wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from toyexp.experiment import count
 from toyexp.model import Model
-from toyexp.ops import Ops, Params, Tensor
+from toyexp.ops import Ops, Params, Rotary, Tensor
 
 Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
@@ -258,9 +258,13 @@ class ShapeOps(Ops):
         """See Ops.select."""
         return self._line("select", [], (x.shape[0], x.shape[2]), f"position {i}")
 
-    def rope(self, x: Tensor, base: float) -> Tensor:
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         """See Ops.rope."""
-        return self._line("rope", [], x.shape, f"base {base:g}")
+        words = [f"base {rotary.base:g}"]
+        words += [f"scale {rotary.scale:g}"] if rotary.scale != 1 else []
+        words += ["factors"] if rotary.factors else []
+        words += ["halves"] if rotary.halves else []
+        return self._line("rope", [], x.shape, ", ".join(words))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         """See Ops.attention; its two products count every position, hidden ones too."""

@@ -20,37 +20,35 @@ from tiny import MODELS, VOCAB, write_base
 from toyexp import mistakes
 from toyexp.cli import main
 from toyexp.describe import describe, pasted, setting, shell
-from toyexp.listing import Traced, listing
-from toyexp.ops import Params
+from toyexp.listing import ShapeOps, Traced, listing
+from toyexp.ops import Params, Rotary
 from toyexp.registry import Registry, load
 from toyexp.testing.reference import ReferenceOps
 from toyexp.tokenizer import BPE, Bytes
 
-LLAMA = """\
-op           tensor                shape    type  result        parameters  operations
-rows         token_embd.weight     40 x 32  Q8_0  [B, T, 32]         1.28k
+GPT2 = """\
+op            tensor                     shape    type  result              parameters  operations
+rows          token_embd.weight          40 x 32  Q8_0  [B, T, 32]               1.28k
+first_rows    position_embd.weight       12 x 32  F32   [T, 32]                    384
+add                                                     [B, T, 32]
 block 0
-  rms_norm   attn_norm.weight      32       F32   [B, T, 32]            32
-  matmul     attn_q.weight         32 x 32  Q8_0  [B, T, 32]         1.02k       2.05k
-  matmul     attn_k.weight         16 x 32  Q8_0  [B, T, 16]           512       1.02k
-  matmul     attn_v.weight         16 x 32  Q8_0  [B, T, 16]           512       1.02k
-  heads                                           [B, T, 4, 8]
-  rope       base 10000                           [B, T, 4, 8]
-  heads                                           [B, T, 2, 8]
-  rope       base 10000                           [B, T, 2, 8]
-  heads                                           [B, T, 2, 8]
-  attention  causal, 4 heads on 2                 [B, T, 32]                     128 T
-  matmul     attn_output.weight    32 x 32  Q8_0  [B, T, 32]         1.02k       2.05k
-  add                                             [B, T, 32]
-  rms_norm   ffn_norm.weight       32       F32   [B, T, 32]            32
-  matmul     ffn_gate.weight       48 x 32  Q8_0  [B, T, 48]         1.54k       3.07k
-  matmul     ffn_up.weight         48 x 32  Q8_0  [B, T, 48]         1.54k       3.07k
-  swiglu                                          [B, T, 48]
-  matmul     ffn_down.weight       32 x 48  F16   [B, T, 32]         1.54k       3.07k
-  add                                             [B, T, 32]
+  layer_norm  attn_norm.weight + bias    32       F32   [B, T, 32]                  64
+  matmul      attn_qkv.weight + bias     96 x 32  Q8_0  [B, T, 96]               3.17k       6.14k
+  split                                                 3 times [B, T, 32]
+  heads                                                 [B, T, 4, 8]
+  heads                                                 [B, T, 4, 8]
+  heads                                                 [B, T, 4, 8]
+  attention   causal                                    [B, T, 32]                           128 T
+  matmul      attn_output.weight + bias  32 x 32  Q8_0  [B, T, 32]               1.06k       2.05k
+  add                                                   [B, T, 32]
+  layer_norm  ffn_norm.weight + bias     32       F32   [B, T, 32]                  64
+  matmul      ffn_up.weight + bias       80 x 32  Q8_0  [B, T, 80]               2.64k       5.12k
+  gelu                                                  [B, T, 80]
+  matmul      ffn_down.weight + bias     32 x 80  F16   [B, T, 32]               2.59k       5.12k
+  add                                                   [B, T, 32]
 blocks 1..3 are alike
-rms_norm     output_norm.weight    32       F32   [B, T, 32]            32
-matmul       output.weight         40 x 32  Q8_0  [B, T, 40]         1.28k       2.56k"""
+layer_norm    output_norm.weight + bias  32       F32   [B, T, 32]                  64
+matmul        token_embd.weight again    40 x 32  Q8_0  [B, T, 40]                           2.56k"""
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +75,19 @@ def told(capsys, *words):
 # -- the forward pass -------------------------------------------------------------------------------------------------
 
 
-def test_the_listing_of_a_llama_word_for_word(capsys):
-    write_base(Path("model.gguf"), "llama", kind="q8_0", n_layers=4)
+def test_the_listing_of_a_gpt2_word_for_word(capsys):
+    write_base(Path("model.gguf"), "gpt2", kind="q8_0", n_layers=4, d_ff=80)
     out = shown(capsys, "model.gguf")
-    assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == LLAMA
+    assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == GPT2
+
+
+def test_rope_and_grouped_attention_say_how():
+    lines = traced(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
+    details = {line.op: line.detail for line in lines}
+    assert (details["rope"], details["attention"]) == ("base 500000", "causal, 4 heads on 2")
+    ops = ShapeOps()
+    ops.rope(Traced(("B", "T", 2, 4)), Rotary(100.0, 2.0, (1.0, 8.0), halves=True))
+    assert ops.lines[0].detail == "base 100, scale 2, factors, halves"
 
 
 class Shapes(ReferenceOps):
@@ -133,7 +140,8 @@ def test_operations_are_two_a_weight_and_position_and_those_of_attention(name):
     matrices = sum(math.prod(t.shape) for t in model.tensors() if len(t.shape) == 2 and "embd" not in t.name)
     if model.reads == "tokens":
         matrices += model.vocab * model.d_model if model.tied else 0
-        expected = {"": 2 * matrices, "T": 4 * model.d_model * model.n_layers}
+        width = next(t.shape[1] for t in model.tensors() if t.name == "blk.0.attn_output.weight")  # heads times size
+        expected = {"": 2 * matrices, "T": 4 * width * model.n_layers}
     else:  # the head sees one position, the patches have no class token among them
         head, positions = model.classes * model.d_model, model.patches + 1
         patches = 2 * model.patches * model.d_model * model.channels * model.patch**2

@@ -175,6 +175,37 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
+def describe(words: Sequence[str]) -> int:
+    """What is in a GGUF file, and what can be done with it here."""
+    from toyexp.describe import HELP, split
+    from toyexp.describe import describe as read
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    path, flags = split(words)
+    from toyexp.run import dump_json
+
+    found = read(path, load(), "--metadata" in flags, "--tensors" in flags)
+    print(dump_json(found.plain(), indent=2) if "--json" in flags else "\n".join(found.lines()))
+    return 0
+
+
+def models(words: Sequence[str]) -> int:
+    """The GGUF files on this machine, and what each is good for here."""
+    from toyexp.caches import HELP, find, split
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    directories, as_json = split(words)
+    from toyexp.run import dump_json
+
+    found = find(load(), directories)
+    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
+
+
 def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -212,6 +243,8 @@ def show_help(words: Sequence[str] = ()) -> int:
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help
+          describe FILE     what is in a GGUF file, and what can be done with it: toyexp describe --help
+          models [DIR ...]  the GGUF files on this machine, and what each is good for here: toyexp models --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -253,5 +286,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "parity": parity,
     "bench": bench,
     "eval": evaluate,
+    "describe": describe,
+    "models": models,
     "help": show_help,
 }

@@ -49,6 +49,10 @@ class Model(ABC):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work, before anything is allocated."""
 
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+        """The arrays of a batch that `forward` reads, without the batch axis; a letter is a size the run chooses."""
+        return {"tokens": ("T",)}
+
     def fit(self, dataset: Dataset) -> Model:
         """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
         return self

@@ -151,6 +151,7 @@ class GGUFFile:
             raise self.error("is a big-endian GGUF, which is not supported")
         if version not in (2, 3):
             raise self.error(f"has GGUF version {version}; 2 and 3 are supported")
+        self.version: int = version
         n_tensors, n_keys = cursor.number("<Q", "the tensor count"), cursor.number("<Q", "the key count")
         cursor.allow(n_keys, 8 + 4 + 1, "keys")
         cursor.allow(n_tensors, 8 + 1 + 4 + 8 + 4 + 8, "tensors")

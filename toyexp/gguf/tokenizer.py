@@ -15,12 +15,7 @@ PRE = ("gpt-2",)  # pre-tokenizers whose pattern we have checked against llama.c
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
     """The file's tokenizer; raises GGUFError when it has none or one of a kind not supported."""
-    model, pre = _key(file, "model"), _key(file, "pre", "default")
-    if model != "gpt2" or pre not in PRE:
-        raise file.error(
-            f"its tokenizer ({printable(str(model))}, pre-tokenizer {printable(str(pre))}) is not supported; "
-            f"supported: gpt2 with {', '.join(PRE)}. Choose another one: data.tokenizer=bpe"
-        )
+    check_kind(file)
     pieces, merges, eos = _key(file, "tokens"), _key(file, "merges"), _key(file, "eos_token_id")
     if not isinstance(pieces, list) or not isinstance(merges, list) or not isinstance(eos, int):
         raise file.error("its tokenizer lacks tokens, merges or eos_token_id")
@@ -44,6 +39,16 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     tokenizer = BPE(pieces, real, eos)
     tokenizer.controls = controls
     return tokenizer
+
+
+def check_kind(file: GGUFFile) -> None:
+    """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
+    model, pre = _key(file, "model"), _key(file, "pre", "default")
+    if model != "gpt2" or pre not in PRE:
+        raise file.error(
+            f"its tokenizer ({printable(str(model))}, pre-tokenizer {printable(str(pre))}) is not supported; "
+            f"supported: gpt2 with {', '.join(PRE)}. Choose another one: data.tokenizer=bpe"
+        )
 
 
 def read_chat_template(file: GGUFFile) -> str:

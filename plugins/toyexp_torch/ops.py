@@ -13,6 +13,9 @@ from toyexp_torch.packed import Packed, PackedLinear
 class TorchOps(Ops):
     """Every op on torch tensors of one device."""
 
+    start = 0  # the position that rope counts from
+    longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
+
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
 
@@ -58,11 +61,12 @@ class TorchOps(Ops):
         return x[:, i]
 
     def rope(self, x: Tensor, base: float) -> Tensor:
-        key = (x.shape[1], x.shape[3], base, x.dtype == torch.float64)
+        end = self.start + x.shape[1]
+        key = (max(end, self.longest), x.shape[3], base, x.dtype == torch.float64)
         if key not in self._rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            self._rotations[key] = _rotations(x.shape[1], x.shape[3], base, x.device, dtype)
-        cos, sin = self._rotations[key]
+            self._rotations[key] = _rotations(key[0], x.shape[3], base, x.device, dtype)
+        cos, sin = (table[self.start : end] for table in self._rotations[key])
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2] each
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
         return turned.to(x.dtype)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, FromGGUF, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp.threads import available_cores
+from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
@@ -156,6 +158,18 @@ class TorchSession(Session):
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._settings.applied(), torch.no_grad(), self._autocast():
             return _host(self._forward(self._upload_batch(micro))[:rows])
+
+    def do_decoder(self) -> Decoder:
+        # Dropout is of training: a plan without it needs no mask of what follows.
+        whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
+        params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)
+
+        def forward(ops: TorchOps, ids: np.ndarray) -> np.ndarray:
+            with self._settings.applied(), torch.no_grad(), self._autocast():
+                tokens = {"tokens": torch.from_numpy(ids).to(self._device)}
+                return _host(self.plan.model.forward(ops, params, tokens)[0, -1])
+
+        return CachedDecoder(self, forward)
 
     def do_close(self) -> None:
         self._tensors.clear()

@@ -70,4 +70,5 @@ class Sample(Callback):
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         words, last = stream(run.seed, "sample", step), ends(tokenizer)
         drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
-        return tokenizer.decode(list(takewhile(lambda token: token not in last, islice(drawn, self.tokens))))
+        ids = takewhile(lambda token: token not in last, islice(drawn, self.tokens))
+        return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")

@@ -175,6 +175,14 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
+def export(words: Sequence[str]) -> int:
+    """A model's file again in another type."""
+    from toyexp.export import HELP, show
+
+    print(HELP if "-h" in words or "--help" in words else show(words, load()))
+    return 0
+
+
 def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -212,6 +220,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help
+          export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -253,5 +262,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "parity": parity,
     "bench": bench,
     "eval": evaluate,
+    "export": export,
     "help": show_help,
 }

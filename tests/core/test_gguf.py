@@ -381,6 +381,7 @@ def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
         "general.type": ("model", "STRING"),
         "general.file_type": (1, "UINT32"),
         "general.quantization_version": (2, "UINT32"),
+        "general.size_label": ("39K", "STRING"),
         "general.name": ("größe", "STRING"),
         "general.step": (12, "UINT32"),
         "general.flag": (False, "BOOL"),
@@ -454,11 +455,8 @@ except RunFailed as error:
 """
 
 
-# numpy writes the tensors, and raises an error that has no cause when not all of one fitted.
-@pytest.mark.parametrize(
-    ("limit", "cause"), [(10, "File too large"), (2_000, "File too large"), (100_000, "the disk may be full")]
-)
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit, cause):
+@pytest.mark.parametrize("limit", [10, 2_000, 100_000])  # bytes: in the header, and in the tensors
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
     run = subprocess.run(
@@ -469,7 +467,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit, ca
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""  # no file was left open
-    assert run.stdout == f"{path}: could not be written: {cause}\n"
+    assert run.stdout == f"{path}: could not be written: File too large\n"
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     assert path.read_bytes() == b"old"
 

@@ -37,10 +37,10 @@ NUMBERS = 1 << 18  # numbers dequantised at once: few enough for the processor's
 # What Python needs beside the bytes of a key and its value, of a tensor's entry, and of a string.
 KEY_MEMORY, TENSOR_MEMORY, STRING_MEMORY = 400, 800, 64
 
-_SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
-_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 # ggml type: (name, elements per block, bytes per block). The quantised ones are read through gguf-py.
 TYPES = {
@@ -452,21 +452,21 @@ class _Cursor:
         return found
 
     def value(self, kind: int, key: str) -> Any:
-        if kind == _STRING:
+        if kind == STRING:
             return self.string(f"the value of {key}", STRING_LIMIT)
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind], f"the value of {key}")
-        if kind != _ARRAY:
+        if kind in SCALARS:
+            return self.number(SCALARS[kind], f"the value of {key}")
+        if kind != ARRAY:
             raise self.part.error(f"{key} has the unknown value type {kind}")
         item, count = self.number("<I", f"the array {key}"), self.number("<Q", f"the array {key}")
         if count > ARRAY_LIMIT:
             raise self.part.error(f"the array {key} claims {count} elements, the limit is {ARRAY_LIMIT}")
-        if item == _STRING:
+        if item == STRING:
             self.allow(count, 8, STRING_MEMORY, f"strings in {key}")
             return self.strings(count, f"a string of {key}")
-        if item not in _DTYPES:
+        if item not in DTYPES:
             raise self.part.error(f"the array {key} has the unknown element type {item}")
-        dtype = np.dtype(_DTYPES[item])
+        dtype = np.dtype(DTYPES[item])
         self.spend(count * dtype.itemsize, f"the array {key}")
         return np.frombuffer(self.take(count * dtype.itemsize, f"the array {key}"), dtype)
 

@@ -32,6 +32,9 @@ from toyexp.recipe import Recipe
 from toyexp.registry import Registry
 from toyexp.schema import AUTO, PARTS, Settings, Source, class_of, compose_raw, schema, yaml_error
 
+if typing.TYPE_CHECKING:
+    from toyexp.gguf.read import GGUFFile
+
 
 @dataclass
 class Config:
@@ -190,9 +193,23 @@ def model_of(path: Path, reads: Sequence[str], registry: Registry) -> Model:
         known = {cls().architecture: cls for cls in offered if cls.reads in reads}
         if file.architecture not in known:
             raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
+        _check_counts(file)
         model = known[file.architecture].from_gguf(file)
-        model.check()
+        try:
+            model.check()
+        except UserError as error:
+            raise file.error(str(error)) from None
         return model
+
+
+def _check_counts(file: GGUFFile) -> None:
+    """Raises UserError for more blocks than the file can have, which would take long to list, and unmatched tokens."""
+    blocks, tokens = file.metadata.get(f"{file.architecture}.block_count"), file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(blocks, int) and blocks > len(file.tensors):
+        raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
+        raise file.error(f"its tokenizer has {len(tokens)} tokens, its embedding {embedding.shape[0]} rows")
 
 
 def _resolved(cfg: DictConfig) -> dict[str, Any]:

@@ -371,7 +371,8 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     from gguf import GGMLQuantizationType, quants  # deferred: only quantised files need it
 
-    return np.ascontiguousarray(quants.dequantize(raw, GGMLQuantizationType(type_id)), np.float32)
+    with np.errstate(all="ignore"):  # whoever needs finite numbers asks for them
+        return np.ascontiguousarray(quants.dequantize(raw, GGMLQuantizationType(type_id)), np.float32)
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:

@@ -162,7 +162,7 @@ class Writer:
         if kind is None:
             kind = _kind(value)
         if key == "general.alignment":
-            self._alignment = value
+            self._alignment = int(value)
         self._keys[key] = struct.pack("<I", kind) + _packed(value, kind)
 
     def add_numbers(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:

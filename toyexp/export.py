@@ -170,8 +170,11 @@ def _check_model(file: GGUFFile, kind: str, registry: Registry) -> None:
 
 def _check_rounding(options: Options, file: GGUFFile, types: dict[str, str]) -> None:
     """Raises UserError for numbers that would be rounded a second time, unless that was asked for."""
-    kept = {name: "" if options.type in K_QUANTS and kind != "F32" else kind for name, kind in types.items()}
-    again = [t for t in file.tensors.values() if t.type not in PLAIN and kept[t.name] not in ("F32", t.type)]
+
+    def is_rounded(t: TensorInfo) -> bool:
+        return types[t.name] != "F32" and (types[t.name] != t.type or options.type in K_QUANTS)
+
+    again = [t for t in file.tensors.values() if t.type not in PLAIN and is_rounded(t)]
     if again and not options.requantize:
         kinds = ", ".join(sorted({t.type for t in again}))
         raise file.error(

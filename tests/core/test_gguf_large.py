@@ -51,7 +51,7 @@ def test_a_gigabyte_is_opened_in_a_second_and_its_embedding_read_alone(path):
     found = json.loads(run.stdout)
     print(found)
     assert found["parameters"] > 9e8
-    assert found["seconds"] < 1  # 0.2 to 0.4 where it was made
+    assert found["seconds"] < 1  # 0.2 to 0.5 where it was made
     assert found["peak"] < 200e6
     assert found["header"] < 10e6  # it has 8.4 MB
     assert found["shape"] == [1000, large.MODEL.d_model]

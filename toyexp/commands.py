@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.errors import Unavailable, UserError, choose
@@ -163,11 +164,11 @@ def evaluate(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     file, settings = _file_and_settings([w for w in words if w != "--json"])
-    from toyexp.frozen import model_file
+    from toyexp.gguf.model import file_of
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(model_file(file), settings, registry, modules)
+    found = run(file_of(Path(file)), settings, registry, modules)
     print(dump_json(found.plain(), indent=2) if "--json" in words else "\n".join(found.lines()))
     return 0
 
@@ -253,6 +254,14 @@ def models(words: Sequence[str]) -> int:
     return 0
 
 
+def export(words: Sequence[str]) -> int:
+    """A model's file again in another type."""
+    from toyexp.export import HELP, show
+
+    print(HELP if "-h" in words or "--help" in words else show(words, load()))
+    return 0
+
+
 def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -293,6 +302,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           describe FILE     what is in a GGUF file, and what can be done with it: toyexp describe --help
           models [DIR ...]  the GGUF files on this machine, and what each is good for here: toyexp models --help
           generate FILE ... text from a model in a GGUF file: toyexp generate --help
+          export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -337,5 +347,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "describe": describe,
     "models": models,
     "generate": generate,
+    "export": export,
     "help": show_help,
 }

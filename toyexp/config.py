@@ -33,6 +33,9 @@ from toyexp.recipe import Recipe
 from toyexp.registry import Registry
 from toyexp.schema import AUTO, PARTS, Settings, Source, class_of, compose_raw, schema, yaml_error
 
+if typing.TYPE_CHECKING:
+    pass
+
 
 @dataclass
 class Config:
@@ -157,7 +160,7 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     path = recipe.base_file()
     if path is None:
         return None
-    base = model_of(path, recipe.reads, registry)
+    base = model_of(path, registry, recipe.reads)
     held = base.settings()
     for override in typed:
         kind, _, key = override.key_or_group.partition(".")

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import UserError
-from toyexp.frozen import frozen_plan, model_in
+from toyexp.frozen import frozen_plan
+from toyexp.gguf.model import model_of
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 
@@ -67,7 +68,7 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
     from toyexp import config
     from toyexp.schema import Source
 
-    model = model_in(path, registry)
+    model = model_of(path, registry)
     typed = [s.partition("=")[0].lstrip("+~") for s in settings]
     for key in typed:
         if key.split(".")[0] in ("recipe", "optim", "callbacks", "model") and key != "model.context":

@@ -1,37 +1,17 @@
-"""A model in a file as it stands, for those who only look: where it is, and the plan that opens it."""
+"""A model in a file as it stands, for those who only look: the plan that opens it."""
 
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from toyexp.errors import UserError, printable
+from toyexp.errors import printable
 from toyexp.gguf.read import GGUFFile
 from toyexp.init import FromGGUF
 from toyexp.model import Model
 from toyexp.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.recipe import Setup
-from toyexp.registry import Registry
-
-
-def model_file(named: str | Path) -> Path:
-    """The GGUF that a person named: itself, or the model.gguf of a run's directory."""
-    path = Path(named)
-    if not path.is_dir():
-        return path
-    if not (path / "model.gguf").is_file():
-        raise UserError(f"{path}: holds no model.gguf; name a GGUF file, or the directory of a run that left one")
-    return path / "model.gguf"
-
-
-def model_in(path: Path, registry: Registry) -> Model:
-    """The model that a file holds, whatever it reads; UserError when there is none for its architecture."""
-    from toyexp import config
-
-    kinds = {typing.cast("type[Model]", offer.cls).reads for offer in registry.offers["model"].values()}
-    return config.model_of(path, sorted(kinds), registry)
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:

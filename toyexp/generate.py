@@ -16,7 +16,8 @@ from typing import Any
 from toyexp.chat import Template, encode
 from toyexp.data import sequence_inputs
 from toyexp.errors import UserError, choose
-from toyexp.frozen import frozen_plan, model_file, model_in
+from toyexp.frozen import frozen_plan
+from toyexp.gguf.model import file_of, model_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.init import stream
@@ -226,7 +227,7 @@ def generate(options: Options, registry: Registry, write: Callable[[str], None])
         raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
     if not all("=" in setting and "," not in setting for setting in own):
         raise UserError(f"--engine {options.engine}: an engine's settings are written {name}:threads=1")
-    path, prompt = model_file(options.model), _read_prompt(options.prompt)
+    path, prompt = file_of(Path(options.model)), _read_prompt(options.prompt)
     with GGUFFile(path) as file:
         if file.metadata.get("general.type") == "adapter":
             raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
@@ -254,7 +255,7 @@ def _by_engine(
     from toyexp import config
     from toyexp.schema import Source
 
-    model: Any = model_in(path, registry)
+    model: Any = model_of(path, registry)
     if model.reads != "tokens":
         raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
     tokenizer, template = _language(path, options)

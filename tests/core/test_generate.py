@@ -336,7 +336,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("adapter.gguf --prompt x", "behind --adapter"),
         ("broken.gguf --prompt x", "broken.gguf: is not a GGUF file"),
         ("missing.gguf --prompt x", "missing.gguf: not found"),
-        ("empty --prompt x", "empty: holds no model.gguf"),
+        ("empty --prompt x", "empty: is a directory without model.gguf"),
         ("ids.gguf --ids 1 --adapter base.gguf", "base.gguf: holds no LoRA adapter"),
         ("ids.gguf --ids 1 --adapter missing.gguf", "missing.gguf: not found"),
         ("text.gguf --prompt \udcff", "not UTF-8 text (byte 0 is 0xff)"),

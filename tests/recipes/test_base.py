@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import yaml
 from gguf import GGUFWriter
-from tiny import MODELS, write_base
+from tiny import MODELS, split, write_base
 
 from toyexp import TensorSpec
 from toyexp.cli import main
 from toyexp.errors import UserError
 from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import Writer
 from toyexp.tokenizer import Bytes
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
@@ -151,6 +152,76 @@ def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said)
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) <= 2, err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=full engine=cpu engine.threads=1",
+        "recipe=lora engine=cpu engine.threads=1 recipe.low_memory=true",
+        "recipe=lora engine=ggml engine.threads=1",
+    ],
+)
+def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, capsys, words, kind):
+    """However the engine takes them: as float32, packed, or mapped in place."""
+    write_base(tmp_path / "base.gguf", "llama", kind, tokenizer=Bytes(), spoil="blk.1.attn_v.weight")
+    assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+
+
+def test_a_split_base_is_one_base(tmp_path):
+    """Its parts hold a tensor each; torch reads them, ggml maps them where they lie."""
+    write_base(tmp_path / "base.gguf", "llama", "q8_0", tokenizer=Bytes())
+    paths = split(tmp_path / "base.gguf")
+    words = ["recipe.targets=[q,down]", "steps=3", "lr=0.01"]
+    for engine in ("cpu", "ggml"):
+        found = []
+        for base in ("base.gguf", paths[0].name):
+            to = tmp_path / f"{engine}-{len(found)}"
+            run(to, "recipe=lora", f"recipe.base={base}", f"engine={engine}", *words)
+            found.append(tensors(to / "adapter.gguf"))
+        assert all(np.array_equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_an_export_says_what_it_was_made_from(tmp_path):
+    write_base(tmp_path / "first.gguf", "llama", tokenizer=Bytes())
+    writer = Writer()
+    with GGUFFile(tmp_path / "first.gguf") as file:
+        told = {"general.license": "apache-2.0", "general.name": "Small One", "general.organization": "Someone"}
+        for key, value in {**file.metadata, **told}.items():
+            writer.add(key, value, file.kinds.get(key))
+        for t in file.tensors.values():
+            writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+        writer.save(tmp_path / "base.gguf")
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "name=mine")
+    for name in ("model.gguf", "adapter.gguf"):
+        with GGUFFile(tmp_path / "run" / name) as file:
+            general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
+        assert general["name"] == "mine" and general["license"] == "apache-2.0"
+        assert {k: v for k, v in general.items() if k.startswith("base_model")} == {
+            "base_model.count": 1,
+            "base_model.0.name": "Small One",
+            "base_model.0.organization": "Someone",
+        }
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2"])
+def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(tmp_path, name):
+    """The held-out loss that a run sees next; later ones differ, for AdamW's moments are not in the file."""
+    write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    words = ["recipe=full", "lr=0.01", "~callbacks.cosine", "eval_every=1"]
+    run(tmp_path / "long", *words, "recipe.base=base.gguf", "steps=6", "callbacks.gguf_export.every=3")
+    run(tmp_path / "on", *words, "recipe.base=long/model-3.gguf", "steps=1")
+
+    def held_out(directory):
+        lines = (directory / "events.jsonl").read_text().splitlines()
+        return [e["loss"] for e in map(json.loads, lines) if e["kind"] == "eval"]
+
+    through_memory, through_file = held_out(tmp_path / "long")[3], held_out(tmp_path / "on")[0]
+    assert through_file == pytest.approx(through_memory, abs=1e-6)
+    assert through_file < held_out(tmp_path / "long")[0] - 0.1
 
 
 def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):

@@ -64,7 +64,7 @@ def test_a_run_directory_and_data_for_short(capsys):
         (["run/model.gguf", "--data"], "--data: needs a file"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
         (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
-        ([".", "seed=1"], "holds no model.gguf"),
+        ([".", "seed=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["book.txt"], "book.txt"),
         (["run/model.gguf", "more"], "eval more: takes one file"),

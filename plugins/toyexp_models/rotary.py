@@ -51,7 +51,7 @@ class RotaryModel(LanguageModel):
         """What llama.cpp reads, with its defaults; of rope's scalings the linear one."""
         common = super().sizes(keys)
         usual = common["d_model"] // common["n_heads"]
-        size, value = (keys.whole(f"attention.{kind}_length", usual) for kind in ("key", "value"))
+        size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
         if size != value:
             raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
         keys.expect("rope.dimension_count", size)

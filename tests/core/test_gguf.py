@@ -450,7 +450,9 @@ NO_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "absurd head count": ({"llama__attention__head_count": 2**31}, {}, f"llama.attention.head_count is {2**31}"),
     "heads below 0": ({"llama__attention__head_count": -4}, {}, "llama.attention.head_count is -4"),
     "heads in a list": ({"llama__attention__head_count": [4]}, {}, "llama.attention.head_count is [4]"),
-    "more heads than features": ({"llama__attention__head_count": 64, "llama__rope__dimension_count": None}, {}, "attention.key_length"),
+    "more heads than features": (
+        {"llama__attention__head_count": 64, "llama__rope__dimension_count": None}, {}, "attention.key_length",
+    ),
     "heads that do not fit": ({"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "5"),
     "key heads that do not fit": ({"llama__attention__head_count_kv": 3}, {}, "blk.0.attn_k.weight has the shape"),
     "absurd key heads": ({"llama__attention__head_count_kv": BIG}, {}, "blk.0.attn_k.weight has the shape"),

@@ -11,8 +11,13 @@ TYPES = {
     "q4_0": "Q4_0", "q6_k": "Q6_K", "q5_k_m": "Q5_K", "q4_k_m": "Q4_K", "q3_k_m": "Q3_K", "q2_k": "Q2_K",
 }  # fmt: skip
 DIRECTIONS = {
-    "read": "read", "donor": "warm donor", "base": "LoRA base", "full": "full", "export": "export", "adapter": "adapter",
-}  # fmt: skip
+    "read": "read",
+    "donor": "warm donor",
+    "base": "LoRA base",
+    "full": "full",
+    "export": "export",
+    "adapter": "adapter",
+}
 IN_THE_TYPE = ("read", "export", "adapter")  # where llama.cpp multiplies by weights of that type
 CELLS = [(a, t, d) for a in ARCHITECTURES for t in TYPES for d in DIRECTIONS]
 TICK = "✓"

@@ -36,6 +36,7 @@ UPPER, LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 UPPER_MARKED, LOWER_MARKED = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
 MARKED_WORD = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 ASCII_SIGN = r"[!-/:-@\[-`{-~]"
+WIDE = "[\u0800-\u9fa5\uac00-\ud7ff&&\\S]+"
 KANA_OR_HAN = "[\u4e00-\u9fa5\u3040-\u30ff]+"
 
 GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{SIGNS}|\s+(?!\S)|\s+"
@@ -141,12 +142,12 @@ _add(
     "deepseek-llm",
     r"[\r\n]",
     rf"\s?{CASED_LETTERS}+",
-    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
     r"\s+\z",
-    "[\u0800-\u9fa5\uac00-\ud7ff]+",
+    WIDE,
     r"\p{N}+",
 )
-_add("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
+_add("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", WIDE, r"\p{N}")
 _add("poro-chat bloom gpt3-finnish", BLOOM)
 _add("viking", BLOOM, r"\p{N}")
 _add(

@@ -121,7 +121,17 @@ class SentencePiece(Tokenizer):
         return {**super()._rules(), "scores": scores, "prefix": self._prefix, "unreachable": sorted(self._unreachable)}
 
     def _own_metadata(self) -> dict[str, Any]:
-        raise NotImplementedError("a SentencePiece tokenizer comes from a GGUF, and leaves with its keys")
+        keys = {
+            "model": "llama",
+            "tokens": list(self.pieces),
+            "scores": self._scores,
+            "token_type": self._types,
+            "eos_token_id": self.eos,
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "add_space_prefix": self._prefix,
+        }
+        return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _library(self) -> Any:
         """The nearest the library comes: merges in the order of their scores, which is the same but for equal scores."""

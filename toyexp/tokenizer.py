@@ -160,11 +160,13 @@ class Tokenizer(ABC):
         # llama.cpp wants a merge list and gguf-py cannot write an empty one. No UTF-8 holds the byte 0xFF, so this
         # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
         merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
+        types = np.full(self.vocab, NORMAL, np.int32)
+        types[[self.eos, *self.controls]] = CONTROL
         keys = {
             "model": "gpt2",
             "pre": "gpt-2",
             "tokens": list(self.pieces),
-            "token_type": [CONTROL if i == self.eos or i in self.controls else NORMAL for i in range(self.vocab)],
+            "token_type": types,
             "merges": [f"{a} {b}" for a, b in merges],
             "bos_token_id": self.eos,
             "eos_token_id": self.eos,
@@ -231,6 +233,28 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
         "pair": [*single, *marks[: len(start)], two, *marks[len(start) :]],
         "special_tokens": {pieces[i]: {"id": pieces[i], "ids": [i], "tokens": [pieces[i]]} for i in tokens},
     }
+
+
+def placeholder(i: int) -> str:
+    """A text for an id that has none."""
+    return f"<{i}>"
+
+
+def ids_only(rows: int) -> dict[str, Any]:
+    """The `tokenizer.*` keys of a model of ids without text, as `gguf_metadata`.
+
+    llama.cpp loads one without a vocabulary too, but its server aborts at the first token it generates.
+    """
+    keys = {
+        "model": "llama",
+        "tokens": [placeholder(i) for i in range(rows)],
+        "token_type": np.full(rows, NORMAL, np.int32),
+        "eos_token_id": rows - 1,
+        "bos_token_id": rows - 1,
+        "add_bos_token": False,
+        "add_space_prefix": False,
+    }
+    return {f"ggml.{key}": value for key, value in keys.items()}
 
 
 class Bytes(Tokenizer):

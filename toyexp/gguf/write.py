@@ -14,7 +14,7 @@ import numpy as np
 from toyexp.errors import RunFailed, UserError, choose
 from toyexp.model import Model
 from toyexp.plan import Lens, LoraAdapter, Plan, lora_names
-from toyexp.tokenizer import UNUSED, Tokenizer
+from toyexp.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type of llama.cpp
 
@@ -53,7 +53,7 @@ def write_model(
     """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
 
     `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
-    the architecture. Without a tokenizer a language model's file holds ids only, which llama.cpp loads as `no_vocab`.
+    the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
     """
     check_type(kind)
     with _writing(path, model.architecture) as writer:
@@ -64,9 +64,7 @@ def write_model(
             _add(writer, key, value)
         if model.reads == "tokens":
             for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
-                _add(writer, f"tokenizer.ggml.{key}", value)
-            if tokenizer is not None and tokenizer.chat_template:
-                writer.add_chat_template(tokenizer.chat_template)
+                _add(writer, key, value)
         for name, array in tensors.items():
             _add_tensor(writer, name, array, kind)
 
@@ -124,19 +122,25 @@ def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, 
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """The tokenizer's keys, padded to the rows of the embedding, as llama.cpp requires."""
+    """The `tokenizer.*` keys, with as many tokens as the embedding has rows, as llama.cpp requires."""
     if tokenizer is None:
-        return {"model": "no_vocab"}
+        return {f"tokenizer.{key}": value for key, value in ids_only(rows).items()}
     keys = tokenizer.gguf_metadata()
-    known, spare = set(keys["tokens"]), rows - tokenizer.vocab
-    names = (name for i in itertools.count(tokenizer.vocab) if (name := f"<unused{i}>") not in known)
-    keys["tokens"] = [*keys["tokens"], *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
-    keys["token_type"] = [*keys["token_type"], *itertools.repeat(UNUSED, spare)]
-    return keys
+    tokens = keys["ggml.tokens"][:rows]
+    known, spare = set(tokens), rows - len(tokens)
+    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in known)
+    keys["ggml.tokens"] = [*tokens, *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
+    types = keys.get("ggml.token_type", np.full(len(tokens), NORMAL, np.int32))
+    for key, values, filler in (("token_type", types, UNUSED), ("scores", keys.get("ggml.scores"), 0)):
+        if values is not None:
+            keys[f"ggml.{key}"] = np.append(values[:rows], np.full(spare, filler, values.dtype))
+    return {f"tokenizer.{key}": value for key, value in keys.items()}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """One key in the type llama.cpp insists on: UINT32, FLOAT32, BOOL, STRING, or an array."""
+    """One key in the type llama.cpp insists on: UINT32, FLOAT32, BOOL, STRING, or an array, of numbers by its dtype."""
+    from gguf import GGUFValueType
+
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -145,6 +149,9 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, np.ndarray):
+        kind = GGUFValueType[value.dtype.name.upper()]
+        writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, sub_type=kind)
     else:
         writer.add_array(key, value)
 

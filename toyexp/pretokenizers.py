@@ -87,9 +87,7 @@ _add("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite
 _add("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", r"\p{N}", GPT2)
 _add("default", r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 _add("falcon", r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")
-_add(
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3, ignore_merges=True, add_bos=True
-)
+_add("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3, ignore_merges=True, add_bos=True)
 _add("dbrx smaug-bpe chatglm-bpe", LLAMA3)
 _add("glm4 glm5", LLAMA3, ignore_merges=True)
 _add("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2)
@@ -118,9 +116,7 @@ _add(
 )
 _add("tekken", cased(UPPER, LOWER, "", r"\p{N}"), ignore_merges=True, add_bos=True)
 _add("gpt-4o llama4 kanana2 talkie minimax-m2", cased(UPPER, LOWER, f"{ENDING}?", r"\p{N}{1,3}"))
-_add(
-    "granite-embed-multi-97m", cased(UPPER_MARKED, LOWER_MARKED, f"{ENDING}?", r"\p{N}{1,3}"), ignore_merges=True
-)
+_add("granite-embed-multi-97m", cased(UPPER_MARKED, LOWER_MARKED, f"{ENDING}?", r"\p{N}{1,3}"), ignore_merges=True)
 _add("tiny_aya cohere2moe", THREES, cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}{1,3}"))
 _add(
     "youtu",

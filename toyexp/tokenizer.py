@@ -97,7 +97,9 @@ class Tokenizer(ABC):
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
         """What to look for in a text, and in one whose control tokens are meant; longer ones first, as llama.cpp does."""
-        wanted = (sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special))
+        wanted = (
+            sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
+        )
         first, second = ({self.pieces[i]: i for i in ids} for ids in wanted)
         return first, second
 

@@ -69,10 +69,11 @@ class Sample(Callback):
             logits = run.session.logits({"tokens": window})[0, -1, : tokenizer.vocab]
             uniform = float(words.random_raw()) / 2**64
             token = choose_token(logits, self.temperature, self.top_k, uniform)
-            if token == tokenizer.eos:
+            if token in tokenizer.ends:
                 break
             ids.append(token)
-        return tokenizer.decode(ids[len(self._prompt) :])
+        # Not `decode`, which takes its ids for the whole of a text and drops a blank before it.
+        return b"".join(map(tokenizer.bytes_of, ids[len(self._prompt) :])).decode("utf-8", errors="replace")
 
 
 def choose_token(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> int:

@@ -88,7 +88,9 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise UserError(f"{path}: its chat template is not valid ({printable(str(error))}); {_ADVICE}") from None
         self.text = template
-        self._eos = tokenizer.pieces[tokenizer.eos]
+        self._eos = tokenizer.spelling(tokenizer.eos)
+        self._bos = "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos)
+        self._added = self._bos if tokenizer.add_bos else ""  # what every text begins with anyway
         self._control = control_pattern(tokenizer)
 
     def parts(self, messages: Sequence[Message]) -> list[Part]:
@@ -122,7 +124,7 @@ class ChatTemplate:
         said = [m._asdict() for m in messages]
         text = ""
         try:
-            values = {"bos_token": self._eos, "eos_token": self._eos, "add_generation_prompt": prompt}
+            values = {"bos_token": self._bos, "eos_token": self._eos, "add_generation_prompt": prompt}
             for piece in self._template.generate(messages=said, **values):
                 text += piece
                 if len(text) > RENDERED_LIMIT:
@@ -131,7 +133,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
             raise BadExample(f"the chat template refuses it ({printable(str(error), 120)})") from None
-        return text
+        return text.removeprefix(self._added)
 
 
 _ADVICE = "data.template=plain does without it"
@@ -153,15 +155,15 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
     are learned too. Raises UserError for text the tokenizer cannot take.
     """
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    learned = [False] * len(ids)
     split = 0
     before: list[int] = []
     for i, part in enumerate(parts):
-        found = _encode(part, tokenizer)
+        found = _encode(part, tokenizer, ids)
         if i and before and found and not parts[i - 1].end:
             joined = part._replace(text=parts[i - 1].text + part.text)
-            split += _encode(joined, tokenizer) != before + found
+            split += _encode(joined, tokenizer, ids[: len(ids) - len(before)]) != before + found
         ids += found
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
@@ -172,12 +174,5 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     return Example(np.array(ids[:last], np.int32), np.array(learned[:last]), split)
 
 
-def _encode(part: Part, tokenizer: Tokenizer) -> list[int]:
-    if not part.special:
-        return tokenizer.encode(part.text).tolist()
-    ids, at = [], 0
-    controls = {tokenizer.pieces[i]: i for i in (*tokenizer.controls, tokenizer.eos)}
-    for match in control_pattern(tokenizer).finditer(part.text):
-        ids += [*tokenizer.encode(part.text[at : match.start()]).tolist(), controls[match[0]]]
-        at = match.end()
-    return ids + tokenizer.encode(part.text[at:]).tolist()
+def _encode(part: Part, tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    return tokenizer.encode(part.text, part.special, before[-1] if before else None).tolist()

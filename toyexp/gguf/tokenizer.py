@@ -82,11 +82,14 @@ class _Reader:
             if not isinstance(self.keys.get(name, False), bool):
                 raise self.file.error(f"its tokenizer has {name}={printable(str(self.keys[name]))}: not true or false")
         if self.keys["add_bos_token"] and "bos_token_id" not in self.keys:
-            raise self.file.error("its tokenizer puts a token before every text (add_bos_token), but has no bos_token_id")
+            raise self.file.error(
+                "its tokenizer puts a token before every text (add_bos_token), but has no bos_token_id"
+            )
 
     def _read_tokens(self) -> None:
         """`pieces` without padding at their end, `types` as llama.cpp has them, and `unreachable` from text."""
-        tokens = [piece or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]  # llama.cpp's names
+        # To llama.cpp a NUL ends a token, and an empty one has such a name.
+        tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
         ids = {piece: i for i, piece in enumerate(tokens)}
         if len(ids) < len(tokens):
             twice = next(piece for i, piece in enumerate(tokens) if ids[piece] != i)
@@ -102,7 +105,9 @@ class _Reader:
         """The numbers of a key, one for each token."""
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
-            raise self.file.error(f"its tokenizer's {name} is no list of 32-bit {'numbers' if 'f' in kinds else 'integers'}")
+            raise self.file.error(
+                f"its tokenizer's {name} is no list of 32-bit {'numbers' if 'f' in kinds else 'integers'}"
+            )
         if len(values) != count:
             raise self.file.error(f"its tokenizer has {count} tokens, and {name} for {len(values)}")
         return values

@@ -7,6 +7,7 @@ the merging is done here.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class SentencePiece(Tokenizer):
         pairs = codes[:-1] << 21 | codes[1:]
         place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
         ends = [*(np.flatnonzero(self._pairs[place] != pairs) + 1).tolist(), len(text)]
-        return [text[begin:end] for begin, end in zip([0, *ends], ends)]
+        return [text[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _ids_of(self, word: str) -> list[int]:
         found = self._known.get(word)
@@ -134,7 +135,7 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _library(self) -> Any:
-        """The nearest the library comes: merges in the order of their scores, which is the same but for equal scores."""
+        """As near as the library comes: merges in the order of their scores, the same but for equal ones."""
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers
 

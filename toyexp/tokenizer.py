@@ -96,7 +96,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What to look for in a text, and in one whose control tokens are meant; longer ones first, as llama.cpp does."""
+        """What to look for in a text, and in one whose control tokens are meant: longer ones first."""
         wanted = (
             sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
         )
@@ -365,7 +365,7 @@ class BPE(Tokenizer):
     def _engine(self) -> Any:
         return self._build({p: i for i, p in enumerate(self.pieces) if i not in self._unreachable})
 
-    def _build(self, vocab: Mapping[str, int]) -> Any:
+    def _build(self, vocab: dict[str, int]) -> Any:
         from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
         from tokenizers import decoders, models
 

@@ -12,9 +12,20 @@ from toyexp.gguf.special import special_tokens
 from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import SentencePiece
 from toyexp.tokenizer import (
-    BPE, BYTE, BYTE_OF, CONTROL, NORMAL, SYMBOLS, UNKNOWN, UNUSED, USER_DEFINED, Bytes, Characters, Tokenizer,
+    BPE,
+    BYTE,
+    BYTE_OF,
+    CONTROL,
+    NORMAL,
+    SYMBOLS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Bytes,
+    Characters,
+    Tokenizer,
     placeholder,
-)  # fmt: skip
+)
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")

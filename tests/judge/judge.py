@@ -2,9 +2,10 @@
 
 It runs as a process of its own because llama.cpp aborts on some bad files.
 
-A list of questions {"model": path, "texts": [...], "special": [...], "prompts": [...]} about one file each is answered
-with a list of {"tokens", "special", "prompts"}: the ids of each text in which nothing is special, in which control
-tokens are meant, and with what the file says goes around a text.
+A list of questions about the vocabularies of several files, each {"model": path, "texts": [...], "special": [...],
+"prompts": [...], "chats": [...], "plain": id, "draw": [id, ...]}, is answered with a list of {"tokens", "special",
+"prompts", "chats", "stopped_by"}: the ids of texts in which nothing is special, of texts whose control tokens are
+meant, of texts with what the file says goes around one, of conversations, and what ended generation at each id drawn.
 
 question: {"model": path, "adapter": path or null, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V,
            "plain": id, "eos": id or null, "chats": [[message, ...], ...]}
@@ -84,13 +85,13 @@ def vocabulary(question):
     server = serve(question["model"], None)
     SERVERS.append(server)
     address = server.listening_address
+    bodies = [{"content": text, "add_special": True, "parse_special": False} for text in question["prompts"]]
     return {
         "tokens": tokenize_many(address, question["texts"], False),
         "special": tokenize_many(address, question["special"], True),
-        "prompts": [
-            post(address, "/tokenize", {"content": text, "add_special": True, "parse_special": False})["tokens"]
-            for text in question["prompts"]
-        ],
+        "prompts": [post(address, "/tokenize", body)["tokens"] for body in bodies],
+        "chats": [prompt(address, messages) for messages in question["chats"]],
+        "stopped_by": {i: draw(address, [question["plain"]], i, 0)["stop_type"] for i in question["draw"]},
     }
 
 

@@ -93,9 +93,8 @@ class _Reader:
         for name in IDS:
             value = self.keys.get(name, 0)
             if not isinstance(value, int) or not 0 <= value < count:
-                raise self.file.error(
-                    f"its tokenizer has {count} tokens, and an {name} that is no token: {printable(str(value))}"
-                )
+                what = f"{'an' if name.startswith('e') else 'a'} {name} that is no token: {printable(str(value))}"
+                raise self.file.error(f"its tokenizer has {count} tokens, and {what}")
         for name in FLAGS:
             if not isinstance(self.keys.get(name, False), bool):
                 raise self.file.error(f"its tokenizer has {name}={printable(str(self.keys[name]))}: not true or false")

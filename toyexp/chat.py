@@ -42,9 +42,9 @@ class Template:
             self._template = environment.from_string(text)
         except (TemplateError, RecursionError) as error:
             raise UserError(f"{path}: its chat template is not valid ({printable(str(error))})") from None
-        eos = tokenizer.pieces[tokenizer.eos]
-        bos = eos if tokenizer.bos is None else tokenizer.pieces[tokenizer.bos]
-        self._names = {"bos_token": bos, "eos_token": eos}
+        bos = "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos)
+        self._names = {"bos_token": bos, "eos_token": tokenizer.spelling(tokenizer.eos)}
+        self._added = bos if tokenizer.add_bos else ""  # what every text begins with anyway
 
     def render(self, messages: Sequence[Mapping[str, str]], answer: bool) -> str:
         """The text of messages with role and content; with `answer`, up to where the assistant's next one begins."""
@@ -58,7 +58,7 @@ class Template:
             raise
         except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
             raise BadChat(f"the chat template refuses it ({printable(str(error), 120)})") from None
-        return text
+        return text.removeprefix(self._added)
 
 
 def _refuse(message: Any) -> None:
@@ -69,13 +69,3 @@ def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Matches the tokenizer's control tokens as templates spell them."""
     literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, literals)))
-
-
-def encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text that spells out control tokens."""
-    ids, at = [], 0
-    controls = {tokenizer.pieces[i]: i for i in (*tokenizer.controls, tokenizer.eos)}
-    for match in control_pattern(tokenizer).finditer(text):
-        ids += [*tokenizer.encode(text[at : match.start()]).tolist(), controls[match[0]]]
-        at = match.end()
-    return ids + tokenizer.encode(text[at:]).tolist()

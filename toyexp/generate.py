@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toyexp.chat import Template, encode
+from toyexp.chat import Template
 from toyexp.data import sequence_inputs
 from toyexp.errors import UserError, choose
 from toyexp.frozen import frozen_plan
@@ -23,7 +23,7 @@ from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.init import stream
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
-from toyexp.sampling import Sampling, continuation, ends
+from toyexp.sampling import Sampling, continuation
 from toyexp.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
@@ -270,7 +270,7 @@ def _by_engine(
     inputs["tokens"] = dataclasses.replace(inputs["tokens"], below=model.vocab)
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
     built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
-    scribe, last = Scribe(tokenizer, write), ends(tokenizer) if tokenizer else frozenset[int]()
+    scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
     with built.engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()
@@ -328,9 +328,8 @@ def _prompt_ids(
     if not template:
         raise UserError(f"{path}: has no chat template; leave --chat out")
     text = Template(template, tokenizer, path).render([{"role": "user", "content": prompt}], answer=True)
-    ids = encode(text, tokenizer)
-    begins = tokenizer.add_bos and tokenizer.bos is not None and ids[:1] != [tokenizer.bos]
-    return [tokenizer.bos, *ids] if begins else ids  # type: ignore[list-item]
+    begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 
 
 def _require_room(path: Path, count: int, context: int) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 from toyexp.decoder import Decoder
 from toyexp.engine import Session
 from toyexp.errors import RunFailed
-from toyexp.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ def likeliest(logits: np.ndarray, count: int) -> np.ndarray:
     least = np.partition(logits, -count)[-count]
     among = np.flatnonzero(logits >= least)
     return among[np.argsort(-logits[among], kind="stable")][:count]
-
-
-def ends(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens after which nothing follows: end-of-text, and a chat template's own."""
-    return frozenset({tokenizer.eos, *tokenizer.controls})
 
 
 def continuation(

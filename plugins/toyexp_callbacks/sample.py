@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
 from toyexp.init import stream
-from toyexp.sampling import Sampling, endless, ends
+from toyexp.sampling import Sampling, endless
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Sample(Callback):
         tokenizer = run.dataset.tokenizer
         assert tokenizer is not None
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        words, last = stream(run.seed, "sample", step), ends(tokenizer)
+        words, last = stream(run.seed, "sample", step), tokenizer.ends
         drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
         ids = takewhile(lambda token: token not in last, islice(drawn, self.tokens))
         return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")

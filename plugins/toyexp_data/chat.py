@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from toyexp import Tokenizer, UserError, printable
-from toyexp.chat import BadChat, Template, control_pattern, encode
+from toyexp.chat import BadChat, Template, control_pattern
 
 # What `plain` does, for those who run the exported model.
 PLAIN_TEMPLATE = (
@@ -117,15 +117,15 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
     are learned too. Raises UserError for text the tokenizer cannot take.
     """
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    learned = [False] * len(ids)
     split = 0
     before: list[int] = []
     for i, part in enumerate(parts):
-        found = _encode(part, tokenizer)
+        found = _encode(part, tokenizer, ids)
         if i and before and found and not parts[i - 1].end:
             joined = part._replace(text=parts[i - 1].text + part.text)
-            split += _encode(joined, tokenizer) != before + found
+            split += _encode(joined, tokenizer, ids[: len(ids) - len(before)]) != before + found
         ids += found
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
@@ -136,5 +136,5 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     return Example(np.array(ids[:last], np.int32), np.array(learned[:last]), split)
 
 
-def _encode(part: Part, tokenizer: Tokenizer) -> list[int]:
-    return encode(part.text, tokenizer) if part.special else tokenizer.encode(part.text).tolist()
+def _encode(part: Part, tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    return tokenizer.encode(part.text, part.special, before[-1] if before else None).tolist()

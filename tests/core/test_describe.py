@@ -329,7 +329,7 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_stands(capsys):
 
 
 def test_special_tokens_out_of_range_have_no_text(capsys):
-    keys = {"model": "llama", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
+    keys = {"model": "bert", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
     write_foreign(Path("model.gguf"), keys={f"tokenizer.ggml.{k}": v for k, v in keys.items()})
     found = told(capsys, "model.gguf")["tokenizer"]
     assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}

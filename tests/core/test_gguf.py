@@ -811,7 +811,7 @@ def test_writing_takes_little_memory_beside_the_model(tmp_path):
     write_model(tmp_path / "m.gguf", model, tensors, None, "q4_0")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 << 20  # of 51 MB that the two large tensors have
+    assert peak < 26 << 20  # of 51 MB that the two large tensors have; 100,000 placeholders take some
 
 
 def test_sizes_are_said_as_in_models_names():
@@ -828,9 +828,8 @@ def test_a_type_that_cannot_be_written_is_refused_before_anything_is_written(tmp
 def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
     write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
     with GGUFFile(tmp_path / "m.gguf") as file:
-        words = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
-        assert words == {"tokenizer.ggml.model": "no_vocab"}
-        with pytest.raises(GGUFError, match=r"tokenizer \(no_vocab, .* is not supported"):
+        assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
+        with pytest.raises(GGUFError, match="trained on ids without text: it has no tokenizer"):
             read_tokenizer(file)
 
 
@@ -939,8 +938,7 @@ def test_the_order_of_a_strangers_byte_tokens_is_kept(put):
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"model": "llama"}, "(llama, pre-tokenizer gpt-2) is not supported"),
-        ({"pre": None}, "(gpt2, pre-tokenizer default) is not supported"),
+        ({"model": "no_vocab"}, "(no_vocab, pre-tokenizer gpt-2) is not supported; supported: llama, and gpt2 with "),
         ({"pre": "qwen2\n"}, r"(gpt2, pre-tokenizer qwen2\n) is not supported"),
         ({"tokens": None}, "lacks tokens, merges or eos_token_id"),
         ({"merges": None}, "lacks tokens, merges or eos_token_id"),

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable, loop
 from toyexp.config import Config
@@ -22,7 +22,6 @@ from toyexp.experiment import prepare
 from toyexp.gguf.encode import K_QUANTS, check_type
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import export_tensors, write_model
-from toyexp.init import draw
 from toyexp.optim import Optim
 from toyexp.recipe import start
 from toyexp.schema import Settings
@@ -47,63 +46,6 @@ pytest.importorskip("torch", reason="the models are trained by the torch engine"
 
 JUDGE = Path(__file__).with_name("judge.py")
 CONTEXT = 32
-PROSE = "The café sold 12 crêpes, didn't it? «Ja», said Zoë: 中文 und 🙂.\n\ndef f(x):\n\treturn x ** 2  # {}\n"
-
-NASTY = [
-    "",
-    " ",
-    "   leading and trailing   ",
-    "tabs\t\tand\n\n\nnew lines\r\nand\rreturns \n",
-    " \n \t \n",
-    "\u00a0no\u2009break\u3000wide\u2028line\u0085next\u200bzero\ufeffmark",
-    "control \x00 \x01 \x00\x01 \x1c \x1f \x7f",
-    "don't I'll we've they're it's I'd I'm 'S 'LL ’s '",
-    "0 1 12 123 1234567890 3.14 -1e-5 1,000 0x1F",
-    "½ ² Ⅷ ٣٤٥ ۵ 〇 𝟘𝟙",
-    "for i in range(10):\n    x[i] += f(a, b=c)['k'] != None  # note\n\treturn {**d}",
-    "naïve café Ünïcödé ÅÄÖ ß ﬁ",
-    "e\u0301 e\u0302\u0323 combining, Z̷̡a̴l̶g̸o̷",
-    "中文分词 日本語のテキスト 한국어 조선말",
-    "עברית العربية \u202eright to left\u202c",
-    "हिन्दी தமிழ் ไทย ကြီး",
-    "🙂 👨‍👩‍👧 🏳️‍🌈 🇩🇪 👍🏽 ❤️",
-    "𐐀𐐁 𠀀𠀁 \U0010fffd",
-    "<|endoftext|> <unused300> </s> [PAD] <|im_end|> is text here",
-    "Ġ Ċ ĉ âĢ Ã©",  # what byte-level BPE writes for blanks and bytes, as text of its own
-    "!!!???...---___===+++ (((nested))) \\\\ \"'`",
-    "a" * 300,
-    " " * 70,
-]
-
-
-def scrambled(seed: int, count: int) -> list[str]:
-    """Texts that mix classes of characters at random: what a pre-tokenizer has to tell apart.
-
-    llama.cpp and the tokenizers library carry tables of different Unicode versions, which differ from version 16 on.
-    Python before 3.14 knows at most 15.1, so what it calls unassigned (Cn) is left out.
-    """
-    rng = random.Random(seed)
-    classes = [
-        *(
-            "abc",
-            " ",
-            "  ",
-            "019",
-            "\t\n\r",
-            "'s'll't",
-            "éüñ",
-            "中文が한",
-            "½²٣Ⅷ",
-            "!?#-_",
-            "🙂👨\u200d👩",
-            "\u0301\u093f",
-        ),
-        "\u00a0\u3000\u2028\u0085\x1c",
-        "".join(
-            c for c in map(chr, rng.sample(range(0x80, 0x2FFFF), 4000)) if unicodedata.category(c) not in ("Cn", "Cs")
-        ),
-    ]
-    return ["".join(rng.choice(rng.choice(classes)) for _ in range(rng.randrange(1, 16))) for _ in range(count)]
 
 
 @dataclass
@@ -502,13 +444,6 @@ def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Path:
-    """A smallest model around a tokenizer."""
-    model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=CONTEXT, vocab=vocab)
-    write_model(path, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, tokenizer)
-    return path
-
-
 TEXTS = [*NASTY, *scrambled(seed=1, count=1500)]
 TOKENIZERS = {
     "byte": Bytes,
@@ -548,12 +483,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TALK = [
-    Message("system", "Be\nbrief:"),
-    Message("user", PROSE),
-    Message("assistant", " Yes, \n it's  12!"),
-    Message("user", "<b> 中文 </b>?  "),
-]
 ANSWER = Message("assistant", "No.")
 
 

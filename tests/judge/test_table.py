@@ -71,8 +71,8 @@ QUANTISED = (5e-3, 4e-1)
 WIDER = (1.5e-2, 1.5)  # K-quants: one scale for 256 activations
 
 
-# The ggml engine without BLAS rounds what it multiplies by as llama.cpp does: 6e-6 was seen in all types but f16 (2e-3).
-# The room is for other processors, whose kernels may round a tie the other way.
+# The ggml engine without BLAS rounds what it multiplies by as llama.cpp does: 6e-6 was seen in all types but f16, and
+# 2e-3 there. The room is for other processors, whose kernels may round a tie the other way.
 SAME_KERNELS = (1e-3, 3e-2)
 GELU = ("gpt2", "gemma")  # llama.cpp's float16 table of it moves what is rounded next
 
@@ -215,9 +215,9 @@ class Seen:
         return abs(float(loss) - self.loss), float(np.abs(theirs - self.log_probabilities).max())
 
 
-def look(model: Model, path: Path, adapter: Path | None = None, engine: Engine = TorchCPU(threads=1)) -> Seen:
+def look(model: Model, path: Path, adapter: Path | None = None, engine: Engine | None = None) -> Seen:
     """What is in the files, computed in float32 unless the engine does otherwise."""
-    with engine.realize(frozen_plan(model, path, SETUP, adapter)) as session:
+    with (engine or TorchCPU(threads=1)).realize(frozen_plan(model, path, SETUP, adapter)) as session:
         session.build()
         return Seen.of(session)
 

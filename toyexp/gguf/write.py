@@ -18,7 +18,7 @@ from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
 from toyexp.model import Model
 from toyexp.plan import Lens, LoraAdapter, Plan, lora_names
-from toyexp.tokenizer import UNUSED, Tokenizer
+from toyexp.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
 _KINDS = {np.dtype(form): kind for kind, form in DTYPES.items()}
@@ -53,7 +53,7 @@ def write_model(
     """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
 
     `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
-    the architecture. Without a tokenizer a language model's file holds ids only, which llama.cpp loads as `no_vocab`.
+    the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
     Returns a sentence for each tensor whose numbers are not finite, or are not in this type.
     """
     check_type(kind)
@@ -76,9 +76,7 @@ def write_model(
         writer.add(key, value)
     if model.reads == "tokens":
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
-            writer.add(f"tokenizer.ggml.{key}", value)
-        if tokenizer is not None and tokenizer.chat_template:
-            writer.add("tokenizer.chat_template", tokenizer.chat_template)
+            writer.add(key, value)
     for name, array in {**tensors, **model.constants()}.items():
         type_name = tensor_type(name, array.shape, kind, tied="output.weight" not in tensors)
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
@@ -116,15 +114,19 @@ def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, 
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """The tokenizer's keys, padded to the rows of the embedding, as llama.cpp requires."""
+    """The `tokenizer.*` keys, with as many tokens as the embedding has rows, as llama.cpp requires."""
     if tokenizer is None:
-        return {"model": "no_vocab"}
+        return {f"tokenizer.{key}": value for key, value in ids_only(rows).items()}
     keys = tokenizer.gguf_metadata()
-    known, spare = set(keys["tokens"]), rows - tokenizer.vocab
-    names = (name for i in itertools.count(tokenizer.vocab) if (name := f"<unused{i}>") not in known)
-    keys["tokens"] = [*keys["tokens"], *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
-    keys["token_type"] = [*keys["token_type"], *itertools.repeat(UNUSED, spare)]
-    return keys
+    tokens = keys["ggml.tokens"][:rows]
+    known, spare = set(tokens), rows - len(tokens)
+    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in known)
+    keys["ggml.tokens"] = [*tokens, *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
+    types = keys.get("ggml.token_type", np.full(len(tokens), NORMAL, np.int32))
+    for key, values, filler in (("token_type", types, UNUSED), ("scores", keys.get("ggml.scores"), 0)):
+        if values is not None:
+            keys[f"ggml.{key}"] = np.append(values[:rows], np.full(spare, filler, values.dtype))
+    return {f"tokenizer.{key}": value for key, value in keys.items()}
 
 
 def inherited(base: GGUFFile) -> dict[str, Any]:

@@ -122,13 +122,17 @@ class Judge:
         answer = self.process.stdout.readline()
         if not answer:
             told = [line for line in self.words.read_text(errors="replace").splitlines() if " I " not in line]
-            code, self.process = self.process.wait(), None
-            pytest.fail(f"llama.cpp ended with {code} at {path.name}:\n" + "\n".join(told[-15:]))
+            code = self.close()
+            pytest.fail(f"llama.cpp ended with {code} at {path.name}:\n" + "\n".join(told[-20:]))
         return np.array(json.loads(answer))
 
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
+    def close(self) -> int | None:
+        """Ends the process; its exit code."""
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        process.communicate()
+        return process.returncode
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -394,7 +398,7 @@ def test_a_file_that_ends_llama_cpp_is_named_and_the_next_one_judged(tmp_path):
     write_model(good, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, TOKENIZER)
     bad.write_bytes(good.read_bytes()[:-9000])
     assert judge(good, windows).shape == (1, 2, TOKENIZER.vocab)
-    with pytest.raises(pytest.fail.Exception, match=r"llama\.cpp ended with .* at bad\.gguf:\n(.*\n)*.*bounds"):
+    with pytest.raises(pytest.fail.Exception, match=r"llama\.cpp ended with .* at bad\.gguf:\n(.*\n)*.*file bounds"):
         judge(bad, windows)
     assert judge(good, windows).shape == (1, 2, TOKENIZER.vocab)
     judge.close()

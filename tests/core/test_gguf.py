@@ -20,7 +20,7 @@ import pytest
 
 from toyexp import Constant, Model, Normal, TensorSpec, UserError
 from toyexp.gguf.read import TYPES, GGUFError, GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.gguf.write import write_model
 from toyexp.init import draw
 from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
@@ -431,6 +431,7 @@ def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
     write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
+        assert not has_text(file)
         with pytest.raises(GGUFError, match="trained on ids without text: it has no tokenizer"):
             read_tokenizer(file)
 
@@ -497,6 +498,7 @@ def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
     write_model(tmp_path / "m.gguf", model, weights(model), tokenizer)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert len(file.metadata["tokenizer.ggml.tokens"]) == model.vocab
+        assert has_text(file)
         found = read_tokenizer(file)
     assert (found.kind, found.vocab, found.eos) == (kind, tokenizer.vocab, tokenizer.eos)
     assert found.fingerprint() == tokenizer.fingerprint()

@@ -5,13 +5,14 @@ This is what plugin authors import. It loads numpy and pluggy, and no framework.
 
 from toyexp.bus import Bus, Callback, Run, Schedule
 from toyexp.data import Batches, Data, Dataset, TokenBatches, TokenDataset
+from toyexp.decoder import Decoder
 from toyexp.engine import Batch, Engine, Session, State, StepMetrics
 from toyexp.errors import RunFailed, SessionError, ToyexpError, Unavailable, UserError, choose, nearest, printable
 from toyexp.hooks import Register, hookimpl
 from toyexp.images import ImageBatches, ImageDataset
 from toyexp.init import Constant, FromGGUF, Given, Normal
 from toyexp.model import Model, TensorSpec
-from toyexp.ops import Adapted, LowRank, Ops, Params
+from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
 from toyexp.optim import AdamW
 from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.recipe import Recipe, Setup
@@ -29,6 +30,7 @@ __all__ = [
     "Constant",
     "Data",
     "Dataset",
+    "Decoder",
     "Engine",
     "FromGGUF",
     "Given",
@@ -46,6 +48,7 @@ __all__ = [
     "PlanTensor",
     "Recipe",
     "Register",
+    "Rotary",
     "Run",
     "RunFailed",
     "Schedule",

@@ -196,7 +196,8 @@ def step_flops(plan: Plan) -> float:
     The estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too. N are the parameters in matrix
     products, with 2 operations forward and 4 backward. A table that is only looked up is not among them; the
     embedding is where it is the output layer too. Attention's two products are counted in full though half of them
-    is masked; a model without n_layers and d_model has N alone. Adapters and frozen tensors are not told apart.
+    is masked, and d is the width of all heads; a model without n_layers and d_model has N alone. Adapters and frozen
+    tensors are not told apart.
     """
     model, length = plan.model, positions(plan)
     sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
@@ -204,7 +205,8 @@ def step_flops(plan: Plan) -> float:
     if "output.weight" in sizes:
         only_looked_up.add("token_embd.weight")
     n = sum(size for name, size in sizes.items() if name not in only_looked_up)
-    attention = 12 * getattr(model, "n_layers", 0) * getattr(model, "d_model", 0) * length
+    width = getattr(model, "n_heads", 0) * getattr(model, "head_size", 0) or getattr(model, "d_model", 0)
+    attention = 12 * getattr(model, "n_layers", 0) * width * length
     return float((6 * n + attention) * length * plan.rows * plan.accumulate)
 
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"toyexp: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(f"toyexp: {error or 'interrupted'}", file=sys.stderr)
+        print(f"toyexp: {str(error) or 'interrupted'}", file=sys.stderr)
         return getattr(error, "exit_code", 130)
     except BrokenPipeError:  # `toyexp plugins | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from toyexp.errors import Unavailable, UserError, choose
 from toyexp.matrix import table
 from toyexp.registry import KINDS, Registry, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import say
+from toyexp.terminal import say, write_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -161,17 +163,102 @@ def evaluate(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(HELP)
         return 0
-    file, *settings = [w for w in words if w != "--json"] or [""]
-    strange = next((w for w in settings if "=" not in w), file if file[:1] in ("", "-") else None)
-    if strange is not None:
-        raise UserError(
-            f"eval {strange}: takes one file, settings behind it, and --json: toyexp eval model.gguf seed=1"
-        )
+    file, settings = _file_and_settings([w for w in words if w != "--json"])
+    from toyexp.gguf.model import file_of
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(Path(file), settings, registry, modules)
+    found = run(file_of(Path(file)), settings, registry, modules)
     print(dump_json(found.plain(), indent=2) if "--json" in words else "\n".join(found.lines()))
+    return 0
+
+
+def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The file that eval is asked about and the settings behind it, with what --data stands for; else UserError."""
+    files, settings, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "--data":
+            value = value if equals else left.pop(0) if left else ""
+            if not value:
+                raise UserError("eval --data: needs a file or folder of text: --data book.txt")
+            # Hydra's quoting: a quote and the backslashes before it are escaped, and those at the end.
+            quoted = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
+            settings += ["data=text", f"data.path='{quoted}'"]
+        elif word.startswith("-"):
+            raise UserError(f"eval {word}: there is no such option; {choose(flag, ('--data', '--json', '--help'))}")
+        else:
+            (settings if equals else files).append(word)
+    if len(files) != 1:
+        raise UserError(
+            f"eval {files[-1] if files else ''}: takes one file or run directory, settings behind it, --data and "
+            "--json: toyexp eval model.gguf seed=1"
+        )
+    return files[0], settings
+
+
+def generate(words: Sequence[str]) -> int:
+    """Text from a model in a file, as it comes; how fast it came goes to standard error."""
+    from toyexp.generate import HELP, split
+    from toyexp.generate import generate as run
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    options = split(words)
+    from toyexp import schema
+    from toyexp.run import dump_json
+
+    registry = load(options.plugins)
+    schema.store_schemas(registry)
+    try:
+        found = run(options, registry, (lambda text: None) if options.json else write_text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print(dump_json(found.plain()) if options.json else "", flush=True)
+    if not options.json:
+        print(found.line(), file=sys.stderr)
+    return 0
+
+
+def describe(words: Sequence[str]) -> int:
+    """What is in a GGUF file, and what can be done with it here."""
+    from toyexp.describe import HELP, split
+    from toyexp.describe import describe as read
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    path, flags = split(words)
+    from toyexp.run import dump_json
+
+    found = read(path, load(), "--metadata" in flags, "--tensors" in flags)
+    print(dump_json(found.plain(), indent=2) if "--json" in flags else "\n".join(found.lines()))
+    return 0
+
+
+def models(words: Sequence[str]) -> int:
+    """The GGUF files on this machine, and what each is good for here."""
+    from toyexp.caches import HELP, find, split
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    directories, as_json = split(words)
+    from toyexp.run import dump_json
+
+    found = find(load(), directories)
+    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
+
+
+def export(words: Sequence[str]) -> int:
+    """A model's file again in another type."""
+    from toyexp.export import HELP, show
+
+    print(HELP if "-h" in words or "--help" in words else show(words, load()))
     return 0
 
 
@@ -213,6 +300,10 @@ def show_help(words: Sequence[str] = ()) -> int:
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help
+          describe FILE     what is in a GGUF file, and what can be done with it: toyexp describe --help
+          models [DIR ...]  the GGUF files on this machine, and what each is good for here: toyexp models --help
+          generate FILE ... text from a model in a GGUF file: toyexp generate --help
+          export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -259,5 +350,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "parity": parity,
     "bench": bench,
     "eval": evaluate,
+    "describe": describe,
+    "models": models,
+    "generate": generate,
+    "export": export,
     "help": show_help,
 }

@@ -24,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
-from toyexp.errors import Unavailable, UserError, choose, printable
+from toyexp.errors import Unavailable, UserError, choose
+from toyexp.gguf.model import model_of
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
@@ -43,6 +44,9 @@ from toyexp.schema import (
     schema,
     yaml_error,
 )
+
+if typing.TYPE_CHECKING:
+    pass
 
 
 @dataclass
@@ -184,7 +188,7 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     path = recipe.base_file()
     if path is None:
         return None
-    base = model_of(path, recipe.reads, registry)
+    base = model_of(path, registry, recipe.reads)
     held = base.settings()
     for override in typed:
         kind, _, key = override.key_or_group.partition(".")
@@ -205,22 +209,6 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     with open_dict(cfg):
         cfg.model = {"name": base.name, **held, "context": context}
     return base
-
-
-def model_of(path: Path, reads: Sequence[str], registry: Registry) -> Model:
-    """The model that a GGUF file holds; UserError when none of the kinds `reads` has its architecture."""
-    from toyexp.gguf.read import GGUFFile
-
-    with GGUFFile(path) as file:
-        if file.metadata.get("general.type", "model") != "model":
-            raise file.error(f"holds no model (general.type is {printable(str(file.metadata['general.type']))})")
-        offered = [typing.cast("type[Model]", o.cls) for o in registry.offers["model"].values()]
-        known = {cls().architecture: cls for cls in offered if cls.reads in reads}
-        if file.architecture not in known:
-            raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
-        model = known[file.architecture].from_gguf(file)
-        model.check()
-        return model
 
 
 def _resolved(cfg: DictConfig) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+
 from toyexp.errors import UserError
 from toyexp.init import Values
 from toyexp.ops import Ops, Params, Tensor
@@ -47,6 +49,10 @@ class Model(ABC):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work, before anything is allocated."""
 
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+        """The arrays of a batch that `forward` reads, without the batch axis; a letter is a size the run chooses."""
+        return {"tokens": ("T",)}
+
     def fit(self, dataset: Dataset) -> Model:
         """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
         return self
@@ -63,6 +69,10 @@ class Model(ABC):
     def architecture(self) -> str:
         """The GGUF architecture it is exported as."""
         return self.name
+
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """Tensors of its GGUF that are neither trained nor among `tensors`, float32: they follow from the fields."""
+        return {}
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Self:

@@ -7,12 +7,42 @@ Weights follow GGUF: a linear's weight is [out, in].
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from toyexp.errors import UserError
+
 Tensor = Any
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How rope turns a head's features: by which angles, and which two of them at a time.
+
+    Raises UserError unless base, scale and factors are finite numbers above 0.
+    """
+
+    base: float  # the pair i of D features turns by base^(-2i/D) a position
+    scale: float = 1.0  # all positions are divided by it (linear scaling, Chen et al. 2023)
+    factors: tuple[float, ...] = ()  # pair i turns factors[i] times slower (GGUF's rope_freqs); empty: none does
+    halves: bool = False  # pairs are (x[i], x[i + D/2]), GGUF's "NeoX" form, instead of neighbours, its "NORM" form
+
+    def __post_init__(self) -> None:
+        for name, values in (("base", [self.base]), ("scale", [self.scale]), ("factors", self.factors)):
+            for value in values:
+                if not 0 < value < math.inf:
+                    raise UserError(f"rope: {name} {value}: must be a finite number above 0")
+
+    def frequencies(self, size: int) -> tuple[float, ...]:
+        """By how much each of the D/2 pairs of `size` features turns a position; UserError where they do not fit."""
+        if size % 2 or len(self.factors) not in (0, size // 2):
+            given = f" with {len(self.factors)} factors" if self.factors else ""
+            raise UserError(f"rope{given} for heads of {size}: it turns pairs, each with a factor of its own")
+        factors = self.factors or (1.0,) * (size // 2)
+        return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 
 
 @dataclass(frozen=True)
@@ -138,10 +168,10 @@ class Ops(ABC):
         """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
 
     @abstractmethod
-    def rope(self, x: Tensor, base: float) -> Tensor:
-        """Rotates pairs (x[2i], x[2i+1]) of x [B, T, H, D] by position * base^(-2i/D) (Su et al. 2021).
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Rotates pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
 
-        This is GGUF's interleaved ("NORM") form; positions count from 0 along T.
+        The pair i is (x[2i], x[2i+1]), or with `halves` (x[i], x[i + D/2]); positions count from 0 along T.
         """
 
     @abstractmethod

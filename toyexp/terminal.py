@@ -21,6 +21,12 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def write_text(text: str) -> None:
+    """Text as it comes, without a new line; what the terminal's encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
 def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     from toyexp.experiment import count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, LoraAdapter, Run, RunFailed, Unavailable, UserError, hookimpl
-from toyexp.gguf.write import check_type, export_tensors, model_metadata, write_adapter, write_model
+from toyexp import Callback, FromGGUF, LoraAdapter, Run, RunFailed, Unavailable, UserError, hookimpl
+from toyexp.gguf.encode import check_type
+from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
+from toyexp.init import opened
 from toyexp.plan import lora_names
 from toyexp.run import write_atomically
+
+log = logging.getLogger("toyexp")
 
 
 @dataclass(eq=False)
@@ -27,6 +32,7 @@ class Export(Callback):
 
     def __post_init__(self) -> None:
         self._step = 0
+        self._inherited: dict[str, Any] = {}
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
@@ -35,8 +41,11 @@ class Export(Callback):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Notes where a resumed run stands."""
+        """Notes where a resumed run stands, and what a run's base passes on; at the end its file may be gone."""
         self._step = run.resumed
+        bases = {t.values.path for t in run.plan.tensors if isinstance(t.values, FromGGUF)}
+        if len(bases) == 1:
+            self._inherited = inherited(opened(bases.pop()))
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
@@ -56,12 +65,20 @@ class Export(Callback):
         self._tell(run, path, self.write(run, path, tensors, self._general(run)))
 
     def _general(self, run: Run) -> dict[str, Any]:
+        digest = run.facts.get("config_sha256")
         return {
             "name": run.name,
             "run_id": run.dir.name,
             "step": self._step,
-            "config_sha256": str(run.facts.get("config_sha256", "")),
+            **({"config_sha256": digest} if digest else {}),
+            **self._inherited,
         }
+
+    def _warn(self, run: Run, path: Path, problems: list[str]) -> None:
+        """Says loudly what is wrong with an export, which is kept: it may be all that a long run leaves."""
+        for problem in problems:
+            log.warning("%s: %s", path.name, problem)
+            run.emit("note", text=f"{path.name}: {problem}")
 
     def _tell(self, run: Run, path: Path, kind: str) -> None:
         run.emit("export", path=str(path), step=self._step, type=kind, bytes=path.stat().st_size)
@@ -78,11 +95,11 @@ class GGUFExport(Export):
     name: ClassVar[str] = "gguf_export"
     suffix: ClassVar[str] = "gguf"
 
-    type: str = "f32"  # f32 | f16 | bf16 | q8_0; norms and biases stay f32
+    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
 
     def check(self) -> None:
-        """Raises UserError for a type that cannot be written."""
+        """Raises UserError for a type that cannot be written, or not here."""
         super().check()
         check_type(self.type, "callbacks.gguf_export.type")
 
@@ -90,7 +107,8 @@ class GGUFExport(Export):
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
         if pairs:
             adapter = path.with_name(path.name.replace("model", "adapter"))
-            write_adapter(adapter, run.plan, {n: run.session.download(n) for n in pairs}, self._general(run))
+            values = {n: run.session.download(n) for n in pairs}
+            self._warn(run, adapter, write_adapter(adapter, run.plan, values, self._general(run)))
             self._tell(run, adapter, "f32")
         if self.merged or not pairs:
             super()._export(run, path)
@@ -98,7 +116,9 @@ class GGUFExport(Export):
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
         """Writes the file, with the tokenizer of a language model."""
         data = run.dataset
-        write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, data.gguf_metadata())
+        keys = data.gguf_metadata()
+        problems = write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, keys)
+        self._warn(run, path, problems)
         return self.type
 
 
@@ -123,7 +143,7 @@ class SafetensorsExport(Export):
         keys = {"general.architecture": model.architecture}
         keys |= model_metadata(model, general, run.dataset.gguf_metadata())
         try:
-            write_atomically(path, save(tensors, {"gguf": json.dumps(keys)}))
+            write_atomically(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
         except OSError as error:
             raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
         return "f32"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp import ToyexpError
+from toyexp import Rotary, ToyexpError
 
 ABSENT = "ggml_backend_cuda_allreduce_tensor"
 
@@ -568,15 +568,20 @@ class Graph:
         self.want(self.total(self._node(ggml.ggml_view_1d(self._context, p.ptr, 1, 0), (1,))))
         return result
 
-    def rope(self, x: Node, positions: Node, base: float, back: bool = False) -> Node:
-        """Rotates consecutive pairs of x [B, T, H, D] by their position; `back` turns the other way."""
-        if len(x.shape) != 4 or x.shape[3] % 2 or positions.shape != (x.shape[1],):
+    def rope(self, x: Node, positions: Node, factors: Node | None, rotary: Rotary, back: bool) -> Node:
+        """Rotates pairs of x [B, T, H, D] by their position; `factors` [D/2] are rotary's; `back` turns the other way.
+
+        ggml raises the base to its powers, and divides by the factors and the scale, in float32 on the device.
+        """
+        size = x.shape[-1]
+        if len(x.shape) != 4 or size % 2 or positions.shape != (x.shape[1],):
             raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}; D must be even")
-        if not 0 < base < math.inf:
-            raise GraphError(f"rope: base={base} must be above 0")
+        if factors and factors.shape != (size // 2,):
+            raise GraphError(f"rope: {factors.shape[0]} factors for heads of {size}: it takes one for each pair")
         make = ggml.ggml_rope_ext_back if back else ggml.ggml_rope_ext
-        rest = (x.shape[3], 0, 0, base, 1.0, 0.0, 1.0, 32.0, 1.0)  # mode 0: consecutive pairs; no scaling
-        return self._node(make(self._context, x.ptr, positions.ptr, None, *rest), x.shape)
+        mode = ggml.GGML_ROPE_TYPE_NEOX if rotary.halves else ggml.GGML_ROPE_TYPE_NORMAL
+        rest = (size, mode, 0, rotary.base, 1 / rotary.scale, 0.0, 1.0, 32.0, 1.0)  # no YaRN
+        return self._node(make(self._context, x.ptr, positions.ptr, factors and factors.ptr, *rest), x.shape)
 
     def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
         """Updates w, m and v in place by the seven numbers of hp."""

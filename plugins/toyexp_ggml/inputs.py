@@ -97,6 +97,10 @@ class Inputs:
         """start, start + 1, .. stop - 1."""
         return self._constant(("span", start, stop), lambda: np.arange(start, stop, dtype=np.int32))
 
+    def vector(self, numbers: tuple[float, ...]) -> Node:
+        """The numbers themselves, [n]."""
+        return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
+
     def causal_mask(self, queries: int, seen: int) -> Node:
         """[queries, seen] for the last `queries` of `seen` positions: 0 where one may look, else minus infinity."""
         hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731

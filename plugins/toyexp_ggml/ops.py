@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from toyexp import Ops
+from toyexp import Ops, Rotary
 from toyexp_ggml.binding import Graph, GraphError, Node
 from toyexp_ggml.inputs import Ids, Inputs
 from toyexp_ggml.profiles import Profile
@@ -286,13 +286,16 @@ class GGMLOps(Ops):
 
     # -- attention ----------------------------------------------------------------------------------------------
 
-    def rope(self, x: Node, base: float) -> Node:
+    def rope(self, x: Node, rotary: Rotary) -> Node:
         if len(x.shape) != 4:
             raise GraphError(f"rope: {list(x.shape)} is not [B, T, H, D]")
-        g, positions = self.g, self._inputs.span(0, x.shape[1])
-        return self._note(
-            g.rope(x, positions, base), (x,), lambda dy: (lambda: g.rope(dy, positions, base, back=True),)
-        )
+        positions = self._inputs.span(0, x.shape[1])
+        factors = self._inputs.vector(rotary.factors) if rotary.factors else None
+
+        def turn(t: Node, back: bool) -> Node:
+            return self.g.rope(t, positions, factors, rotary, back)
+
+        return self._note(turn(x, back=False), (x,), lambda dy: (lambda: turn(dy, back=True),))
 
     def attention(self, q: Node, k: Node, v: Node, causal: bool = True) -> Node:
         """Block by block of queries, so that a causal one never computes most of what it would hide.

@@ -21,6 +21,11 @@ class GPT2(LanguageModel):
 
     d_ff: int = 256  # width inside the feed-forward layer
 
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        super().check()
+        self.require_shared_heads()
+
     @classmethod
     def sizes(cls, keys: Keys) -> dict[str, Any]:
         """What llama.cpp reads."""

@@ -31,6 +31,9 @@ class LanguageModel(Model):
         self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "context", "norm_eps")
         if self.vocab < 0:
             raise UserError(f"model.vocab={self.vocab}: must be 0 (take the tokenizer's) or above")
+
+    def require_shared_heads(self) -> None:
+        """Raises UserError unless the heads divide d_model among themselves."""
         if self.d_model % self.n_heads:
             raise UserError(
                 f"model.n_heads={self.n_heads} does not divide model.d_model={self.d_model}: "
@@ -51,10 +54,10 @@ class LanguageModel(Model):
         """The file's model; UserError with the name of a key or tensor that this architecture does not have."""
         keys = Keys(file)
         model = cls(**cls.sizes(keys))
-        keys.expect("attention.key_length", model.head_size)
-        keys.expect("attention.value_length", model.head_size)
         keys.finish()
-        wanted = {t.name: t.shape for t in model.tensors()}
+        if model.n_layers > len(file.tensors):  # before so many are listed
+            raise file.error(f"claims {model.n_layers} blocks and has {len(file.tensors)} tensors")
+        wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in model.constants().items()}
         for name in sorted(wanted.keys() ^ file.tensors.keys()):
             there = "lacks" if name in wanted else "has"
             raise file.error(f"{there} the tensor {printable(name)}, unlike any model={cls.name} of toyexp")
@@ -65,7 +68,7 @@ class LanguageModel(Model):
 
     @classmethod
     def sizes(cls, keys: Keys) -> dict[str, Any]:
-        """The fields that both architectures read from a file."""
+        """The fields that every architecture reads from a file."""
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
@@ -79,13 +82,8 @@ class LanguageModel(Model):
             "tied": "output.weight" not in keys.file.tensors,
         }
 
-    @property
-    def head_size(self) -> int:
-        """Features of one attention head."""
-        return self.d_model // self.n_heads
-
     def gguf_metadata(self) -> dict[str, Any]:
-        """The keys both architectures share."""
+        """The keys that all architectures share."""
         return {
             "context_length": self.context,
             "embedding_length": self.d_model,
@@ -94,6 +92,11 @@ class LanguageModel(Model):
             "attention.head_count": self.n_heads,
             "vocab_size": self.vocab,
         }
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal of a float32."""
+    return float(str(np.float32(value)))
 
 
 class Keys:
@@ -118,19 +121,27 @@ class Keys:
         value = self._take(name, default)
         if not isinstance(value, float):
             raise self._wrong(name, value)
-        return float(str(np.float32(value)))
+        return decimal(value)
 
-    def expect(self, name: str, *allowed: Any) -> None:
-        """A key that may be missing, and otherwise must be one of these."""
+    def expect(self, name: str, *allowed: Any) -> Any:
+        """A key that must be one of these, and is the first where it is missing."""
         value = self._take(name, allowed[0])
         if isinstance(value, np.ndarray) or value not in allowed:
             raise self._wrong(name, value)
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Keys that change nothing."""
+        for name in names:
+            self._left.pop(self._prefix + name, None)
 
     def finish(self) -> None:
         """Refuses the keys that are left."""
         self.expect("expert_count", 0)
         self.expect("expert_used_count", 0)
-        self._left.pop(f"{self._prefix}vocab_size", None)  # the rows of the embedding count
+        self.expect("attention.causal", True)
+        self.expect("pooling_type", 0)  # another one gives embeddings of texts
+        self.ignore("vocab_size")  # the rows of the embedding count
         if self._left:
             raise self.file.error(f"{printable(min(self._left))} is a key that toyexp's {self.file.architecture} lacks")
 

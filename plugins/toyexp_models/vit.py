@@ -92,6 +92,10 @@ class ViT(Model):
         """How many patches an image has."""
         return (self.image_size // self.patch) ** 2
 
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+        """The patches of an image, each with all its numbers."""
+        return {"patches": (self.patches, self.channels * self.patch**2)}
+
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
         """The images, cut into patches on the host."""
         return Patches(dataset.batches(0, rows, seed), self.patch)

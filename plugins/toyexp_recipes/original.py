@@ -122,6 +122,10 @@ def check_model(model: Model) -> None:
         )
     if model.name == "gpt2" and not model.settings()["tied"]:
         raise UserError("recipe.init=toy: the original's gpt2 has no output layer of its own; use model.tied=true")
+    if model.settings().get("head_dim"):
+        raise UserError(
+            "recipe.init=toy: the original's heads have d_model / n_heads features; leave model.head_dim out"
+        )
 
 
 def upload(session: Session) -> None:

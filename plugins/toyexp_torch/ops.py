@@ -6,12 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import Ops
+from toyexp import Ops, Rotary
 from toyexp_torch.packed import Packed, PackedLinear
 
 
 class TorchOps(Ops):
     """Every op on torch tensors of one device."""
+
+    start = 0  # the position that rope counts from
+    longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
 
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
@@ -57,15 +60,19 @@ class TorchOps(Ops):
     def select(self, x: Tensor, i: int) -> Tensor:
         return x[:, i]
 
-    def rope(self, x: Tensor, base: float) -> Tensor:
-        key = (x.shape[1], x.shape[3], base, x.dtype == torch.float64)
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
+        end = self.start + x.shape[1]
+        length = max(end, self.longest)
+        key = (length, x.shape[3], rotary, x.dtype == torch.float64)
         if key not in self._rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            self._rotations[key] = _rotations(x.shape[1], x.shape[3], base, x.device, dtype)
-        cos, sin = self._rotations[key]
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, H, D/2] each
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-        return turned.to(x.dtype)
+            self._rotations[key] = _rotations(length, rotary.frequencies(x.shape[3]), x.device, dtype)
+        cos, sin = (table[self.start : end] for table in self._rotations[key])
+        if rotary.halves:
+            a, b = x.chunk(2, dim=-1)  # [B, T, H, D/2] each
+            return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
@@ -87,8 +94,10 @@ class TorchOps(Ops):
         return (losses * weights.flatten()).sum()
 
 
-def _rotations(length: int, size: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cos and sin [T, 1, D/2] of position * base^(-2i/D), worked out in float64."""
-    frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)[:, None]
+def _rotations(
+    length: int, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin [T, 1, D/2] of position * frequency, worked out in float64."""
+    wide = torch.tensor(frequencies, dtype=torch.float64)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)

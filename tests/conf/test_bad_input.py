@@ -135,7 +135,7 @@ VALUES = [
     ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
     ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.linear'"),
-    ("callbacks.gguf_export.type=q4", "callbacks.gguf_export.type=q4", "q8_0"),
+    ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),
     ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
     ("callbacks=[default,sample] callbacks.sample.every=-1", "callbacks.sample", "every"),
     ("callbacks.cosine.floor=nan", "callbacks.cosine.floor=nan"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from float64_models import gpt2, gradients, llama
+from float64_models import FORWARD, gradients
 from tiny import MODELS, batches, plan, weighted
 
 from toyexp import AdamW, Unavailable, UserError
@@ -12,7 +12,6 @@ from toyexp_torch.engines import TorchCPU
 
 # The worst relative error of a gradient: Metal and most Vulkan drivers round the inputs of a product to float16.
 GPUS = {"metal": (GGMLMetal(), 1e-2), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan": (GGMLVulkan(), 1e-2)}
-FORWARD = {"llama": llama, "gpt2": gpt2}
 
 
 @pytest.fixture(autouse=True)

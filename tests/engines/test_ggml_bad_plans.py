@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # the child is started as a script
 from probe import Probe, float32, probe_plan
 
-from toyexp import AdamW, Constant, InputSpec, LoraAdapter, PlanTensor, ToyexpError
+from toyexp import AdamW, Constant, InputSpec, LoraAdapter, PlanTensor, Rotary, ToyexpError
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ENGINES = {
@@ -123,7 +123,7 @@ def models(cases, draw):
         )
         odd = 2 * n(0, 6) + 1
         cases.model(
-            f"rope of odd size {i}", lambda o, p, x, b, d=odd: o.rope(o.heads(o.matmul(x, p["w"]), 2), 1e4),
+            f"rope of odd size {i}", lambda o, p, x, b, d=odd: o.rope(o.heads(o.matmul(x, p["w"]), 2), Rotary(1e4)),
             w=(2 * odd, WIDTH),
         )  # fmt: skip
         rows, length, shared, group, size = n(1, 3), n(), n(2, 3), n(2, 3), 2 * n(1, 4)
@@ -160,10 +160,18 @@ def models(cases, draw):
     for eps in (-1e-5, math.nan, math.inf, -math.inf):
         cases.model(f"rms_norm eps {eps}", lambda o, p, x, b, e=eps: o.rms_norm(x, p["w"], e), w=(WIDTH,))
         cases.model(f"layer_norm eps {eps}", lambda o, p, x, b, e=eps: o.layer_norm(x, p["w"], p["w"], e), w=(WIDTH,))
-    for base in (0.0, -1.0, math.nan, math.inf):
-        cases.model(f"rope base {base}", lambda o, p, x, b, f=base: o.rope(o.heads(x, 2), f))
-    cases.model("rope of [B, T, d]", lambda o, p, x, b: o.rope(x, 1e4))
-    cases.model("rope of a vector", lambda o, p, x, b: o.rope(p["w"], 1e4), w=(WIDTH,))
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        cases.model(f"rope base {bad}", lambda o, p, x, b, f=bad: o.rope(o.heads(x, 2), Rotary(f)))
+        cases.model(f"rope scale {bad}", lambda o, p, x, b, f=bad: o.rope(o.heads(x, 2), Rotary(1e4, scale=f)))
+        factors = (1.0,) * (WIDTH // 4 - 1) + (bad,)
+        cases.model(f"rope factor {bad}", lambda o, p, x, b, f=factors: o.rope(o.heads(x, 2), Rotary(1e4, factors=f)))
+    for count in (1, 3, 4):  # heads of 4 have 2 pairs
+        factors = (1.0,) * count
+        cases.model(
+            f"{count} rope factors", lambda o, p, x, b, f=factors: o.rope(o.heads(x, 2), Rotary(1e4, factors=f))
+        )
+    cases.model("rope of [B, T, d]", lambda o, p, x, b: o.rope(x, Rotary(1e4)))
+    cases.model("rope of a vector", lambda o, p, x, b: o.rope(p["w"], Rotary(1e4)), w=(WIDTH,))
     cases.model("attention without heads", lambda o, p, x, b: o.attention(x, x, x), allowed=Exception)
     cases.model("split into none", lambda o, p, x, b: o.split(x, 0)[0], allowed=Exception)
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from float64_models import gpt2, gradients, llama
+from float64_models import FORWARD, gradients
 from tiny import MODELS, VOCAB, batches, plan, weighted
 
 from toyexp import AdamW, Setup, ToyexpError
@@ -25,7 +25,6 @@ ENGINES = {
     "vulkan": GGMLVulkan(threads=1, emulate=True),
     "recompute": GGMLCPU(threads=1, recompute=True),
 }
-FORWARD = {"llama": llama, "gpt2": gpt2}
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 
 

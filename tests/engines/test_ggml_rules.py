@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe import Probe, float32, probe_plan
 
-from toyexp import Adapted, LowRank, Ops, Params
+from toyexp import Adapted, LowRank, Ops, Params, Rotary
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_ggml.profiles import CPU_BLAS
 
@@ -66,12 +66,16 @@ class TorchOps(Ops):
     def split(self, x, n):
         return x.chunk(n, -1)
 
-    def rope(self, x, base):
+    def rope(self, x, rotary):
         size = x.shape[-1]
-        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * base ** (
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.base ** (
             -torch.arange(0, size, 2, dtype=torch.float64) / size
         )
+        angle = angle / torch.tensor(rotary.factors or 1.0, dtype=torch.float64) / rotary.scale
         cos, sin = angle.cos().to(x), angle.sin().to(x)
+        if rotary.halves:  # as Hugging Face writes it
+            turned = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
+            return x * torch.cat((cos, cos), -1) + turned * torch.cat((sin, sin), -1)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
@@ -335,9 +339,15 @@ def silu_case(draw):
 
 def rope_case(draw):
     case = Case(draw)
-    base = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
-    case.array("x", draw(rows), draw(sizes), draw(few), 2 * draw(st.integers(1, 20)))
-    case.function = lambda ops, p, batch: ops.rope(p["x"], base)
+    pairs = draw(st.integers(1, 20))
+    rotary = Rotary(
+        base=draw(st.sampled_from([100.0, 10000.0, 500000.0])),
+        scale=draw(st.sampled_from([1.0, 1.0, 0.5, 4.0])),
+        factors=draw(st.sampled_from([(), tuple(case.random.uniform(0.5, 32, pairs).tolist())])),
+        halves=draw(st.booleans()),
+    )
+    case.array("x", draw(rows), draw(sizes), draw(few), 2 * pairs)
+    case.function = lambda ops, p, batch: ops.rope(p["x"], rotary)
     return case
 
 

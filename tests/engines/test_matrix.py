@@ -14,17 +14,16 @@ PAIRS = sorted({(recipe, model) for recipe, model, _ in CELLS})
 ALLOWED = [p for p in PAIRS if not CELLS[*p, "cpu"].refused]
 
 TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4"]
-DATA = {
-    "gpt2": ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"],
-    "llama": ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"],
-    "vit": ["data=digits"],
-}
+TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
+LIKE_LLAMA = ["llama", "qwen2", "qwen3", "gemma"]
+DATA = {**dict.fromkeys([*LIKE_LLAMA, "gpt2"], TEXT), "vit": ["data=digits"]}
 BASED = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
 SETTINGS = {  # of the cells that the matrix marks with `set`
     ("warm", "gpt2"): ["model.tied=false"],
-    ("lora", "llama"): [*BASED, "lr=0.05"],
+    ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
+    **{("lora", model): [*BASED, "lr=0.05"] for model in LIKE_LLAMA},
     ("lora", "gpt2"): [*BASED, "lr=0.05", "recipe.targets=[qkv]"],
-    **{("full", model): BASED for model in ("gpt2", "llama")},
+    **{("full", model): BASED for model in ("gpt2", *LIKE_LLAMA)},
 }
 
 
@@ -42,10 +41,12 @@ def words(recipe, model):
 def test_the_matrix_says_what_the_recipes_are_for():
     """Stated once more, by hand, for the recipes that start from random values."""
     trained = {pair for pair in ALLOWED if pair[0] in ("scratch", "warm", "vit_tiny")}
+    of_text = ("llama", "qwen2", "qwen3", "gemma", "gpt2")
     assert trained == {
-        ("scratch", "llama"), ("scratch", "gpt2"), ("scratch", "vit"), ("warm", "llama"), ("warm", "gpt2"),
+        *(("scratch", model) for model in (*of_text, "vit")),
+        *(("warm", model) for model in of_text),
         ("vit_tiny", "vit"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("recipe", "model"), ALLOWED)

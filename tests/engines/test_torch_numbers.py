@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from float64_models import FORWARD
 from float64_models import adamw as reference_adamw
-from float64_models import gpt2, llama
 from float64_models import loss as reference_loss
 from tiny import MODELS, batches, plan, weighted
 
-from toyexp import AdamW
+from toyexp import AdamW, Rotary
 from toyexp_torch.engines import TorchCPU
+from toyexp_torch.ops import TorchOps
 
-FORWARD = {"llama": llama, "gpt2": gpt2}
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 
 
@@ -119,6 +119,14 @@ def test_mode_from_scratch_in_float64(name):
             session.step(batch, AdamW.for_from_scratch().hp_for_step(step))
         for tensor, w in weights.items():
             np.testing.assert_allclose(session.download(tensor), w.detach().numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_rope_may_start_at_a_later_position():
+    """As a decoder does that keeps the keys of the positions before."""
+    rotary, x = Rotary(100.0, scale=2.0, factors=(1.0, 3.0), halves=True), torch.randn(2, 9, 3, 4)
+    ops, late = TorchOps(), TorchOps()
+    late.start = 6
+    torch.testing.assert_close(late.rope(x[:, 6:], rotary), ops.rope(x, rotary)[:, 6:])
 
 
 def curve(the_plan, steps, total_rows=8, **settings):

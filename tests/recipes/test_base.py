@@ -2,19 +2,25 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import yaml
 from gguf import GGUFWriter
-from tiny import write_base
+from tiny import MODELS, split, write_base
 
+from toyexp import TensorSpec
 from toyexp.cli import main
 from toyexp.errors import UserError
 from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.gguf.write import Writer, write_model
 from toyexp.tokenizer import Bytes
+from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_models.qwen import Qwen2, Qwen3
 
 QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
          "model.context=12"]  # fmt: skip
@@ -118,7 +124,10 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=nowhere.gguf", "nowhere.gguf: not found"),
         ("recipe=lora recipe.base=book.txt", "book.txt: is not a GGUF file"),
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
-        ("recipe=full recipe.base=other.gguf", "other.gguf: its architecture is mamba; there is: gpt2, llama"),
+        (
+            "recipe=full recipe.base=other.gguf",
+            "other.gguf: its architecture is gemma2; there is: gemma, gpt2, llama, qwen2, qwen3",
+        ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama.embedding_length"),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
@@ -136,7 +145,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
 def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     bare(tmp_path / "adapter.gguf", "llama", type="adapter")
-    bare(tmp_path / "other.gguf", "mamba")
+    bare(tmp_path / "other.gguf", "gemma2")
     bare(tmp_path / "bare.gguf", "llama")
     (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
     quick = QUICK[2:] if "data=digits" in words else QUICK
@@ -144,6 +153,76 @@ def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said)
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) <= 2, err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=full engine=cpu engine.threads=1",
+        "recipe=lora engine=cpu engine.threads=1 recipe.low_memory=true",
+        "recipe=lora engine=ggml engine.threads=1",
+    ],
+)
+def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, capsys, words, kind):
+    """However the engine takes them: as float32, packed, or mapped in place."""
+    write_base(tmp_path / "base.gguf", "llama", kind, tokenizer=Bytes(), spoil="blk.1.attn_v.weight")
+    assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+
+
+def test_a_split_base_is_one_base(tmp_path):
+    """Its parts hold a tensor each; torch reads them, ggml maps them where they lie."""
+    write_base(tmp_path / "base.gguf", "llama", "q8_0", tokenizer=Bytes())
+    paths = split(tmp_path / "base.gguf")
+    words = ["recipe.targets=[q,down]", "steps=3", "lr=0.01"]
+    for engine in ("cpu", "ggml"):
+        found = []
+        for base in ("base.gguf", paths[0].name):
+            to = tmp_path / f"{engine}-{len(found)}"
+            run(to, "recipe=lora", f"recipe.base={base}", f"engine={engine}", *words)
+            found.append(tensors(to / "adapter.gguf"))
+        assert all(np.array_equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_an_export_says_what_it_was_made_from(tmp_path):
+    write_base(tmp_path / "first.gguf", "llama", tokenizer=Bytes())
+    writer = Writer()
+    with GGUFFile(tmp_path / "first.gguf") as file:
+        told = {"general.license": "apache-2.0", "general.name": "Small One", "general.organization": "Someone"}
+        for key, value in {**file.metadata, **told}.items():
+            writer.add(key, value, file.kinds.get(key))
+        for t in file.tensors.values():
+            writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+        writer.save(tmp_path / "base.gguf")
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "name=mine")
+    for name in ("model.gguf", "adapter.gguf"):
+        with GGUFFile(tmp_path / "run" / name) as file:
+            general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
+        assert general["name"] == "mine" and general["license"] == "apache-2.0"
+        assert {k: v for k, v in general.items() if k.startswith("base_model")} == {
+            "base_model.count": 1,
+            "base_model.0.name": "Small One",
+            "base_model.0.organization": "Someone",
+        }
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bias", "qwen2", "qwen3", "gemma", "gpt2"])
+def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(tmp_path, name):
+    """The held-out loss that a run sees next; later ones differ, for AdamW's moments are not in the file."""
+    write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    words = ["recipe=full", "lr=0.01", "~callbacks.cosine", "eval_every=1"]
+    run(tmp_path / "long", *words, "recipe.base=base.gguf", "steps=6", "callbacks.gguf_export.every=3")
+    run(tmp_path / "on", *words, "recipe.base=long/model-3.gguf", "steps=1")
+
+    def held_out(directory):
+        lines = (directory / "events.jsonl").read_text().splitlines()
+        return [e["loss"] for e in map(json.loads, lines) if e["kind"] == "eval"]
+
+    through_memory, through_file = held_out(tmp_path / "long")[3], held_out(tmp_path / "on")[0]
+    assert through_file == pytest.approx(through_memory, abs=1e-6)
+    assert through_file < held_out(tmp_path / "long")[0] - 0.1
 
 
 def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
@@ -165,32 +244,45 @@ class Header:
         self.path, self.architecture = "base.gguf", model.name
         self.metadata = {f"{model.name}.{k}": v for k, v in {**model.gguf_metadata(), **dict(keys)}.items()}
         self.tensors = {t.name: t for t in model.tensors() if t.name not in without}
-        self.tensors |= dict.fromkeys(tensors)
+        self.tensors |= {name: TensorSpec(name, (3,), None) for name in tensors}
 
     def error(self, cause):
         return UserError(cause)
 
 
 LLAMA, GPT = Llama(vocab=40), GPT2(vocab=40)
+QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
 
 
 @pytest.mark.parametrize(
     ("model", "header", "said"),
     [
-        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
+        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight has the shape [3], heads of 16 take 8 numbers"),
+        (QWEN3, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
+        (LLAMA, {"tensors": ["blk.1.attn_output.bias"]}, "has the tensor blk.1.attn_output.bias"),
         (LLAMA, {"tensors": ["blk.0.attn_q_norm.weight"]}, "has the tensor blk.0.attn_q_norm.weight"),
         (LLAMA, {"without": ["blk.1.ffn_up.weight"]}, "lacks the tensor blk.1.ffn_up.weight"),
         (LLAMA, {"without": ["token_embd.weight"]}, "lacks the tensor token_embd.weight"),
         (LLAMA, {"keys": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.type is yarn"),
-        (LLAMA, {"keys": {"rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor is 4.0"),
+        (QWEN3, {"keys": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "qwen3.rope.scaling.type is yarn"),
+        (LLAMA, {"keys": {"rope.scaling.type": "longrope"}}, "llama.rope.scaling.type is longrope"),
+        (LLAMA, {"keys": {"rope.scaling.attn_factor": 1.2}}, "llama.rope.scaling.attn_factor is 1.2"),
         (LLAMA, {"keys": {"rope.dimension_count": 8}}, "llama.rope.dimension_count is 8"),
-        (LLAMA, {"keys": {"attention.key_length": 32}}, "llama.attention.key_length is 32"),
+        (LLAMA, {"keys": {"attention.key_length": 32}}, "keys of 32 features and values of 16"),
+        (QWEN2, {"keys": {"attention.sliding_window": 512}}, "qwen2.attention.sliding_window is a key"),
+        (QWEN3, {"keys": {"pooling_type": 3}}, "qwen3.pooling_type is 3"),
+        (GEMMA, {"keys": {"attention.causal": False}}, "gemma.attention.causal is False"),
+        (GEMMA, {"keys": {"final_logit_softcapping": 30.0}}, "gemma.final_logit_softcapping is a key"),
+        (QWEN3, {"without": ["blk.0.attn_q_norm.weight"]}, "lacks the tensor blk.0.attn_q_norm.weight"),
+        (QWEN2, {"without": ["blk.1.attn_k.bias"]}, "lacks the tensor blk.1.attn_k.bias"),
         (LLAMA, {"keys": {"attention.sliding_window": 512}}, "llama.attention.sliding_window is a key"),
         (LLAMA, {"keys": {"expert_count": 8}}, "llama.expert_count is 8"),
         (LLAMA, {"keys": {"attention.head_count": np.array([4, 4])}}, "llama.attention.head_count is [4 4]"),
         (LLAMA, {"keys": {"attention.head_count_kv": 4}}, "blk.0.attn_k.weight has the shape [32, 64]"),
         (GPT, {"tensors": ["blk.0.attn_q.weight"]}, "has the tensor blk.0.attn_q.weight"),
         (GPT, {"keys": {"block_count": 0}}, "gpt2.block_count is 0"),
+        (GPT, {"keys": {"block_count": 2**31 - 1}}, "claims 2147483647 blocks and has 28 tensors"),
+        (LLAMA, {"keys": {"attention.head_count": 128}}, "has no llama.attention.key_length"),
     ],
 )
 def test_what_our_model_cannot_represent_is_named(model, header, said):
@@ -199,8 +291,65 @@ def test_what_our_model_cannot_represent_is_named(model, header, said):
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
+        (replace(GEMMA, tied=False), "gemma has no output layer but its embedding"),
+        (
+            replace(LLAMA, rope_factors=[1.0] * 3),
+            "model.rope_factors holds 3 numbers: heads of 16 features have 8 pairs",
+        ),
+        (replace(LLAMA, rope_factors=[1.0] * 7 + [-1.0]), "model.rope_factors: -1.0 must be a finite number above 0"),
+    ],
+)
+def test_a_model_that_llama_cpp_cannot_have_is_named(model, said):
+    with pytest.raises(UserError, match=said):
+        model.check()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_from_its_file(tmp_path, name):
+    model = write_base(tmp_path / "base.gguf", name)
+    with GGUFFile(tmp_path / "base.gguf") as file:
+        back = type(model).from_gguf(file)
+        assert back == model
+        assert {t.name: t.shape for t in back.tensors()}.items() <= {
+            n: i.shape for n, i in file.tensors.items()
+        }.items()
+        for name, values in model.constants().items():
+            np.testing.assert_array_equal(file.read(name), values)
+    assert ("rope_freqs.weight" in model.constants()) is bool(getattr(model, "rope_factors", []))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_read_is_written_as_the_same_bytes(tmp_path, name):
+    """Every tensor and every key, the tokenizer's among them."""
+    write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    with GGUFFile(tmp_path / "base.gguf") as file:
+        model = type(MODELS[name]).from_gguf(file)
+        values = {t.name: file.read(t.name) for t in model.tensors()}
+        write_model(tmp_path / "again.gguf", model, values, read_tokenizer(file))
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "base.gguf").read_bytes()
+
+
+def test_rope_factors_are_float32s_that_come_back_exactly(tmp_path):
+    """And go through a run with a base, whose export has them again."""
+    factors = (32 / np.random.default_rng(0).uniform(1, 32, 6)).astype(np.float32)
+    decimals = [float(str(f)) for f in factors]
+    write_base(tmp_path / "base.gguf", "llama_all", tokenizer=Bytes(), rope_factors=decimals)
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "recipe.rank=2")
+    assert tensors(tmp_path / "run" / "model.gguf")["rope_freqs.weight"].tobytes() == factors.tobytes()
+    assert "rope_freqs.weight" not in tensors(tmp_path / "run" / "adapter.gguf")
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["model"]["rope_factors"] == decimals
+
+
 def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
-    header = Header(LLAMA, {"attention.value_length": 16, "rope.scaling.type": "none", "expert_count": 0})
+    plain = {"attention.value_length": 16, "attention.key_length": 16, "expert_count": 0, "attention.causal": True}
+    unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}
+    unread = {"rope.scaling.original_context_length": 8192, "rope.scaling.finetuned": False, "pooling_type": 0}
+    header = Header(LLAMA, {**plain, **unscaled, **unread})
     for key in ("rope.freq_base", "rope.dimension_count", "vocab_size"):
         del header.metadata[f"llama.{key}"]
     assert Llama.from_gguf(header) == LLAMA
@@ -208,3 +357,16 @@ def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
     header = Header(plain)
     del header.metadata["llama.attention.head_count_kv"]
     assert Llama.from_gguf(header) == plain
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scale_linear": 4.0},
+    ],
+)
+def test_linear_rope_scaling_has_three_spellings(keys):
+    assert Llama.from_gguf(Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
+    assert Llama.from_gguf(Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA

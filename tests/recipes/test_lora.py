@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from float64_models import gpt2, llama
+from float64_models import FORWARD
 from float64_models import loss as reference_loss
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
@@ -24,7 +24,6 @@ from toyexp_recipes.full import Full
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
 
-FORWARD = {"llama": llama, "gpt2": gpt2}
 ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1)}
 BASES = {"llama": ["q", "v", "ffn_*"], "llama_tied_bias": ["*"], "gpt2": ["qkv", "o", "up", "down"]}
 

@@ -1,43 +1,58 @@
-"""Llama, GPT-2 and ViT once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
+"""The models once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
 
 import math
+from functools import partial
 
 import torch
 
 
-def llama(w, cfg, tokens):
+def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g / (1 + torch.exp(-g)), scaled=False):
     """Logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
-    batch, length = tokens.shape
-    size = cfg.d_model // cfg.n_heads
+    length = tokens.shape[1]
+    size = cfg.head_dim or cfg.d_model // cfg.n_heads
 
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
 
-    position = torch.arange(length, dtype=torch.float64)
+    position = torch.arange(length, dtype=torch.float64) / cfg.rope_scale
     angle = position[:, None] * cfg.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turn = torch.polar(torch.ones_like(angle), angle)  # [T, size/2]
+    if getattr(cfg, "rope_factors", []):
+        angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
 
     def rope(x):  # [B, H, T, size]
+        if halves:  # by a rotation matrix of its own for every position
+            turn = torch.zeros(length, size, size, dtype=torch.float64)
+            for i in range(size // 2):
+                j = i + size // 2
+                turn[:, i, i] = turn[:, j, j] = angle[:, i].cos()
+                turn[:, j, i] = angle[:, i].sin()
+                turn[:, i, j] = -angle[:, i].sin()
+            return torch.einsum("tij,bhtj->bhti", turn, x)
         pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
-        return torch.view_as_real(pairs * turn).reshape(x.shape)
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
 
-    x = w["token_embd.weight"][tokens]
+    x = w["token_embd.weight"][tokens] * (cfg.d_model**0.5 if scaled else 1)
     for i in range(cfg.n_layers):
         block = {n.removeprefix(f"blk.{i}."): t for n, t in w.items() if n.startswith(f"blk.{i}.")}
+
+        def linear(x, name, block=block):
+            return x @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0)
+
         h = norm(x, block["attn_norm.weight"])
-        q, k, v = (h @ block[f"attn_{n}.weight"].T + block.get(f"attn_{n}.bias", 0) for n in "qkv")
-        q = rope(q.view(batch, length, cfg.n_heads, size).transpose(1, 2))
-        k = rope(k.view(batch, length, cfg.n_kv_heads, size).transpose(1, 2))
-        v = v.view(batch, length, cfg.n_kv_heads, size).transpose(1, 2)
+        q, k, v = (linear(h, f"attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
+        if head_norms:
+            q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
         group = cfg.n_heads // cfg.n_kv_heads
-        x = (
-            x
-            + attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) @ block["attn_output.weight"].T
-        )
+        k, v = rope(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        x = x + linear(attention(rope(q), k, v), "attn_output")
         h = norm(x, block["ffn_norm.weight"])
-        gate = h @ block["ffn_gate.weight"].T
-        x = x + (gate / (1 + torch.exp(-gate)) * (h @ block["ffn_up.weight"].T)) @ block["ffn_down.weight"].T
+        x = x + linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
     return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def tanh_gelu(x):
+    """The tanh form of GELU."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def gpt2(w, cfg, tokens):
@@ -58,9 +73,17 @@ def gpt2(w, cfg, tokens):
         q, k, v = (t.view(batch, length, cfg.n_heads, size).transpose(1, 2) for t in qkv.split(cfg.d_model, -1))
         x = x + linear(attention(q, k, v), f"blk.{i}.attn_output")
         h = linear(norm(x, f"blk.{i}.ffn_norm"), f"blk.{i}.ffn_up")
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + linear(h, f"blk.{i}.ffn_down")
+        x = x + linear(tanh_gelu(h), f"blk.{i}.ffn_down")
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+FORWARD = {
+    "llama": partial(decoder, halves=False),
+    "qwen2": decoder,
+    "qwen3": partial(decoder, head_norms=True),
+    "gemma": partial(decoder, gated=tanh_gelu, scaled=True),
+    "gpt2": gpt2,
+}
 
 
 def vit(w, cfg, images):
@@ -79,7 +102,7 @@ def vit(w, cfg, images):
     def activation(x):
         if cfg.block == "rmsnorm_silu":
             return x / (1 + torch.exp(-x))
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return tanh_gelu(x)
 
     kernel = w["v.patch_embd.weight"].view(cfg.d_model, cfg.channels, cfg.patch, cfg.patch)
     x = torch.nn.functional.conv2d(images.permute(0, 3, 1, 2), kernel, w.get("v.patch_embd.bias"), stride=cfg.patch)

@@ -5,22 +5,32 @@ from dataclasses import replace
 import numpy as np
 
 from toyexp import Setup
-from toyexp.gguf.write import write_model
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import Writer, write_model
 from toyexp.init import draw
 from toyexp.testing import token_dataset
+from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_models.qwen import Qwen2, Qwen3
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12
 
+SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": CONTEXT}
+# Settings away from their defaults: every one that a family has.
+ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
+BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
+
 MODELS = {
-    "llama": Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, context=CONTEXT),
-    "llama_tied_bias": Llama(
-        d_model=32, n_layers=2, n_heads=4, n_kv_heads=1, d_ff=48, context=CONTEXT, tied=True, qkv_bias=True
-    ),
-    "gpt2": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT),
-    "gpt2_untied": GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=64, context=CONTEXT, tied=False),
+    "llama": Llama(**SIZES, n_kv_heads=2, d_ff=48),
+    "llama_tied_bias": Llama(**SIZES, n_kv_heads=1, d_ff=48, tied=True, qkv_bias=True),
+    "llama_all": Llama(**SIZES, **ROPE, **BIASES, d_ff=48, rope_factors=[1.0, 1.0, 1.3, 0.5, 4.0, 8.0]),
+    "qwen2": Qwen2(**SIZES, d_ff=48),
+    "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, tied=True),
+    "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "gpt2": GPT2(**SIZES, d_ff=64),
+    "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }
 
 
@@ -40,11 +50,31 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
     return (recipe or Scratch()).plan(model, setup)
 
 
-def write_base(path, name, kind="f32", tokenizer=None, **sizes):
-    """A GGUF of random values to start from, and its model."""
+def write_base(path, name, kind="f32", tokenizer=None, spoil=None, **sizes):
+    """A GGUF of random values to start from, one of them no number in the tensor `spoil`, and its model."""
     model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
     values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
     for name in values.keys() & {"token_embd.weight", "position_embd.weight", "output.weight"}:
         values[name] *= 15  # so that its logits differ
+    if spoil:
+        values[spoil].flat[5] = np.nan
     write_model(path, model, values, tokenizer, kind)
     return model
+
+
+def split(path):
+    """The file once more in parts, as llama.cpp's gguf-split writes them: keys first, then one tensor in each."""
+    with GGUFFile(path) as file:
+        count = len(file.tensors) + 1
+        paths = [path.with_name(f"{path.stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+        for i, part in enumerate(paths):
+            writer = Writer()
+            for key, value in file.metadata.items() if i == 0 else ():
+                writer.add(key, value, file.kinds[key])
+            writer.add("split.no", np.uint16(i))
+            writer.add("split.count", np.uint16(count))
+            writer.add("split.tensors.count", np.int32(count - 1))
+            for t in list(file.tensors.values())[i - 1 : i] if i else ():
+                writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+            writer.save(part)
+    return paths

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from toyexp.engine import Batch
 from toyexp.init import Constant, Normal
 from toyexp.model import Model, TensorSpec
-from toyexp.ops import Ops, Params, Tensor
+from toyexp.ops import Ops, Params, Rotary, Tensor
 from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor, lora_names
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
@@ -19,12 +19,20 @@ ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
 Forward = Callable[[Ops, Params, Tensor], Tensor]
 
 
-def _heads_case(ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, base: float | None = None) -> Tensor:
+def _heads_case(
+    ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, rotary: Rotary | None = None
+) -> Tensor:
     q, k, v = (ops.linear(x, p[name]) for name in ("q", "k", "v"))
     q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
-    if base is not None:
-        q, k = ops.rope(q, base), ops.rope(k, base)
+    if rotary is not None:
+        q, k = ops.rope(q, rotary), ops.rope(k, rotary)
     return ops.attention(q, k, v, causal)
+
+
+def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
+    """Heads of 4 features."""
+    rotary = Rotary(100.0, **settings)
+    return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 # name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
@@ -49,7 +57,11 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
     "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
     "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
-    "rope": ({"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, base=100.0)),
+    "rope": _rope_case(),
+    "rope_scaled": _rope_case(scale=2.5),
+    "rope_factors": _rope_case(factors=(0.5, 3.0)),
+    "rope_halves": _rope_case(halves=True),
+    "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
 }
 # Where a case has not one target per position of its input: the shape of its targets.
 TARGETS: dict[str, tuple[int, ...]] = {

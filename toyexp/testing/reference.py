@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from toyexp.engine import Batch
-from toyexp.ops import Ops
+from toyexp.ops import Ops, Rotary
 from toyexp.plan import Plan
 
 Array = np.ndarray
@@ -65,10 +65,15 @@ class ReferenceOps(Ops):
         """See Ops.select."""
         return x[:, i]
 
-    def rope(self, x: Array, base: float) -> Array:
+    def rope(self, x: Array, rotary: Rotary) -> Array:
         """See Ops.rope; as a product of complex numbers, which a rotation of pairs is."""
         size = x.shape[-1]
-        angle = np.arange(x.shape[1])[:, None, None] * base ** (-np.arange(0, size, 2) / size)
+        angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
+        if rotary.factors:
+            angle = angle / np.array(rotary.factors)
+        if rotary.halves:
+            pairs = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * np.exp(1j * angle)
+            return np.concatenate((pairs.real, pairs.imag), axis=-1)
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
         return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
 

@@ -9,6 +9,12 @@ from toyexp import Unavailable
 ENGINE = "cpu"
 
 
+def is_plain(model):
+    """Whether a llama has nothing that the baselines leave out."""
+    rope_as_is = model.rope_scale == 1 and not model.rope_factors
+    return rope_as_is and not (model.head_dim or model.o_bias or model.ffn_bias)
+
+
 class BareTorch:
     """Takes steps of torch.optim.AdamW from the plan's initial values; a target's weight plays no part."""
 
@@ -16,7 +22,7 @@ class BareTorch:
 
     def __init__(self, plan, adamw, threads):
         model = plan.model
-        if model.name != "llama" or plan.adapters:
+        if model.name != "llama" or plan.adapters or not is_plain(model):
             raise Unavailable("only written for a plain model=llama")
         self.note = f"torch {torch.__version__}, {threads} threads"
         self.threads_before = torch.get_num_threads()

@@ -18,8 +18,10 @@ class GGMLAutodiff:
 
     def __init__(self, plan, adamw, threads):
         model, rows = plan.model, plan.rows
-        if model.name != "llama" or plan.adapters or plan.accumulate > 1 or model.qkv_bias:
+        if model.name != "llama" or plan.adapters or plan.accumulate > 1 or model.biases():
             raise Unavailable("only written for a plain model=llama without micro-batches and biases")
+        if model.head_dim or model.rope_scale != 1 or model.rope_factors:
+            raise Unavailable("only written for a plain model=llama")
         if model.n_kv_heads != model.n_heads and rows > 1:
             raise Unavailable("ggml has no gradient of grouped heads in a batch: model.n_kv_heads=model.n_heads")
         self.note = f"ggml {ggml.ggml_version().decode()}, {threads} threads"

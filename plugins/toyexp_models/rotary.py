@@ -1,0 +1,157 @@
+"""What llama and its relatives share: RMSNorm, rope, grouped-query attention, a gated feed-forward layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
+from toyexp.ops import Tensor
+from toyexp_models.language import Keys, LanguageModel
+
+
+@dataclass
+class RotaryModel(LanguageModel):
+    """The transformer of llama, qwen2, qwen3 and gemma; each says what it does otherwise."""
+
+    halves: ClassVar[bool] = True  # rope turns (x[i], x[i + D/2]), which llama alone does not
+    head_norms: ClassVar[bool] = False  # each head of q and k is normed before it is turned
+
+    n_kv_heads: int = 2  # key/value heads, each shared by n_heads / n_kv_heads query heads
+    head_dim: int = 0  # features of a head; 0: d_model / n_heads
+    tied: bool = False  # the output layer is the embedding table
+    qkv_bias: bool = False  # biases on the query, key and value projections
+    rope_base: float = 10000.0  # base of the rotary frequencies
+    rope_scale: float = 1.0  # positions are divided by it (linear rope scaling)
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("n_kv_heads", "rope_base", "rope_scale")
+        given = f"model.head_dim={self.head_dim}"
+        if self.head_dim < 0:
+            raise UserError(f"{given}: must be 0 (d_model / n_heads) or above")
+        if not self.head_dim:
+            self.require_shared_heads()
+            given = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"
+        if self.n_heads % self.n_kv_heads:
+            raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
+        if self.head_size % 2:
+            raise UserError(f"{given}: rope rotates pairs, so the size of a head must be even")
+
+    @classmethod
+    def sizes(cls, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads, with its defaults; of rope's scalings the linear one."""
+        common = super().sizes(keys)
+        usual = common["d_model"] // common["n_heads"]
+        size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
+        if size != value:
+            raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
+        keys.expect("rope.dimension_count", size)
+        return common | {
+            "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
+            "head_dim": 0 if size == usual else size,
+            "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+            "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "rope_base": keys.number("rope.freq_base", 10000.0),
+            "rope_scale": _linear_scaling(keys),
+        }
+
+    def tensors(self) -> list[TensorSpec]:
+        """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (the seed's initialiser)."""
+        d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
+
+        def linear(name: str, outputs: int, inputs: int) -> TensorSpec:
+            return TensorSpec(f"{name}.weight", (outputs, inputs), Normal(1 / math.sqrt(inputs)))
+
+        def norm(name: str, size: int = d) -> TensorSpec:
+            return TensorSpec(f"{name}.weight", (size,), Constant(1))
+
+        specs = [TensorSpec("token_embd.weight", (self.vocab, d), Normal(0.02))]
+        for i in range(self.n_layers):
+            at = f"blk.{i}."
+            specs += [norm(f"{at}attn_norm"), linear(f"{at}attn_q", q, d), linear(f"{at}attn_k", kv, d)]
+            specs += [linear(f"{at}attn_v", kv, d), linear(f"{at}attn_output", d, q), norm(f"{at}ffn_norm")]
+            specs += [linear(f"{at}ffn_gate", ff, d), linear(f"{at}ffn_up", ff, d), linear(f"{at}ffn_down", d, ff)]
+            if self.head_norms:
+                specs += [norm(f"{at}attn_{x}_norm", self.head_size) for x in "qk"]
+            specs += [TensorSpec(f"{at}{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
+        specs.append(norm("output_norm"))
+        if not self.tied:
+            specs.append(TensorSpec("output.weight", (self.vocab, d), Normal(0.02)))
+        return specs
+
+    def biases(self) -> dict[str, int]:
+        """The linears of a block that have a bias, and its size."""
+        kv = self.n_kv_heads * self.head_size
+        return {"attn_q": self.n_heads * self.head_size, "attn_k": kv, "attn_v": kv} if self.qkv_bias else {}
+
+    def rotary(self) -> Rotary:
+        """How q and k are turned."""
+        return Rotary(self.rope_base, self.rope_scale, halves=self.halves)
+
+    def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
+        """What the first block reads [B, T, d]."""
+        return ops.embed(table, tokens)
+
+    def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """The middle of the feed-forward layer [B, T, d_ff]."""
+        return ops.swiglu(gate, up)
+
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+
+        def norm(x: Tensor, b: Params, name: str) -> Tensor:
+            return ops.rms_norm(x, b[f"{name}.weight"], self.norm_eps)
+
+        def linear(x: Tensor, b: Params, name: str) -> Tensor:
+            return ops.linear(x, b[f"{name}.weight"], b.get(f"{name}.bias"))
+
+        rotary = self.rotary()
+        x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
+        for i in range(self.n_layers):
+            b = p.block(i)
+            h = norm(x, b, "attn_norm")
+            q = ops.heads(linear(h, b, "attn_q"), self.n_heads)  # [B, T, H, D]
+            k, v = (ops.heads(linear(h, b, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
+            if self.head_norms:
+                q, k = norm(q, b, "attn_q_norm"), norm(k, b, "attn_k_norm")
+            h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v)  # [B, T, H*D]
+            x = ops.add(x, linear(h, b, "attn_output"))
+            h = norm(x, b, "ffn_norm")
+            h = self.gated(ops, linear(h, b, "ffn_gate"), linear(h, b, "ffn_up"))  # [B, T, d_ff]
+            x = ops.add(x, linear(h, b, "ffn_down"))
+        x = norm(x, p, "output_norm")
+        return ops.linear(x, p["token_embd.weight" if self.tied else "output.weight"])
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The keys llama.cpp reads for these architectures."""
+        keys = {
+            **super().gguf_metadata(),
+            "attention.head_count_kv": self.n_kv_heads,
+            "attention.layer_norm_rms_epsilon": self.norm_eps,
+            "rope.dimension_count": self.head_size,
+            "rope.freq_base": self.rope_base,
+        }
+        if self.head_size * self.n_heads != self.d_model:
+            keys |= {"attention.key_length": self.head_size, "attention.value_length": self.head_size}
+        if self.rope_scale != 1:
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": self.rope_scale}
+        return keys
+
+
+def _linear_scaling(keys: Keys) -> float:
+    """By what positions are divided: as in llama.cpp a factor without a type is linear, and 0 or type none is 1."""
+    kind = keys.expect("rope.scaling.type", "linear", "none")
+    old = keys.number("rope.scale_linear", 0.0)
+    factor = keys.number("rope.scaling.factor", old)
+    keys.expect("rope.scaling.attn_factor", 1.0)
+    keys.ignore("rope.scaling.original_context_length", "rope.scaling.finetuned")  # only YaRN and LongRoPE read them
+    return factor if factor and kind == "linear" else 1.0

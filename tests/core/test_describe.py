@@ -1,0 +1,469 @@
+"""toyexp describe: what it says of a file is what is in the file, and the file cannot make it say anything else."""
+
+import json
+import math
+import os
+import resource
+import shlex
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from kinds import VIT, write_foreign, write_lora, write_vit
+from tiny import MODELS, VOCAB, write_base
+
+from toyexp import mistakes
+from toyexp.cli import main
+from toyexp.describe import describe, pasted, setting, shell
+from toyexp.listing import ShapeOps, Traced, listing
+from toyexp.ops import Params, Rotary
+from toyexp.registry import Registry, load
+from toyexp.testing.reference import ReferenceOps
+from toyexp.tokenizer import BPE, Bytes
+
+GPT2 = """\
+op            tensor                     shape    type  result              parameters  operations
+rows          token_embd.weight          40 x 32  Q8_0  [B, T, 32]               1.28k
+first_rows    position_embd.weight       12 x 32  F32   [T, 32]                    384
+add                                                     [B, T, 32]
+block 0
+  layer_norm  attn_norm.weight + bias    32       F32   [B, T, 32]                  64
+  matmul      attn_qkv.weight + bias     96 x 32  Q8_0  [B, T, 96]               3.17k       6.14k
+  split                                                 3 times [B, T, 32]
+  heads                                                 [B, T, 4, 8]
+  heads                                                 [B, T, 4, 8]
+  heads                                                 [B, T, 4, 8]
+  attention   causal                                    [B, T, 32]                           128 T
+  matmul      attn_output.weight + bias  32 x 32  Q8_0  [B, T, 32]               1.06k       2.05k
+  add                                                   [B, T, 32]
+  layer_norm  ffn_norm.weight + bias     32       F32   [B, T, 32]                  64
+  matmul      ffn_up.weight + bias       80 x 32  Q8_0  [B, T, 80]               2.64k       5.12k
+  gelu                                                  [B, T, 80]
+  matmul      ffn_down.weight + bias     32 x 80  F16   [B, T, 32]               2.59k       5.12k
+  add                                                   [B, T, 32]
+blocks 1..3 are alike
+layer_norm    output_norm.weight + bias  32       F32   [B, T, 32]                  64
+matmul        token_embd.weight again    40 x 32  Q8_0  [B, T, 40]                           2.56k"""
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load()
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(capsys, *words):
+    """What a command prints, with exit code 0."""
+    capsys.readouterr()
+    assert main(["describe", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def told(capsys, *words):
+    return json.loads(shown(capsys, *words, "--json"))
+
+
+# -- the forward pass -------------------------------------------------------------------------------------------------
+
+
+def test_the_listing_of_a_gpt2_word_for_word(capsys):
+    write_base(Path("model.gguf"), "gpt2", kind="q8_0", n_layers=4, d_ff=80)
+    out = shown(capsys, "model.gguf")
+    assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == GPT2
+
+
+def test_rope_and_grouped_attention_say_how():
+    lines = traced(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
+    details = {line.op: line.detail for line in lines}
+    assert (details["rope"], details["attention"]) == ("base 500000", "causal, 4 heads on 2")
+    ops = ShapeOps()
+    ops.rope(Traced(("B", "T", 2, 4)), Rotary(100.0, 2.0, (1.0, 8.0), halves=True))
+    assert ops.lines[0].detail == "base 100, scale 2, factors, halves"
+
+
+class Shapes(ReferenceOps):
+    """The float64 reference, which writes down the shape of every result."""
+
+    def __init__(self):
+        self.found = []
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name not in type(self).__abstractmethods__ and name not in ReferenceOps.__dict__:
+            return found
+
+        def noted(*arguments, **named):
+            result = found(*arguments, **named)
+            first = result[0] if isinstance(result, tuple) else result
+            self.found.append((name, first.shape))
+            return result
+
+        return noted
+
+
+ALL = {**MODELS, "vit": VIT, "vit_rmsnorm": replace(VIT, block="rmsnorm_silu"), "vit_1": replace(VIT, n_layers=1)}
+
+
+def traced(model):
+    return listing(model, [Traced(t.shape, t.name, "F32") for t in model.tensors()])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_op_has_the_shape_that_the_reference_computes(name):
+    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads == "tokens" else {}))
+    sizes, draw = {"B": 3, "T": 7}, np.random.default_rng(0)
+    batch = {
+        n: draw.integers(0, VOCAB, (3, *(sizes.get(s, s) for s in shape)))
+        if model.reads == "tokens"
+        else draw.normal(size=(3, *shape))
+        for n, shape in model.inputs().items()
+    }
+    ops = Shapes()
+    model.forward(ops, Params({t.name: draw.normal(size=t.shape) for t in model.tensors()}), batch)
+    lines = traced(model).all()
+    assert [(line.op, tuple(sizes.get(n, n) for n in line.result)) for line in lines] == ops.found
+    assert {w.name for line in lines for w in line.weights} == {t.name for t in model.tensors()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_operations_are_two_a_weight_and_position_and_those_of_attention(name):
+    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads == "tokens" else {}))
+    matrices = sum(math.prod(t.shape) for t in model.tensors() if len(t.shape) == 2 and "embd" not in t.name)
+    if model.reads == "tokens":
+        matrices += model.vocab * model.d_model if model.tied else 0
+        width = next(t.shape[1] for t in model.tensors() if t.name == "blk.0.attn_output.weight")  # heads times size
+        expected = {"": 2 * matrices, "T": 4 * width * model.n_layers}
+    else:  # the head sees one position, the patches have no class token among them
+        head, positions = model.classes * model.d_model, model.patches + 1
+        patches = 2 * model.patches * model.d_model * model.channels * model.patch**2
+        attention = 4 * model.d_model * model.n_layers * positions**2
+        expected = {"": 2 * head + 2 * (matrices - head) * positions + patches + attention}
+    assert traced(model).operations() == expected
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2_untied", "vit"])
+def test_the_head_is_told_from_the_last_block(name, layers):
+    model = replace(ALL[name], n_layers=layers, **({"vocab": VOCAB} if name != "vit" else {}))
+    parts = traced(model)
+    assert list(parts.blocks) == list(range(layers))
+    assert all(line.block == i or not line.weights for i, block in parts.blocks.items() for line in block)
+    if layers > 1:
+        assert [line.op for line in parts.blocks[layers - 1]] == [line.op for line in parts.blocks[0]]
+        assert parts.blocks[layers - 1][-1].op == "add"
+
+
+def test_blocks_of_other_types_and_of_another_form_are_said_to_be():
+    model = replace(MODELS["llama"], vocab=VOCAB, n_layers=4)
+    weights = [Traced(t.shape, t.name, "Q6_K" if t.name == "blk.2.attn_v.weight" else "Q4_K") for t in model.tensors()]
+    assert "blocks 1..3 are alike, but for types: attn_v.weight Q4_K or Q6_K" in listing(model, weights).lines()
+    parts = traced(model)
+    odd = replace(parts, blocks={**parts.blocks, 2: [*parts.blocks[2], parts.blocks[2][-1]]}).lines()
+    assert "block 1 is like it" in odd
+    assert "block 2" in odd
+    assert "block 3 is like block 0" in odd
+
+
+# -- what is in a file ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_toyexps_is_described_by_its_directory(capsys):
+    tokenizer = BPE.train(["a b ab abc abcd " * 30], 270)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    Path("run").mkdir()
+    model = write_base(Path("run/model.gguf"), "llama", tokenizer=tokenizer)
+    found = told(capsys, "run")
+    reader = GGUFReader("run/model.gguf")
+    assert found["file"] == "run/model.gguf"
+    assert found["bytes"] == Path("run/model.gguf").stat().st_size
+    assert found["version"] == 3
+    assert (found["family"], found["architecture"], found["refused"]) == ("llama", "llama", None)
+    assert found["sizes"] == model.settings()
+    assert found["parameters"]["total"] == sum(int(t.n_elements) for t in reader.tensors) == model.parameters()
+    assert found["parameters"]["embedding"] == tokenizer.vocab * 32
+    block = sum(int(t.n_elements) for t in reader.tensors if t.name.startswith("blk.1."))
+    assert (found["parameters"]["blocks"], found["parameters"]["per_block"]) == (2, block)
+    assert found["types"] == {"F32": {"tensors": len(reader.tensors), "bytes": 4 * model.parameters()}}
+    said = found["tokenizer"]
+    assert (said["model"], said["pre"], said["size"], said["controls"]) == ("gpt2", "gpt-2", tokenizer.vocab, 1)
+    assert said["special"]["eos"] == {"id": tokenizer.eos, "token": "<|endoftext|>"}
+    assert (said["add_bos"], said["add_eos"], said["chat_template"], said["refused"]) == (False, None, True, None)
+    assert [u["what"] for u in found["uses"]] == ["train on", "train on", "donor", "eval", "generate", "export"]
+    assert "metadata" not in found
+    assert "tensors" not in found
+
+
+def test_the_flags_add_every_key_and_every_tensor(capsys):
+    model = write_base(Path("model.gguf"), "gpt2", tokenizer=Bytes())
+    found, reader = told(capsys, "model.gguf", "--metadata", "--tensors"), GGUFReader("model.gguf")
+    assert found["metadata"].keys() == {k for k in reader.fields if not k.startswith("GGUF.")}
+    assert found["metadata"]["tokenizer.ggml.tokens"][-1] == "<|endoftext|>"
+    assert found["metadata"]["tokenizer.ggml.token_type"] == [1] * 256 + [3]
+    assert [(t["name"], t["offset"], t["bytes"]) for t in found["tensors"]] == [
+        (t.name, t.data_offset, t.n_bytes) for t in reader.tensors
+    ]
+    lines = shown(capsys, "model.gguf", "--metadata", "--tensors").splitlines()
+    assert any(line.split()[:1] == ["gpt2.context_length"] for line in lines)
+    assert sum(line.startswith("blk.1.") for line in lines) == len(model.tensors()) // 2 - 2
+    assert max(map(len, lines)) < 160
+
+
+def test_where_a_model_comes_from_is_shown(capsys):
+    keys = {"general.name": "Big One", "general.license": "apache-2.0", "general.base_model.0.name": "Bigger One",
+            "general.base_model.0.repo_url": "https://example.org/big", "general.run_id": "2026-11-21",
+            "general.step": 200}  # fmt: skip
+    write_foreign(Path("model.gguf"), keys=keys)
+    out = shown(capsys, "model.gguf")
+    assert "name        Big One\n" in out
+    assert "licence     apache-2.0\n" in out
+    assert "base model  Bigger One, https://example.org/big\n" in out
+    assert "made by     run 2026-11-21, step 200\n" in out
+
+
+def test_an_adapter_says_what_it_changes(capsys):
+    write_lora(Path("adapter.gguf"), Path("base.gguf"))
+    found = told(capsys, "adapter.gguf")
+    assert found["adapter"] == {
+        "type": "lora",
+        "ranks": [4],
+        "alpha": 6.0,
+        "targets": ["attn_q in 2 blocks", "attn_v in 2 blocks"],
+    }
+    assert found["parameters"]["total"] == 2 * 4 * (32 + 32 + 32 + 16)
+    assert {u["what"]: u["reason"] for u in found["uses"]}["train on"] == "an adapter holds no model"
+    assert "a base of architecture llama, rank 4, alpha 6" in shown(capsys, "adapter.gguf")
+
+
+def test_a_directory_with_only_an_adapter_is_the_adapter(capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    write_lora(Path("run/adapter.gguf"), Path("base.gguf"))
+    assert told(capsys, "run")["kind"] == "adapter"
+
+
+def test_an_image_classifier_can_be_evaluated_and_not_trained_on(capsys):
+    write_vit(Path("vit.gguf"))
+    found = told(capsys, "vit.gguf")
+    assert found["family"] == "vit"
+    assert found["sizes"]["classes"] == 3
+    assert found["tokenizer"] is None
+    assert [u["what"] for u in found["uses"] if u["command"]] == ["eval", "export"]
+    assert "operations an image" in shown(capsys, "vit.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "reason"),
+    [
+        ({}, None, "its architecture is phi3; there is: "),
+        ({"general.type": "mmproj"}, None, "holds no model (general.type is mmproj)"),
+        ({}, {}, "its architecture is phi3"),
+    ],
+)
+def test_what_toyexp_has_no_model_for_is_described_all_the_same(keys, tensors, reason, capsys):
+    write_foreign(Path("model.gguf"), keys=keys, tensors=tensors)
+    found = told(capsys, "model.gguf")
+    assert found["family"] is None
+    assert found["refused"].startswith(reason)
+    assert found["sizes"] == {"embedding_length": 32, "block_count": 2}
+    donor = next(u for u in found["uses"] if u["what"] == "donor")
+    assert (donor["command"] is None) == (tensors == {})
+    assert f"train on  no: {reason}" in shown(capsys, "model.gguf")
+
+
+def test_a_model_with_a_key_that_changes_it_is_a_donor_only(capsys):
+    write_base(Path("model.gguf"), "llama", tokenizer=Bytes())
+    data = Path("model.gguf").read_bytes()
+    at = data.index(b"llama.rope.dimension_count") + len(b"llama.rope.dimension_count") + 4
+    Path("model.gguf").write_bytes(data[:at] + struct.pack("<I", 4) + data[at + 4 :])
+    found = told(capsys, "model.gguf")
+    assert "llama.rope.dimension_count is 4" in found["refused"]
+    assert [u["what"] for u in found["uses"] if u["command"]] == ["donor"]
+
+
+def test_blocks_that_are_not_there_are_not_looked_for(capsys):
+    write_foreign(Path("model.gguf"), "llama", keys={"llama.context_length": 8})
+    data = Path("model.gguf").read_bytes()
+    at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    Path("model.gguf").write_bytes(data[:at] + struct.pack("<I", 2**31 - 1) + data[at + 4 :])
+    assert told(capsys, "model.gguf")["refused"] == "claims 2147483647 blocks, and has 3 tensors"
+
+
+def test_the_first_part_of_a_split_file_counts_them_all(capsys):
+    write_foreign(Path("model.gguf"), split=2)
+    parts = sorted(Path().glob("*.gguf"))
+    assert [p.name for p in parts] == ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"]
+    found = told(capsys, parts[0])
+    assert found["parts"] == {"part": 1, "of": 2}
+    assert found["bytes"] == sum(p.stat().st_size for p in parts)
+
+
+# -- strangers' files -------------------------------------------------------------------------------------------------
+
+NASTY = "\x1b[31mred\x07\u202e{{ 7*7 }}${oc.env:HOME}\n" + "long" * 40
+
+
+def test_nothing_in_a_file_reaches_the_terminal_as_it_stands(capsys):
+    texts = ("general.name", "general.license", "general.run_id", "phi3.x", "tokenizer.ggml.model",
+             "tokenizer.ggml.pre", "tokenizer.chat_template", "adapter.type")  # fmt: skip
+    keys = dict.fromkeys(texts, NASTY) | {f"phi3.{NASTY}": 1}
+    keys |= {"tokenizer.ggml.tokens": [NASTY, NASTY], "tokenizer.ggml.bos_token_id": 1}
+    tensors = {"\x1b[31m.weight": (2, 32), "blk.0.\x1b[31m.lora_a": (2, 32)}
+    for name, extra in (("a.gguf", {}), ("b.gguf", {"general.type": "adapter"}), ("c.gguf", {"general.type": NASTY})):
+        write_foreign(Path(name), architecture="phi3", keys={**keys, **extra}, tensors=tensors)
+        for flags in ([], ["--metadata", "--tensors"], ["--json", "--metadata"]):
+            out = shown(capsys, name, *flags)
+            assert out.isascii()
+            assert all(c.isprintable() or c == "\n" for c in out)
+            assert "49" not in out.replace("{{ 7*7 }}", "")
+            assert os.environ["HOME"] not in out
+    write_foreign(Path("d.gguf"), architecture=NASTY.replace("\n", ""))
+    assert shown(capsys, "d.gguf").isascii()
+
+
+def test_special_tokens_out_of_range_have_no_text(capsys):
+    keys = {"model": "bert", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
+    write_foreign(Path("model.gguf"), keys={f"tokenizer.ggml.{k}": v for k, v in keys.items()})
+    found = told(capsys, "model.gguf")["tokenizer"]
+    assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
+    assert "is not supported" in found["refused"]
+
+
+def test_a_plugin_that_breaks_over_a_file_does_not_take_the_rest_with_it(registry, monkeypatch):
+    cls = registry.offers["model"]["llama"].cls
+    write_base(Path("model.gguf"), "llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "from_gguf", classmethod(lambda cls, file: {}["\x1b"]))
+        assert describe(Path("model.gguf"), registry).refused == "KeyError: '\\\\x1b'"
+    monkeypatch.setattr(cls, "forward", lambda self, ops, p, batch: batch["tokens"].values)
+    found = describe(Path("model.gguf"), registry)
+    assert found.forward is None
+    assert found.family == "llama"
+    assert "AttributeError" in found.refused
+
+
+def test_without_any_plugin_a_file_is_still_described():
+    write_base(Path("model.gguf"), "llama")
+    assert describe(Path("model.gguf"), Registry()).refused == "its architecture is llama; there is none"
+
+
+# -- what is to be typed ----------------------------------------------------------------------------------------------
+
+PATHS = ["m.gguf", "/a/b-c_1.0+x@y%z.gguf", "a b.gguf", "é.gguf", "a=b,c.gguf", "it's.gguf", 'say "hi".gguf',
+         "a[1]{2}(3).gguf", "~/x.gguf", "$HOME/${x}.gguf", "a\\b.gguf", "-x.gguf", "null", "1e5", "a'b\"c$d,e.gguf",
+         " x.gguf", "!x.gguf", "#x.gguf", "/blobs/sha256-0a1b", "a;b&c|d.gguf", "x.gguf ", "a:b.gguf",
+         "`id`.gguf"]  # fmt: skip
+
+
+def test_a_path_of_any_name_can_be_pasted():
+    from omegaconf import OmegaConf
+
+    script = "\n".join(f"printf '%s\\0' {setting('recipe.base', Path(p))} {shell(p)}" for p in PATHS)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    words = done.stdout.split("\0")[:-1]
+    for path, override, plain in zip(PATHS, words[::2], words[1::2], strict=True):
+        value = mistakes.parse([override])[0].value()
+        assert OmegaConf.create({"base": value}).base == str(Path(path)), path
+        assert plain.removeprefix("./") == path
+        assert not plain.startswith("-")
+        assert shlex.split(pasted(Path(path)))
+
+
+def test_a_path_that_cannot_be_printed_is_made_harmless():
+    assert pasted(Path("a\x1b[31m\n.gguf")) == shell("a\x1b[31m\n.gguf") == "a\\x1b[31m\\n.gguf"
+
+
+# -- as a process -----------------------------------------------------------------------------------------------------
+
+
+def toyexp(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "toyexp", *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "describe: takes one GGUF file"),
+        (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: takes one GGUF file"),
+        (["a.gguf", "--tensor"], "describe --tensor: there is no such option; did you mean --tensors?"),
+        (["missing.gguf"], "missing.gguf: not found"),
+        (["broken.gguf"], "broken.gguf: is not a GGUF file"),
+        (["empty"], "empty: is a directory without model.gguf or adapter.gguf"),
+    ],
+)
+def test_bad_words_and_broken_files_are_one_line_and_exit_2(words, said, capsys):
+    Path("broken.gguf").write_bytes(b"no model at all, but long enough to be one")
+    Path("empty").mkdir()
+    assert main(["describe", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"toyexp: error: {said}")
+    assert printed.err.count("\n") == 1
+
+
+def write_large_vocabulary(path, tokens=128_256, merges=280_147):
+    """The header of a llama with a vocabulary as large as they come; its numbers are a hole in the file."""
+
+    def text(word):
+        return struct.pack("<Q", len(word)) + word.encode()
+
+    def words(key, items):
+        return text(key) + struct.pack("<IIQ", 9, 8, len(items)) + b"".join(map(text, items))
+
+    sizes = {"context_length": 8192, "embedding_length": 2048, "block_count": 1, "feed_forward_length": 64,
+             "attention.head_count": 16, "attention.head_count_kv": 4}  # fmt: skip
+    keys = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
+    keys += [text(f"llama.{k}") + struct.pack("<II", 4, v) for k, v in sizes.items()]
+    keys += [text("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)]
+    keys += [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2")]
+    keys += [words("tokenizer.ggml.tokens", [f"token{i}" for i in range(tokens)])]
+    keys += [words("tokenizer.ggml.merges", [f"to ken{i}" for i in range(merges)])]
+    model = replace(
+        MODELS["llama"], d_model=2048, n_layers=1, n_heads=16, n_kv_heads=4, d_ff=64, vocab=tokens, tied=True
+    )
+    table, offset = b"", 0
+    for t in model.tensors():
+        table += text(t.name) + struct.pack(f"<I{len(t.shape)}QIQ", len(t.shape), *t.shape[::-1], 0, offset)
+        offset += -(-4 * math.prod(t.shape) // 32) * 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(model.tensors()), len(keys)) + b"".join(keys) + table
+    with open(path, "wb") as file:
+        file.write(head + b"\0" * (-len(head) % 32))
+        file.truncate(file.tell() + offset)
+
+
+def test_a_gigabyte_with_128k_tokens_takes_a_second_and_little_memory():
+    write_large_vocabulary("big.gguf")
+    assert Path("big.gguf").stat().st_size > 1e9
+    program = (
+        "import sys; from toyexp.cli import main; main(['describe', 'big.gguf']);"
+        "names = {m.partition('.')[0] for m in sys.modules};"
+        "print(*names & {'hydra', 'omegaconf', 'torch', 'ggml', 'gguf', 'tokenizers', 'jinja2', 'transformers'});"
+        "from toyexp.stepper import memory_bytes; print(memory_bytes()[1])"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    *lines, heavy, peak = done.stdout.splitlines()
+    assert "1 block of " in "".join(lines)
+    assert "128256 tokens" in "".join(lines)
+    assert heavy == ""
+    assert int(peak) < 200e6
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3  # alone on the machine about 1
+
+
+def test_the_process_returns_0_and_2():
+    write_foreign(Path("phi.gguf"))
+    done = toyexp("describe", "phi.gguf")
+    assert (done.returncode, done.stderr) == (0, "")
+    Path("broken.gguf").write_bytes(Path("phi.gguf").read_bytes()[:300])
+    done = toyexp("describe", "broken.gguf")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

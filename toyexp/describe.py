@@ -1,0 +1,474 @@
+"""What is in a GGUF file, and what can be done with it here: what `toyexp describe` shows.
+
+Reads headers only. What a file says of itself is a stranger's text: shown through `printable`, and never rendered.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.errors import UserError, choose, printable
+from toyexp.experiment import count
+from toyexp.gguf.model import ADAPTER, MODEL, file_of, model_in
+from toyexp.gguf.read import GGUFFile, TensorInfo
+from toyexp.gguf.tokenizer import check_kind
+from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
+from toyexp.model import Model
+from toyexp.registry import Registry
+from toyexp.tokenizer import CONTROL
+
+HELP = """\
+usage: toyexp describe WHAT [options]
+
+What is in a GGUF file: its model, numbers and tokenizer, what toyexp can do with it, and its forward pass op by op.
+WHAT is a file, the first part of a split one, or the directory of a run.
+  toyexp describe model.gguf
+  toyexp describe outputs/warm-llama/2026-11-21_050553_073724
+
+options
+  --metadata      every key of the file
+  --tensors       every tensor: its shape, type and place
+  --json          everything as JSON
+
+In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
+matrix products and attention for one token (or image), with attention looking at all T positions."""
+
+FLAGS = ("--metadata", "--tensors", "--json")
+WIDTH = 110  # of a line, where one is broken
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
+PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
+TRAINING_WINDOW = 64  # the default of model.context, which must not be longer than the file's
+
+
+def split(words: Sequence[str]) -> tuple[Path, set[str]]:
+    """The file and the flags of a command line; UserError for what is neither."""
+    files = [w for w in words if not w.startswith("-")]
+    for word in words:
+        if word.startswith("-") and word not in FLAGS:
+            raise UserError(f"describe {word}: there is no such option; {choose(word, FLAGS)}")
+    if len(files) != 1 or not files[0]:
+        raise UserError(
+            f"describe {' '.join(map(shlex.quote, files))}".rstrip() + ": takes one GGUF file, or the directory of a "
+            "run: toyexp describe model.gguf"
+        )
+    return Path(files[0]), set(words) & set(FLAGS)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing that toyexp does with models, and how to ask for it with this file, or why not."""
+
+    what: str
+    command: str | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the header of a file says."""
+
+    file: str
+    bytes: int
+    version: int
+    kind: str  # general.type: model, adapter, ...
+    architecture: str
+    family: str | None  # the model of toyexp's that it is
+    refused: str | None  # why it is none
+    sizes: dict[str, Any]  # the model's settings, or what the architecture's keys say
+    parameters: dict[str, int]  # total, embedding, blocks, per_block (of the largest)
+    outside: dict[str, int]  # parameters of what stands outside the blocks
+    types: dict[str, dict[str, int]]  # tensors and bytes of each type, the most bytes first
+    tokenizer: dict[str, Any] | None
+    general: dict[str, str]
+    adapter: dict[str, Any] | None
+    parts: dict[str, int] | None  # of a split file: which this one is, and of how many
+    uses: list[Use]
+    forward: Listing | None
+    metadata: dict[str, Any] = field(default_factory=dict)  # every key, if it was asked for
+    tensors: list[dict[str, Any]] = field(default_factory=list)  # likewise
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        found = asdict(self)
+        found["forward"] = _plain_forward(self.forward) if self.forward else None
+        found["metadata"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.metadata.items()}
+        for name in ("metadata", "tensors"):
+            if not found[name]:
+                del found[name]
+        return found
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        rows: list[tuple[str, str]] = []
+        part = f", part {self.parts['part']} of {self.parts['of']}" if self.parts else ""
+        rows.append(("file", f"{_path(self.file)}, {in_bytes(self.bytes)}{part}, GGUF version {self.version}"))
+        if self.adapter:
+            rows += self._adapter_rows()
+        else:
+            model = printable(self.architecture) or "no architecture"
+            rows.append(("model", f"{model} (model={self.family})" if self.family else model))
+            rows += _wrapped("sizes", [f"{k}={_short(v)}" for k, v in self.sizes.items()], " ")
+        rows += _wrapped("parameters", self._parameter_words())
+        kinds = [f"{t} {in_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
+        rows += _wrapped("types", kinds or ["no tensors"])
+        rows += self._tokenizer_rows()
+        rows += [(name, printable(text, 100)) for name, text in self.general.items()]
+        lines = [f"{name:<10}  {text}".rstrip() for name, text in rows]
+        lines += ["", "with toyexp"]
+        for before, use in zip([None, *self.uses], self.uses, strict=False):
+            what = "" if before and before.what == use.what else use.what
+            lines.append(f"  {what:<8}  {use.command or 'no: ' + printable(str(use.reason), 200)}")
+        if self.tensors:
+            lines += ["", *self._tensor_table()]
+        if self.metadata:
+            keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
+            lines += ["", *columns([["key", "value"], *keys])]
+        if self.forward:
+            costs = [" ".join(filter(None, (count(n), factor))) for factor, n in self.forward.operations().items()]
+            unit = "a token" if "T" in self.forward.once else "an image"
+            lines += ["", f"forward pass, {' + '.join(costs)} operations {unit}", *self.forward.lines()]
+        return lines
+
+    def _adapter_rows(self) -> list[tuple[str, str]]:
+        assert self.adapter
+        ranks = " or ".join(map(str, self.adapter["ranks"])) or "none"
+        alpha = self.adapter["alpha"]
+        what = f"{printable(self.adapter['type'])} for a base of architecture {printable(self.architecture)}"
+        rows = [("adapter", f"{what}, rank {ranks}, alpha {'not given' if alpha is None else f'{alpha:g}'}")]
+        return rows + _wrapped("targets", [printable(t) for t in self.adapter["targets"]])
+
+    def _parameter_words(self) -> list[str]:
+        n = self.parameters
+        words = [f"{count(n['total'])} in all"]
+        if n["blocks"]:
+            words.append(f"{_many(n['blocks'], 'block')} of {count(n['per_block'])}")
+        top = sorted(self.outside.items(), key=lambda item: -item[1])
+        return words + [f"{printable(name)} {count(size)}" for name, size in top[:6]] + ["..."] * (len(top) > 6)
+
+    def _tokenizer_rows(self) -> list[tuple[str, str]]:
+        t = self.tokenizer
+        if t is None:
+            return []
+        words = [printable(t["model"])]
+        words += [f"pre-tokenizer {printable(t['pre'])}"] if t["pre"] else []
+        words += [_many(t["size"], "token")] if t["size"] else ["no tokens"]
+        words += [f"{t['controls']} of them control"] if t["controls"] else []
+        rows = [("tokenizer", ", ".join(words))]
+        if t["refused"]:
+            rows += _wrapped("", [f"of ids only here: {printable(t['refused'], 200)}"])
+        special = [f"{name} {s['id']}" + (f" {printable(s['token'], 30)}" if s["token"] is not None else "")
+                   for name, s in t["special"].items()]  # fmt: skip
+        rows += _wrapped("", special) if special else []
+        adds = [f"{name} {'not said' if t[f'add_{name}'] is None else 'added' if t[f'add_{name}'] else 'not added'}"
+                for name in ("bos", "eos")]  # fmt: skip
+        rows.append(("", f"{', '.join(adds)}; {'a' if t['chat_template'] else 'no'} chat template"))
+        return rows
+
+    def _tensor_table(self) -> list[str]:
+        rows = [
+            [printable(t["name"], 64), " x ".join(map(str, t["shape"])), t["type"], str(t["offset"]), str(t["bytes"])]
+            for t in self.tensors
+        ]
+        return columns([["tensor", "shape", "type", "offset", "bytes"], *rows], right=(3, 4))
+
+
+def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
+    """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
+    path = file_of(path, (MODEL, ADAPTER))
+    with GGUFFile(path) as file:
+        architecture = _text(file, "general.architecture")
+        kind = _text(file, "general.type") or "model"
+        model, refused = find_model(file, registry)
+        forward = None
+        if model is not None:
+            try:
+                forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
+            except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
+                refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
+        part = _part(file)
+        return Description(
+            file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
+            family=model.name if model else None, refused=refused,
+            sizes=model.settings() if model else _sizes(file, architecture),
+            parameters=_parameters(file.tensors.values()), outside=_outside(file.tensors.values()),
+            types=types_of(file), tokenizer=_tokenizer(file), general=_general(file),
+            adapter=_adapter(file) if kind == "adapter" else None, parts=part,
+            uses=uses(file, path, model, refused), forward=forward,
+            metadata=dict(file.metadata) if metadata else {},
+            tensors=[_tensor(t) for t in file.tensors.values()] if tensors else [],
+        )  # fmt: skip
+
+
+# -- what a file is good for ------------------------------------------------------------------------------------------
+
+
+def find_model(file: GGUFFile, registry: Registry) -> tuple[Model | None, str | None]:
+    """The file's model, or why it is none that toyexp can compute."""
+    try:
+        return model_in(file, registry), None
+    except UserError as error:
+        return None, str(error).removeprefix(f"{file.path}: ")
+    except Exception as error:  # whatever a plugin raises, the header can still be shown
+        return None, f"{type(error).__name__}: {printable(str(error))}"
+
+
+def unfit_donor(file: GGUFFile) -> str | None:
+    """Why recipe=warm cannot take the file's embedding; None where it can."""
+    architecture = _text(file, "general.architecture")
+    width = file.metadata.get(f"{architecture}.embedding_length")
+    table = file.tensors.get("token_embd.weight")
+    if not isinstance(width, int):
+        return f"it has no {printable(architecture)}.embedding_length"
+    if table is None:
+        return "it has no token_embd.weight"
+    if len(table.shape) != 2 or table.shape[1] != width:
+        return f"its token_embd.weight is {list(table.shape)}, its keys say rows of {width}"
+    return None
+
+
+def uses(file: GGUFFile, path: Path, model: Model | None, refused: str | None) -> list[Use]:
+    """What toyexp can do with the file, each with the command to type."""
+    here = shell(str(path))
+    if _text(file, "general.type") == "adapter":
+        return [
+            Use("generate", f"toyexp generate BASE.gguf --adapter {here} --prompt 'Once upon a time'"),
+            Use("train on", None, "an adapter holds no model"),
+        ]
+    without_text = _unusable_tokenizer(file)
+    ids = "" if without_text is None else " data=tokens data.path=IDS.bin"
+    found = []
+    if model is None:
+        found.append(Use("train on", None, refused))
+    elif model.reads != "tokens":
+        found.append(Use("train on", None, f"recipes with a base train models of tokens, this one reads {model.reads}"))
+    else:
+        context = int(model.settings()["context"])
+        on = ids + (f" model.context={context}" if context < TRAINING_WINDOW else "")
+        names = {inside(name) for name in file.tensors}
+        targets = "" if "attn_q.weight" in names else " 'recipe.targets=[qkv]'"
+        base = setting("recipe.base", path)
+        found.append(Use("train on", f"toyexp recipe=lora {base}{targets}{on} lr=1e-3"))
+        found.append(Use("train on", f"toyexp recipe=full {base}{on} lr=1e-4"))
+    if model is None or model.reads == "tokens":
+        unfit = unfit_donor(file)
+        donor = f"toyexp recipe=warm {setting('recipe.donor', path)}{ids}"
+        found.append(Use("donor", None, unfit) if unfit else Use("donor", donor))
+    if model is not None:
+        data = ids if model.reads == "tokens" else " data=images data.path=FOLDER"
+        found.append(Use("eval", f"toyexp eval {here}{data}"))
+        if model.reads == "tokens":
+            prompt = "--prompt 'Once upon a time'" if without_text is None else "--ids 1,2,3"
+            found.append(Use("generate", f"toyexp generate {here} {prompt}"))
+        quantised = {t.type for t in file.tensors.values()} - {"F32", "F16", "BF16"}
+        found.append(Use("export", f"toyexp export {here} --type {'f32' if quantised else 'q8_0'}"))
+    return found
+
+
+def shell(path: str) -> str:
+    """A path to be pasted into a shell; one with control characters can only be shown."""
+    path = f"./{path}" if path.startswith("-") else path  # or it would be an option
+    return shlex.quote(path) if path.isprintable() else printable(path, 200)
+
+
+def setting(key: str, path: Path) -> str:
+    """`key=path` to be pasted: quoted for Hydra where it would read more than a word, and for the shell."""
+    return f"{key}={pasted(path)}"
+
+
+def pasted(path: Path) -> str:
+    """What stands behind `recipe.base=`, for a shell; one with control characters can only be shown."""
+    text = str(path)
+    if not text.isprintable():
+        return printable(text, 200)
+    if PLAIN_WORD.fullmatch(text):
+        return shlex.quote(text)
+    quoted = "'" + text.replace("${", "\\${").replace("'", "\\'") + "'"
+    return shlex.quote(quoted) if re.search(r'["$`\\!]', quoted) else f'"{quoted}"'
+
+
+def _unusable_tokenizer(file: GGUFFile) -> str | None:
+    try:
+        check_kind(file)
+    except UserError as error:
+        if "tokenizer.ggml.tokens" not in file.metadata:
+            return "it has no tokenizer"
+        return str(error).removeprefix(f"{file.path}: ").partition(";")[0]
+    return None
+
+
+# -- what a header says -----------------------------------------------------------------------------------------------
+
+
+def types_of(file: GGUFFile) -> dict[str, dict[str, int]]:
+    """Tensors and bytes of each type, the most bytes first."""
+    number, size = Counter[str](), Counter[str]()
+    for t in file.tensors.values():
+        number[t.type] += 1
+        size[t.type] += t.nbytes
+    return {kind: {"tensors": number[kind], "bytes": n} for kind, n in size.most_common()}
+
+
+def _parameters(tensors: Iterable[TensorInfo]) -> dict[str, int]:
+    blocks = Counter[str]()
+    total = embedding = 0
+    for t in tensors:
+        size = math.prod(t.shape)
+        total += size
+        found = BLOCK.search(t.name)
+        if found:
+            blocks[found[1]] += size
+        elif "embd" in t.name:
+            embedding += size
+    return {"total": total, "embedding": embedding, "blocks": len(blocks), "per_block": max(blocks.values(), default=0)}
+
+
+def _outside(tensors: Iterable[TensorInfo]) -> dict[str, int]:
+    sizes = Counter[str]()
+    for t in tensors:
+        if not BLOCK.search(t.name):
+            sizes[re.sub(r"\.(weight|bias)$", "", t.name)] += math.prod(t.shape)
+    return dict(sizes)
+
+
+def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    """The architecture's own keys whose values are numbers or words."""
+    prefix = f"{architecture}."
+    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if architecture and k.startswith(prefix)}
+    return {printable(k): v for k, v in own.items() if isinstance(v, bool | int | float | str)}
+
+
+def _tokenizer(file: GGUFFile) -> dict[str, Any] | None:
+    """What the tokenizer's keys say; nothing is tokenized."""
+    meta = file.metadata
+    if not any(key.startswith("tokenizer.") for key in meta):
+        return None
+    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    texts: list[Any] = tokens if isinstance(tokens, list) else []
+    special = {}
+    for key, value in meta.items():
+        name = key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")
+        if key == f"tokenizer.ggml.{name}_token_id" and isinstance(value, int):
+            special[name] = {"id": value, "token": texts[value] if 0 <= value < len(texts) else None}
+    order = {name: i for i, name in enumerate(SPECIAL)}
+    refused = _unusable_tokenizer(file) if texts else None
+    adds = {f"add_{x}": meta.get(f"tokenizer.ggml.add_{x}_token") for x in ("bos", "eos")}
+    return {
+        "model": _text(file, "tokenizer.ggml.model"),
+        "pre": _text(file, "tokenizer.ggml.pre"),
+        "size": len(texts),
+        "controls": int((types == CONTROL).sum()) if isinstance(types, np.ndarray) else 0,
+        "special": dict(sorted(special.items(), key=lambda item: order.get(item[0], len(order)))),
+        **{name: value if isinstance(value, bool) else None for name, value in adds.items()},
+        "chat_template": bool(_text(file, "tokenizer.chat_template")),
+        "refused": refused,
+    }
+
+
+def _general(file: GGUFFile) -> dict[str, str]:
+    """Where it comes from, as far as it says."""
+
+    def said(*keys: str) -> str:
+        return ", ".join(text for key in keys if (text := _text(file, f"general.{key}")))
+
+    run, step = said("run_id"), file.metadata.get("general.step")
+    made = [f"run {run}"] if run else []
+    made += [f"step {step}"] if run and isinstance(step, int) else []
+    made += [f"configuration {digest[:12]}"] if run and (digest := said("config_sha256")) else []
+    shown = {
+        "name": said("name"),
+        "licence": said("license", "license.link"),
+        "base model": said("base_model.0.name", "base_model.0.organization", "base_model.0.repo_url"),
+        "made by": ", ".join(made),
+    }
+    return {name: text for name, text in shown.items() if text}
+
+
+def _adapter(file: GGUFFile) -> dict[str, Any]:
+    """What an adapter changes: ranks, alpha, and its targets with the number of blocks."""
+    alpha = file.metadata.get("adapter.lora.alpha")
+    pairs = {n.removesuffix(".lora_a"): t for n, t in file.tensors.items() if n.endswith(".lora_a")}
+    per_target = Counter(inside(name).removesuffix(".weight") for name in pairs)
+    return {
+        "type": _text(file, "adapter.type"),
+        "ranks": sorted({t.shape[0] for t in pairs.values()}),
+        "alpha": alpha if isinstance(alpha, int | float) else None,
+        "targets": [name if n == 1 else f"{name} in {n} blocks" for name, n in per_target.items()],
+    }
+
+
+def _part(file: GGUFFile) -> dict[str, int] | None:
+    number, of = file.metadata.get("split.no"), file.metadata.get("split.count")
+    if not isinstance(number, int) or not isinstance(of, int) or of < 2:
+        return None
+    return {"part": number + 1, "of": of}
+
+
+def _tensor(t: TensorInfo) -> dict[str, Any]:
+    return {"name": t.name, "shape": list(t.shape), "type": t.type, "offset": t.offset, "bytes": t.nbytes}
+
+
+def _plain_forward(forward: Listing) -> list[dict[str, Any]]:
+    return [
+        {
+            "op": line.op,
+            "block": line.block,
+            "tensors": [w.name for w in line.weights],
+            "result": list(line.result),
+            "detail": line.detail,
+            "operations": line.operations,
+            "per": list(line.per),
+        }
+        for line in forward.all()
+    ]
+
+
+def _text(file: GGUFFile, key: str) -> str:
+    value = file.metadata.get(key, "")
+    return value if isinstance(value, str) else ""
+
+
+# -- how it is shown --------------------------------------------------------------------------------------------------
+
+
+def in_bytes(n: int) -> str:
+    """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
+    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= s), (1e3, "kB"))
+    return f"{n / size:.3g} {unit}"
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _path(text: str) -> str:
+    return text if text.isprintable() else printable(text, 200)
+
+
+def _short(value: Any) -> str:
+    """A value of a key in a few words."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(np.float32(value)).removesuffix(".0")
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, np.ndarray | list) and len(value) > 8:
+        return f"[{len(value)} of them: {', '.join(map(_short, value[:3]))}, ...]"
+    if isinstance(value, np.ndarray | list):
+        return f"[{', '.join(map(_short, value))}]"
+    return str(value)
+
+
+def _wrapped(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[str, str]]:
+    lines = textwrap.wrap(between.join(words), WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+    return [(name if i == 0 else "", line) for i, line in enumerate(lines)]

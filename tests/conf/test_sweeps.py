@@ -226,13 +226,8 @@ def is_free(run):
 
 def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     folder = 'ä "b" c=d/s'
-    sweep = [
-        *QUICK,
-        "checkpoint_every=10",
-        "steps=150,151,4",
-        setting("hydra.sweep.dir", folder),
-        "callbacks.mishap.wait=0.01",
-    ]
+    sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
+    sweep.append(setting("hydra.sweep.dir", folder))
     process = start("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2")
     first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))

@@ -77,6 +77,7 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Bus | None = field(default=None, repr=False)
     resumed: int = 0  # the step it continues from, of a run that was resumed
+    stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""

@@ -115,7 +115,7 @@ class Training:
         run, outcome = self.run, self.outcome
         try:
             loss = run.session.evaluate(self._until_stopped())
-            scores = run.plan.model.scores(run.session, self._held_out)
+            scores = run.plan.model.scores(run.session, self._until_stopped())
         except _Stopped:  # the look is taken again when the run is resumed
             outcome.reason = "interrupted"
             return

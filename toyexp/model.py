@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -55,8 +55,8 @@ class Model(ABC):
         """The data's batches as the model reads them."""
         return dataset.batches(getattr(self, "context", 0), rows, seed)
 
-    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches beside the loss, such as {"accuracy": 0.97}."""
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches, in one pass, beside the loss, such as {"accuracy": 0.97}."""
         return {}
 
     @property

@@ -16,8 +16,22 @@ def say(line: str) -> None:
     """A line for the person who watches; one who has gone away (`| head`) ends the lines, not the run."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # or the disk that takes the output is full
+        drop_output()
+
+
+def drop_output() -> None:
+    """Lets whatever is still printed vanish."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def hold_standard_files() -> None:
+    """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def print_result(result: Result) -> None:

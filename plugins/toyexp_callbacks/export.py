@@ -47,8 +47,8 @@ class Export(Callback):
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Exports the final weights, unless the run failed: its weights may be no numbers."""
-        if reason != "errored" and self._step:
+        """Exports the final weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
+        if reason != "errored" and self._step and run.stops() < 2:
             self._export(run, run.dir / f"model.{self.suffix}")
 
     def _export(self, run: Run, path: Path) -> None:

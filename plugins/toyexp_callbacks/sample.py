@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +11,8 @@ import numpy as np
 
 from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
 from toyexp.init import stream
+
+PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 
 
 @dataclass(eq=False)
@@ -69,7 +72,10 @@ class Sample(Callback):
         words = stream(run.seed, "sample", step)
         context = run.plan.inputs["tokens"].shape[0]
         ids = list(self._prompt)
+        began = time.monotonic()
         for _ in range(self.tokens):
+            if run.stops() and time.monotonic() - began > PATIENCE:
+                break
             window = np.array([ids[-context:]], np.int32)
             logits = run.session.logits({"tokens": window})[0, -1, : tokenizer.vocab]
             uniform = float(words.random_raw()) / 2**64

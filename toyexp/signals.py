@@ -96,7 +96,8 @@ def interruptible(work: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="work", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            thread.join(0.2)  # a signal may wake another thread than this one
     except BaseException:
         _abandoned = True
         raise

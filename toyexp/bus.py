@@ -100,11 +100,15 @@ class Bus:
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self.artifacts: list[Path] = []
+        self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Delivers an event; one of kind `export` also notes its path as a result of the run."""
+        """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
+        if kind == "warning":
+            log.warning("%s", fields["text"])
+            self.tell(f"toyexp: warning: {fields['text']}")
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
     def end(

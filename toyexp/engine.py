@@ -37,9 +37,12 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
+MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+
+
 def state_names(name: str) -> tuple[str, str, str]:
     """Under which names a snapshot holds a tensor's values and its two moments."""
-    return name, f"{name}@m", f"{name}@v"
+    return name, name + MOMENTS[0], name + MOMENTS[1]
 
 
 @dataclass

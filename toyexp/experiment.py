@@ -98,6 +98,7 @@ def execute(
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
+    bus.tell = say
     run_dir = RunDir(directory, config.plain, continued=resumed is not None)
     try:
         with stop_signals() as signals:
@@ -158,7 +159,7 @@ def _live(
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     reason = "errored"
-    saver = RunSaver(run, prepared, say, resumed)
+    saver = RunSaver(run, prepared, resumed)
     try:
         if resumed:
             resumed.hand_back(prepared.config.callbacks)
@@ -194,9 +195,9 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, say: Callable[[str], None], resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
         settings = prepared.config.settings
-        self._run, self._prepared, self._say = run, prepared, say
+        self._run, self._prepared = run, prepared
         self._keeper = Keeper(
             run.dir / "checkpoints",
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
@@ -231,8 +232,7 @@ class RunSaver(Saver):
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
-            self._say(f"toyexp: warning: {self._keeper.trouble}; training goes on, the next one is tried")
-            self._run.emit("warning", text=self._keeper.trouble)
+            self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
 
 

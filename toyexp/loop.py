@@ -153,7 +153,8 @@ class Training:
         what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
         if run.plan.skip_nonfinite and in_a_row < SKIPPED_IN_A_ROW:
             outcome.skipped += 1
-            run.emit("skipped", step=outcome.steps, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+            numbers = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+            run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
         given_up = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
         first = first_bad_tensor(run.session, batch)

@@ -27,6 +27,11 @@ class TensorSpec:
     init: Values
 
 
+def falls(metric: str) -> bool:
+    """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
+    return metric in ("loss", "ppl")
+
+
 @dataclass
 class Model(ABC):
     """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
@@ -56,7 +61,7 @@ class Model(ABC):
         return dataset.batches(getattr(self, "context", 0), rows, seed)
 
     def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches, in one pass, beside the loss, such as {"accuracy": 0.97}."""
+        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
         return {}
 
     @property

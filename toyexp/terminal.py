@@ -43,6 +43,8 @@ def print_result(result: Result) -> None:
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")
+    if outcome.skipped:
+        say(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():

@@ -53,6 +53,9 @@ class Export(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
+        for name, array in tensors.items():  # written all the same: it may be all that a long run leaves
+            if bad := int((~np.isfinite(array)).sum()):
+                run.emit("warning", text=f"{path.name}: {name} holds {bad} of {array.size} numbers that are not finite")
         self._tell(run, path, self.write(run, path, tensors, self._general(run)))
 
     def _general(self, run: Run) -> dict[str, Any]:

@@ -146,7 +146,9 @@ def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
     words = " ".join(f"'{w}'" for w in [*NOOP, *BOOK, "steps=20", "callbacks=[default]"])
     line = f"({sys.executable} -m toyexp {words}; echo $? > code) {output}"
     environment = {**os.environ, "TOYEXP_CACHE": str(tmp_path / "cache")}
-    subprocess.run(["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL, check=False)
+    subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL, check=False
+    )
     assert (tmp_path / "code").read_text() == "0\n"
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert events[0].startswith('{"kind": "run_start"') and events[-1].startswith('{"kind": "run_end"')

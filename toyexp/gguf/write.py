@@ -19,6 +19,14 @@ from toyexp.tokenizer import UNUSED, Tokenizer
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type of llama.cpp
 
 
+LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}  # numbers; beyond it a float16, of Q8_0 the scale, is infinite
+
+
+def exceeds(array: np.ndarray, kind: str) -> bool:
+    """Whether a tensor holds finite numbers that the type `kind` cannot."""
+    return kind in LARGEST and bool((np.abs(array[np.isfinite(array)]) > LARGEST[kind]).any())
+
+
 def check_type(kind: str, key: str = "type") -> None:
     """Raises UserError unless `kind`, given as `key`, is a type that can be written."""
     if kind not in FILE_TYPES:
@@ -150,16 +158,19 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _add_tensor(writer: Any, name: str, array: np.ndarray, kind: str) -> None:
-    """Matrices in `kind`; norms, biases and positions stay F32, and rows Q8_0 cannot cut into 32s become F16."""
+    """Matrices in `kind`; norms, biases, positions and numbers beyond its range stay F32.
+
+    Rows Q8_0 cannot cut into 32s become F16.
+    """
     from gguf import GGMLQuantizationType as Type
     from gguf import quants
 
     array = np.ascontiguousarray(array, np.float32)
-    if array.ndim < 2 or name.endswith("position_embd.weight") or kind == "f32":
-        writer.add_tensor(name, array)
-        return
     if kind == "q8_0" and array.shape[-1] % 32:
         kind = "f16"
+    if array.ndim < 2 or name.endswith("position_embd.weight") or kind == "f32" or exceeds(array, kind):
+        writer.add_tensor(name, array)
+        return
     if kind == "f16":
         writer.add_tensor(name, array.astype(np.float16))
         return

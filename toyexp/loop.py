@@ -178,4 +178,4 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
             bad = int((~np.isfinite(values(tensor.name))).sum())
             if bad:
                 return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
-    return "all weights and gradients are finite, so the loss itself overflowed"
+    return "all weights and gradients are finite, so the loss or the norm itself overflowed"

@@ -228,6 +228,21 @@ def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callbac
     return typing.cast("Callback", callback)
 
 
+def engine_of(label: str, registry: Registry) -> Engine:
+    """The engine that `name` or `name:key=value:...` means, which works here; UserError, or Unavailable."""
+    name, *own = label.split(":")
+    cls = registry.get("engine", name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    pairs = [setting.partition("=") for setting in own]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"engine={label}: an engine's own settings are written {name}:key=value")
+        if key not in known:
+            raise UserError(f"engine={label}: {name} has no setting {printable(key)}; {choose(key, known)}")
+    node = {"name": name, **{key: value for key, _, value in pairs}}
+    return pick_engine(_typed(cls, node, "engine"), registry)[0]
+
+
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
     """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
     if node["name"] != AUTO:

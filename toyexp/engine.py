@@ -57,6 +57,10 @@ class Engine(ABC):
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
 
+    def rounds_to(self) -> str:
+        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        return "float32"
+
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
         """A session whose tensors hold the plan's initial values."""

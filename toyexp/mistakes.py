@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.errors import UserError, choose, nearest
+from toyexp.foreign import CODE, NAMES_CODE, names_code
 from toyexp.optim import Optim
 from toyexp.registry import Registry
 from toyexp.schema import AUTO, GROUPS, PARTS, Settings, Source, class_of, compose_raw, conf_dir
@@ -52,6 +54,9 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     key, line = override.key_or_group, str(override.input_line)
     kind, *rest = key.split(".")
+    code = next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(_value(override))
+    if code is not None:
+        raise UserError(f"{line}: {code} {CODE}")
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
         raise UserError(f"{line}: toyexp runs the jobs of a sweep itself, one after another: -m key=a,b")
     if override.package is not None:
@@ -81,6 +86,10 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
             raise UserError(f"{line}: cannot be set; choose by name: {named}")
     elif rest and kind in valid_keys(None, registry, ""):
         raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+
+
+def _value(override: Override) -> Any:
+    return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
 def _check_choice(override: Override, line: str, registry: Registry, source: Source) -> None:

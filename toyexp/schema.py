@@ -15,13 +15,17 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.checkpoint import Interval
 from toyexp.data import read_text
 from toyexp.errors import UserError, choose
+from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry
 
@@ -88,8 +92,30 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A file's contents; UserError for one that says more than settings."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        ours = path.is_relative_to(conf_dir())
+        if not ours and (".." in path.parts or config_path.startswith("hydra/")):
+            raise UserError(f"{config_path}: is not taken from {self.path}")
+        if path.is_file():
+            check_file(path, read_config(path), ours)
+        return super().load_config(config_path)
+
+
+def read_config(path: Path) -> str:
+    """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
+    if path.stat().st_size > SIZE_LIMIT:
+        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
+    return read_text(path)
+
+
 def store_schemas(registry: Registry) -> None:
-    """Makes every plugin's dataclass known to Hydra under its group and name."""
+    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
+    SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
     store.store(name="schema", node=Settings)
     store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
@@ -187,8 +213,10 @@ class Source:
 
 
 def _load_yaml(path: Path) -> Any:
+    text = read_config(path)
+    check_file(path, text, path.is_relative_to(conf_dir()))
     try:
-        return yaml.safe_load(read_text(path))
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise yaml_error(error, path) from None
 

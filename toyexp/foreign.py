@@ -21,7 +21,7 @@ NODE_LIMIT = 20_000  # values in it, each repeated one counted again
 NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
 CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
-HYDRA_KEYS = ("run", "sweep", "sweeper", "job", "output_subdir", "searchpath")  # of Hydra's own settings
+HYDRA_KEYS = ("run", "sweep", "sweeper", "output_subdir", "searchpath")  # of Hydra's own settings
 PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
 
 

@@ -172,6 +172,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
                 f"unknown key {key}; did you mean {'.'.join([homes[0], key] if homes else [str(best), *rest])}?"
             )
         return UserError(f"unknown key {key}; the keys are: {', '.join(sorted(top))}")
+    if not rest:
+        return UserError(
+            f"{key}: the configuration file does not hold this key; put 'schema' first in its defaults list"
+        )
     if kind == "callbacks":
         if rest[0] not in registry.offers["callbacks"]:
             best = nearest(rest[0], registry.offers["callbacks"])

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import math
 import re
+import shutil
 import tempfile
 import typing
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +160,6 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
-    temporary: Any = None  # holds `directory` while this is in use
 
     @classmethod
     def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
@@ -168,10 +169,11 @@ class Source:
         saved = _load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
-        temporary = tempfile.TemporaryDirectory(prefix="toyexp-")
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
+        weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         kept = {key: value for key, value in saved.items() if key not in chosen}
-        Path(temporary.name, "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-        return cls(Path(temporary.name), temporary=temporary)
+        (source.directory / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return source
 
     @classmethod
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:

@@ -30,9 +30,7 @@ class EarlyStop(Callback):
 
     name: ClassVar[str] = "early_stop"
 
-    metric: str = (
-        "loss"  # loss or ppl, which should fall, or a score of the model's, such as accuracy, which should rise
-    )
+    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
     patience: int = 3  # looks at the held-out data without improvement
     min_delta: float = 0.0  # what counts as improvement
 
@@ -85,9 +83,7 @@ class QualityGate(Callback):
 
     name: ClassVar[str] = "quality_gate"
 
-    metric: str = (
-        "loss"  # loss or ppl, which should fall, or a score of the model's, such as accuracy, which should rise
-    )
+    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
     max_ratio: float = 0.95  # largest final / initial value that passes; of a metric that should rise, initial / final
     max_loss: float | None = None  # with metric=loss: largest final value that passes; null: any
     least: float | None = None  # with a metric that should rise: smallest final value that passes; null: any

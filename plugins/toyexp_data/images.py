@@ -135,9 +135,7 @@ class Images(Data):
                 continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
-            raise UserError(
-                f"data.labels={self.labels}: {count} classes, and {len(lines)} images; each class needs one"
-            )
+            raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
         return listed, [str(number) for number in range(count)]
 
 

@@ -173,9 +173,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
             )
         return UserError(f"unknown key {key}; the keys are: {', '.join(sorted(top))}")
     if not rest:
-        return UserError(
-            f"{key}: the configuration file does not hold this key; put 'schema' first in its defaults list"
-        )
+        return UserError(f"{key}: the configuration file has no such key; put 'schema' first in its defaults list")
     if kind == "callbacks":
         if rest[0] not in registry.offers["callbacks"]:
             best = nearest(rest[0], registry.offers["callbacks"])

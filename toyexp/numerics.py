@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from toyexp.engine import Batch, Engine
-from toyexp.errors import Unavailable, UserError
+from toyexp.errors import Unavailable, UserError, choose
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
 from toyexp.registry import Registry
@@ -144,7 +144,10 @@ def _trained(adamw: AdamW) -> Trained:
 
 def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) -> Iterator[Line]:
     """One line for each op and training; what an engine raises fails its line and no other."""
-    values, gradients = TOLERANCES[engine.rounds_to()]
+    precision = engine.rounds_to()
+    if precision not in TOLERANCES:
+        raise UserError(f"engine={engine.name}: rounds_to() is {precision!r}; {choose(precision, TOLERANCES)}")
+    values, gradients = TOLERANCES[precision]
     for op in ops:
         yield _line(op.name, (values, gradients), partial(_op_errors, engine, op))
     for run in runs:

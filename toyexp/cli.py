@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
+from toyexp.signals import end_process, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import print_result, say
+from toyexp.terminal import drop_output, hold_standard_files, print_result, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -27,22 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     follow_the_sweep()
+    hold_standard_files()
     try:
-        if words and words[0] in COMMANDS:
-            return COMMANDS[words[0]](words[1:])
-        if "-h" in words or "--help" in words:
-            return show_help()
-        if "--version" in words:
-            return show_version()
-        return run(words)
+        with stop_signals():
+            if words and words[0] in COMMANDS:
+                return COMMANDS[words[0]](words[1:])
+            if "-h" in words or "--help" in words:
+                return show_help()
+            if "--version" in words:
+                return show_version()
+            return run(words)
     except ToyexpError as error:
         print(f"toyexp: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:
         print(f"toyexp: {str(error) or 'interrupted'}", file=sys.stderr)
-        return getattr(error, "exit_code", 130)
+        return end_process(getattr(error, "exit_code", 130))
     except BrokenPipeError:  # `toyexp plugins | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
 
 
@@ -159,12 +162,11 @@ def experiment(
     `directory` is asked once everything was checked.
     """
     from toyexp.config import build
-    from toyexp.experiment import execute, prepare, stop_signals
+    from toyexp.experiment import execute, prepare
     from toyexp.resume import load as load_run
 
-    with stop_signals():
-        prepared = prepare(build(cfg, registry, modules))
-        resumed = load_run(resume, prepared) if resume else None
+    prepared = prepare(build(cfg, registry, modules))
+    resumed = load_run(resume, prepared) if resume else None
     return execute(prepared, resume or directory(), say, resumed)
 
 

@@ -38,9 +38,12 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
+MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+
+
 def state_names(name: str) -> tuple[str, str, str]:
     """Under which names a snapshot holds a tensor's values and its two moments."""
-    return name, f"{name}@m", f"{name}@v"
+    return name, name + MOMENTS[0], name + MOMENTS[1]
 
 
 @dataclass
@@ -54,6 +57,10 @@ class Engine(ABC):
     @abstractmethod
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+
+    def rounds_to(self) -> str:
+        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        return "float32"
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:

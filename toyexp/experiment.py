@@ -6,13 +6,11 @@ import contextlib
 import hashlib
 import json
 import logging
-import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
@@ -28,6 +26,7 @@ from toyexp.plan import Plan
 from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
+from toyexp.signals import Signals, stop_signals
 
 if TYPE_CHECKING:
     from toyexp.config import Config
@@ -99,6 +98,7 @@ def execute(
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
+    bus.tell = say
     run_dir = RunDir(directory, config.plain, continued=resumed is not None)
     try:
         with stop_signals() as signals:
@@ -107,7 +107,8 @@ def execute(
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
             with start(config.recipe, config.engine, prepared.plan, state) as session:
-                outcome, failures = _live(prepared, _run(prepared, directory, session, resumed), signals, resumed, say)
+                run = _run(prepared, directory, session, signals, resumed)
+                outcome, failures = _live(prepared, run, signals, resumed, say)
             result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
             summary = {
                 **asdict(outcome),
@@ -132,7 +133,7 @@ def execute(
         run_dir.close()
 
 
-def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed | None) -> Run:
+def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -148,6 +149,7 @@ def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed
         facts=facts(prepared, session.describe()),
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
+        stops=signals.count,
     )
 
 
@@ -157,7 +159,7 @@ def _live(
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     reason = "errored"
-    saver = RunSaver(run, prepared, say, resumed)
+    saver = RunSaver(run, prepared, resumed)
     try:
         if resumed:
             resumed.hand_back(prepared.config.callbacks)
@@ -177,8 +179,10 @@ def _live(
         error, reason = caught, _reason(caught)
         raise
     finally:
-        saver.finish()
-        failures = bus.end(run, reason, error, signals.error)
+        try:
+            saver.finish()
+        finally:  # which a second signal ends
+            failures = bus.end(run, reason, error, signals.error)
     if signals.caught():
         outcome.reason = "interrupted"
     return outcome, failures
@@ -191,9 +195,9 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, say: Callable[[str], None], resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
         settings = prepared.config.settings
-        self._run, self._prepared, self._say = run, prepared, say
+        self._run, self._prepared = run, prepared
         self._keeper = Keeper(
             run.dir / "checkpoints",
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
@@ -228,8 +232,7 @@ class RunSaver(Saver):
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
-            self._say(f"toyexp: warning: {self._keeper.trouble}; training goes on, the next one is tried")
-            self._run.emit("warning", text=self._keeper.trouble)
+            self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
 
 
@@ -286,68 +289,5 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 # Top-level keys that change no number of a run.
-NOT_NUMBERS = (
-    "name",
-    "callbacks",
-    "plugins",
-    "resume",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "checkpoint_best",
-    "sweep",
-)
-
-
-class Signals:
-    """The first SIGINT or SIGTERM: raised as Interrupted, or once steps are taken, noted until the step is done.
-
-    A second one acts at once.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._patient = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
-        again, self._number = bool(self._number), self._number or number
-        if again or not self._patient:
-            raise Interrupted(number)
-
-    def wait_for_the_step(self) -> None:
-        """From now on a signal is only noted."""
-        self._patient = True
-
-    def caught(self) -> bool:
-        """Whether one came."""
-        return bool(self._number)
-
-    def error(self) -> Interrupted | None:
-        """The one that came."""
-        return Interrupted(self._number) if self._number else None
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Gives SIGINT and SIGTERM to a Signals; outside the main thread they belong to someone else and are left alone."""
-    signals = Signals()
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, signals.handle)
-    except ValueError:  # not the main thread
-        yield signals
-        return
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run."""
-
-    def __init__(self, number: int):
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
+               "sweep")  # fmt: skip

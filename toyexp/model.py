@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -27,6 +27,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     init: Values
+
+
+def falls(metric: str) -> bool:
+    """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
+    return metric in ("loss", "ppl")
 
 
 @dataclass
@@ -61,8 +66,8 @@ class Model(ABC):
         """The data's batches as the model reads them."""
         return dataset.batches(getattr(self, "context", 0), rows, seed)
 
-    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches beside the loss, such as {"accuracy": 0.97}."""
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
         return {}
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from toyexp.errors import UserError, printable
+from toyexp.foreign import escaped
 
 log = logging.getLogger("toyexp")
 
@@ -88,7 +89,7 @@ def runnable(config: Mapping[str, Any]) -> str:
     defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
     text = "# The resolved configuration of one run. Repeat it with:\n"
     text += "#   toyexp --config-path <this directory> --config-name config\n"
-    return text + yaml.safe_dump({"defaults": defaults, **config}, sort_keys=False, allow_unicode=True)
+    return text + yaml.safe_dump({"defaults": defaults, **escaped(config)}, sort_keys=False, allow_unicode=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

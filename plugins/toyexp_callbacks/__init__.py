@@ -6,7 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded and exported, and what ends a run."""
-    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb
+    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb, watch
 
     for cls in (
         schedules.Constant,
@@ -22,5 +22,6 @@ def register_callbacks(register: Register) -> None:
         plots.Plots,
         stopping.EarlyStop,
         stopping.QualityGate,
+        watch.Watch,
     ):
         register(cls)

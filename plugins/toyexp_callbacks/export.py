@@ -56,12 +56,15 @@ class Export(Callback):
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Exports the final weights, unless the run failed: its weights may be no numbers."""
-        if reason != "errored" and self._step:
+        """Exports the final weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
+        if reason != "errored" and self._step and run.stops() < 2:
             self._export(run, run.dir / f"model.{self.suffix}")
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
+        for name, array in tensors.items():  # written all the same: it may be all that a long run leaves
+            if bad := int((~np.isfinite(array)).sum()):
+                run.emit("warning", text=f"{path.name}: {name} holds {bad} of {array.size} numbers that are not finite")
         self._tell(run, path, self.write(run, path, tensors, self._general(run)))
 
     def _general(self, run: Run) -> dict[str, Any]:

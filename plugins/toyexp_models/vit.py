@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -154,7 +154,7 @@ class ViT(Model):
         x = norm(ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
         return linear(x, v, "head")
 
-    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
         """The share of images whose likeliest class is theirs."""
         right = total = 0.0
         for batch in batches:

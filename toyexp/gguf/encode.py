@@ -46,6 +46,19 @@ def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str
     return "Q8_0" if is_output else kind.upper()
 
 
+# The largest number of a type: its scale, or itself, is a float16.
+LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 16 * 65504.0, "Q4_1": 65504.0,
+           "Q5_1": 65504.0}  # fmt: skip
+
+
+def fitting(array: np.ndarray, type_name: str) -> str:
+    """The type, or F32 for an array with finite numbers that are too large for it."""
+    largest = LARGEST.get(type_name)
+    if largest is None or not array.size or -largest <= array.min() <= array.max() <= largest:
+        return type_name
+    return "F32" if bool((np.abs(array[np.isfinite(array)]) > largest).any()) else type_name
+
+
 def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array's numbers in order, as float32, few enough at a time that what encodes them stays small."""
     flat = array.reshape(-1)

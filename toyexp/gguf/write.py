@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import RunFailed, UserError
-from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, pieces_of, tensor_type
+from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
 from toyexp.model import Model
@@ -54,7 +54,7 @@ def write_model(
 
     `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
     the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
-    Returns a sentence for each tensor whose numbers are not finite, or are not in this type.
+    A tensor whose numbers are too large for its type stays F32; of each that is not finite a sentence is returned.
     """
     check_type(kind)
     if kind in K_QUANTS:
@@ -78,7 +78,7 @@ def write_model(
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
             writer.add(key, value)
     for name, array in {**tensors, **model.constants()}.items():
-        type_name = tensor_type(name, array.shape, kind, tied="output.weight" not in tensors)
+        type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
     return writer.save(path)
 

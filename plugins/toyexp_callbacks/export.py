@@ -62,9 +62,6 @@ class Export(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
-        for name, array in tensors.items():  # written all the same: it may be all that a long run leaves
-            if bad := int((~np.isfinite(array)).sum()):
-                run.emit("warning", text=f"{path.name}: {name} holds {bad} of {array.size} numbers that are not finite")
         self._tell(run, path, self.write(run, path, tensors, self._general(run)))
 
     def _general(self, run: Run) -> dict[str, Any]:
@@ -80,8 +77,7 @@ class Export(Callback):
     def _warn(self, run: Run, path: Path, problems: list[str]) -> None:
         """Says loudly what is wrong with an export, which is kept: it may be all that a long run leaves."""
         for problem in problems:
-            log.warning("%s: %s", path.name, problem)
-            run.emit("note", text=f"{path.name}: {problem}")
+            run.emit("warning", text=f"{path.name}: {problem}")
 
     def _tell(self, run: Run, path: Path, kind: str) -> None:
         run.emit("export", path=str(path), step=self._step, type=kind, bytes=path.stat().st_size)

@@ -71,9 +71,16 @@ def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_
         assert step < last["step"], "what was saved came before it"
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """A reader that takes weights as they are: a model whose numbers went bad in another way than its file's."""
+    monkeypatch.setattr(GGUFFile, "weights", GGUFFile.read)
+    monkeypatch.setattr(GGUFFile, "check_finite", lambda self, name, rows=None: None)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recipe", ["full", "lora"])
-def test_a_base_with_a_bad_weight_is_told_by_its_name(engine, recipe, capsys):
+def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, unchecked):
     base = write_base("base.gguf", **{"blk.0.ffn_up.weight": lambda w: w.__setitem__((3, 5), np.nan)})
     code, out, err, events = run(capsys, engine, *base, f"recipe={recipe}", "steps=3")
     assert code == 1
@@ -96,7 +103,7 @@ def of_rare(w):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(engine, capsys, tmp_path):
+def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(engine, capsys, tmp_path, unchecked):
     """Only batches with one rare token are bad: its row of the embedding is."""
     base = write_base("base.gguf", **{"token_embd.weight": of_rare})
     words = [*base, "recipe=full", "steps=40", "eval_every=20", "nonfinite=skip"]
@@ -118,7 +125,7 @@ def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good
             assert np.isfinite(np.delete(values, ord(RARE), 0) if name == "token_embd.weight" else values).all()
     # That row is still bad, so no checkpoint is written, and it is said; the export is kept, and it is said.
     assert "token_embd.weight is not finite" in out and not steps(tmp_path / "run" / "checkpoints")
-    assert "model.gguf: token_embd.weight holds 32 of 8224 numbers that are not finite" in out
+    assert "model.gguf: token_embd.weight holds numbers that are NaN or infinite" in out
     assert [e["kind"] for e in events].count("warning") == 2
 
 

@@ -193,14 +193,15 @@ class ViT(Model):
         classes += [f"LABEL_{i}" for i in range(len(classes), self.classes)]
         config["id2label"] = {str(i): name for i, name in enumerate(classes)}
         config["label2id"] = {name: i for i, name in enumerate(classes)}
-        places = {"v.class_embd": Place("vit.embeddings.cls_token", form=lambda x: x[None, None])}
-        places["v.position_embd.weight"] = Place("vit.embeddings.position_embeddings", form=lambda x: x[None])
         kernel = (self.d_model, self.channels, self.patch, self.patch)
+        places = {
+            "v.class_embd": Place("vit.embeddings.cls_token", form=lambda x: x[None, None]),
+            "v.position_embd.weight": Place("vit.embeddings.position_embeddings", form=lambda x: x[None]),
+            "v.patch_embd.weight": Place(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
+        }
         for spec in self.tensors():
-            _, *block, name, kind = spec.name.split(".")
-            if name == "patch_embd" and kind == "weight":
-                places[spec.name] = Place(f"{NAMES[name]}.weight", form=lambda x: x.reshape(kernel))
-            elif spec.name not in places:
+            if spec.name not in places:
+                _, *block, name, kind = spec.name.split(".")
                 at = f"vit.encoder.layer.{block[1]}." if block else ""
                 places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}")
         return Layout(config, places, files={"preprocessor_config.json": self._preprocessor(data)})

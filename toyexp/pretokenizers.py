@@ -91,6 +91,7 @@ _add("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3
 _add("dbrx smaug-bpe chatglm-bpe", LLAMA3)
 _add("glm4 glm5", LLAMA3, ignore_merges=True)
 _add("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2)
+_add("bailingmoe bailingmoe2 llada-moe", QWEN2)  # whose own pattern is another one for the same cuts
 _add("ufakzeka", rf"{WORD}|\p{{N}}|{SIGNS}[\r\n]*|{SPACE}")
 _add("laguna", r"[^\n]+|\n+", QWEN2)
 _add(
@@ -99,10 +100,6 @@ _add(
 )
 _add("minicpm5", r"\p{N}{1,3}", rf"{ENDING}|{WORD}|\p{{N}}+|{SIGNS}[\r\n]*|{SPACE}", ignore_merges=True)
 _add("seed-coder", rf"{ENDING}|{WORD}|\p{{N}}|{SIGNS}|{SPACE}")
-_add(
-    "bailingmoe bailingmoe2 llada-moe",
-    rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|\p{{N}}|{SIGNS}[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-)
 _add(
     "exaone-moe",
     rf"{ENDING}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|{SIGNS}[\r\n/]?"

@@ -163,7 +163,7 @@ class Tokenizer(ABC):
         # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
         merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
         types = np.full(self.vocab, NORMAL, np.int32)
-        types[[self.eos, *self.controls]] = CONTROL
+        types[[*self.user_defined]], types[[self.eos, *self.controls]] = USER_DEFINED, CONTROL
         keys = {
             "model": "gpt2",
             "pre": "gpt-2",

@@ -234,6 +234,8 @@ TYPES = byte_level()["token_type"]
         (byte_level(merges=["q z"]), "its merge q z is of, or makes, what is no token"),
         (byte_level(merges=["qz"]), "a merge that is not a pair"),
         (byte_level(merges=["q "]), "a merge that is not a pair"),
+        (byte_level(pre=np.array([1, 2], np.int32)), "(gpt2, pre-tokenizer [1 2]) is not supported"),
+        (byte_level(token_type=np.where(TYPES == USER_DEFINED, BYTE, TYPES).astype(np.int32)), "has byte tokens"),
         (sentencepiece(tokens=None), "lacks tokens"),
         (sentencepiece(scores=np.zeros(5, np.float32)), "and scores for 5"),
         (sentencepiece(scores=np.zeros(5, np.float64)), "scores is no list of 32-bit numbers"),
@@ -364,6 +366,8 @@ def test_the_tokenizers_library_makes_the_same_ids_of_the_export(tmp_path, name)
 
 
 def test_the_table_names_every_pattern_in_a_form_the_library_takes():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"{len(PRE_TOKENIZERS)} pre-tokenizers" in readme
     for name, pre in PRE_TOKENIZERS.items():
         words = [word for word, _ in pre.build().pre_tokenize_str(PROSE)]
         assert bytes(SYMBOLS.index(c) for c in "".join(words)).decode() == PROSE, name

@@ -33,7 +33,74 @@ pytest.importorskip("tokenizers", reason="byte-level BPE is the tokenizers libra
 
 JUDGE = Path(__file__).with_name("judge.py")
 MAIN = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
-USED = ["<|im_start|>", "<|im_end|>", "<tool>", "<tool", "  ", "\n\n", "☃é", "a<"]  # the first two are control tokens
+USED = ["<|im_start|>", "<|im_end|>", "<tool>", "<tool", " \t ", "\r\r", "☃é", "a<"]  # the first two are control tokens
+
+
+ATOMS = [  # what pre-tokenizers tell apart, and what they take together
+    *(
+        "'s",
+        "'S",
+        "'ll",
+        "'vE",
+        "'",
+        "A",
+        "b",
+        "Ab",
+        "aB",
+        "CD",
+        "ef",
+        "\u00c9",
+        "\u00e9",
+        "\u017f",
+        "\u4e2d",
+        "\u3042",
+        "\ud55c",
+        "\u0646",
+        "\u0e01",
+        "\u2173",
+    ),
+    *(
+        "1",
+        "23",
+        "456",
+        "78901",
+        "\u0663",
+        "\u00bd",
+        "!",
+        "?!",
+        "/",
+        "_",
+        "$",
+        "+",
+        "`",
+        "(",
+        ".",
+        "\uff0c",
+        "\u3002",
+        "\u2026",
+        "\u0301",
+        "\u093f",
+    ),
+    *(
+        " ",
+        " ",
+        "  ",
+        "     ",
+        " " * 9,
+        "\t",
+        "\n",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\u00a0",
+        "\u3000",
+        "\u2028",
+        "\x01",
+        "\u200b",
+        "\U0001f642",
+    ),
+    *("IMGIMGABZ", "<sentinel:12>"),
+]
 
 
 @cache
@@ -45,24 +112,19 @@ def texts(count: int) -> list[str]:
     """
     made: list[str] = []
     character = st.characters(exclude_categories=("Cn", "Cs"))
-    piece = st.one_of(
-        st.sampled_from(
-            [*USED, "'s", "'LL", "123", " ", "\n", "\r\n", "x", "Ab", "中", "é", "1", "\t", ".", "IMGIMGABZ"]
-        ),
-        st.text(character, max_size=4),
-        st.text(st.sampled_from(" \t\n\r\u00a0\u3000\u2028"), max_size=4),
-        st.text(st.sampled_from("0123456789٣Ⅷ½"), max_size=9),
-    )
+    piece = st.sampled_from([*USED, *ATOMS]) | st.text(character, max_size=4)
 
     @settings(
-        max_examples=count // 3, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=count // 4, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck]
     )
     @given(st.lists(piece, max_size=8).map("".join))
     def make(text: str) -> None:
         made.append(text)
 
     make()
-    return [*NASTY, *made, *scrambled(seed=2, count=count - len(made) - len(NASTY))]
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices(ATOMS, k=rng.randrange(2, 9))) for _ in range(count // 2)]
+    return [*NASTY, *mixed, *made, *scrambled(seed=2, count=count)][:count]
 
 
 def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:
@@ -80,8 +142,9 @@ def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]
 
 
 def stored(path: Path, tokenizer: Tokenizer, **keys: Any) -> Tokenizer:
-    """The tokenizer as it is read from the file, in which these `tokenizer.ggml.*` keys are changed."""
-    tokenizer.source = tokenizer._own_metadata() | {f"ggml.{k}": v for k, v in keys.items()}
+    """The tokenizer as it is read from the file, in which these `tokenizer.ggml.*` keys are others, or None: absent."""
+    changed = tokenizer.gguf_metadata() | {f"ggml.{k}": v for k, v in keys.items()}
+    tokenizer.source = {k: v for k, v in changed.items() if v is not None}
     write_untrained(path, tokenizer, tokenizer.vocab)
     with GGUFFile(path) as file:
         return read_tokenizer(file)
@@ -110,20 +173,32 @@ def compare(tokenizers: dict[Path, Tokenizer], count: int, prompts: int = 20) ->
 
 
 @cache
-def pairs() -> list[tuple[str, str]]:
-    """Every pair of bytes that a text can hold, in any order: as merges they show where a text is cut into words."""
-    symbols = [SYMBOLS[b] for b in range(256) if b not in (0xC0, 0xC1, *range(0xF5, 0x100))]
-    found = [(a, b) for a in symbols for b in symbols]
-    random.Random(0).shuffle(found)
-    return found[:6_000]
+def cuts(count: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens and merges that show where texts are cut: every three bytes side by side, then every two.
+
+    Some whole words are tokens too, without a merge that makes them.
+    """
+    rng, known = random.Random(0), {*SYMBOLS, *USED}
+    forms = ["".join(SYMBOLS[b] for b in text.encode()) for text in texts(count)]
+    two = sorted({(f[n], f[n + 1]) for f in forms for n in range(len(f) - 1)})
+    three = sorted({(f[n : n + 2], f[n + 2]) for f in forms for n in range(len(f) - 2)})
+    words = sorted(
+        {word for text in texts(count) for word, _ in PRE_TOKENIZERS["qwen2"].build().pre_tokenize_str(text)}
+    )
+    rng.shuffle(two)
+    rng.shuffle(three)
+    tokens = dict.fromkeys([*(a + b for a, b in three + two), *rng.sample(words, len(words) // 3)])
+    return [token for token in tokens if token not in known], three + two
 
 
-def cutter(path: Path, name: str) -> Tokenizer:
-    """A BPE of pairs with special tokens, read from a file with the pre-tokenizer `name`."""
-    pieces = [*USED, *SYMBOLS, *(a + b for a, b in pairs()), END_OF_TEXT]
+def cutter(path: Path, name: str, count: int) -> Tokenizer:
+    """A tokenizer read from a file with the pre-tokenizer `name`, which shows where it cuts `count` texts."""
+    found, merges = cuts(count)
+    pieces = [*USED, *SYMBOLS, *found, END_OF_TEXT]
     types = np.full(len(pieces), NORMAL, np.int32)
     types[: len(USED)], types[:2], types[-1] = USER_DEFINED, CONTROL, CONTROL
-    return stored(path / f"{name}.gguf", BPE(pieces, pairs(), len(pieces) - 1), pre=name, token_type=types)
+    keys = {"pre": name, "token_type": types, "add_bos_token": None}
+    return stored(path / f"{name}.gguf", BPE(pieces, merges, len(pieces) - 1), **keys)
 
 
 @pytest.mark.parametrize("name", MAIN)
@@ -135,27 +210,18 @@ def test_a_bpe_that_learned_with_the_pre_tokenizer(name, tmp_path):
 
 def test_every_pattern_of_the_table(tmp_path):
     names = {pre: name for name, pre in PRE_TOKENIZERS.items()}.values()
-    compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name) for name in names}, count=200)
+    compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 200) for name in names}, count=200)
 
 
 def test_every_name_of_the_table_means_its_pattern(tmp_path):
-    trained = BPE.train([*texts(3000), PROSE], 1500)
-    found = {}
-    for name in PRE_TOKENIZERS:
-        path = tmp_path / f"{name}.gguf"
-        found[path] = stored(path, BPE(trained.pieces, trained.merges, trained.eos), pre=name)
-        found[path].source = {}
-    compare(found, count=60, prompts=3)
+    compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 60) for name in PRE_TOKENIZERS}, count=60, prompts=3)
 
 
 def test_a_file_without_a_pre_tokenizer_has_the_default_one(tmp_path):
     path = tmp_path / "model.gguf"
-    tokenizer = cutter(tmp_path, "default")
-    tokenizer.source = {k: v for k, v in tokenizer.source.items() if k != "ggml.pre"}
-    write_untrained(path, tokenizer, tokenizer.vocab)
-    with GGUFFile(path) as file:
-        assert "tokenizer.ggml.pre" not in file.metadata
-        compare({path: read_tokenizer(file)}, count=200)
+    tokenizer = stored(path, cutter(tmp_path, "default", 200), pre=None)
+    assert "ggml.pre" not in tokenizer.source
+    compare({path: tokenizer}, count=200)
 
 
 # -- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -201,13 +267,9 @@ def test_sentencepiece_as_the_keys_of_a_file_change_it(tmp_path):
     compare(
         {tmp_path / n: stored(tmp_path / n, vocabulary(3, 500, 9), **keys) for n, keys in changes.items()}, count=200
     )
-    path = tmp_path / "bare vocabulary"
-    tokenizer = vocabulary(4, 500, 9)
-    left_out = ("ggml.scores", "ggml.add_bos_token", "ggml.add_space_prefix", "ggml.bos_token_id", "ggml.eos_token_id")
-    tokenizer.source = {k: v for k, v in tokenizer._own_metadata().items() if k not in left_out}
-    write_untrained(path, tokenizer, tokenizer.vocab)
-    with GGUFFile(path) as file:
-        compare({path: read_tokenizer(file)}, count=200)
+    left_out = ("scores", "add_bos_token", "add_space_prefix", "bos_token_id", "eos_token_id")
+    path = tmp_path / "defaults"
+    compare({path: stored(path, vocabulary(4, 500, 9), **dict.fromkeys(left_out))}, count=200)
 
 
 def test_where_parts_of_a_control_token_are_tokens_llama_cpp_makes_it_of_text_and_we_do_not(tmp_path):
@@ -242,7 +304,7 @@ ANSWER = Message("assistant", "No, 12!")
 def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_path):
     pytest.importorskip("jinja2", reason="a GGUF's own chat template needs jinja2: pip install 'toyexp[data]'")
     path = tmp_path / "chat.gguf"
-    tokenizer = vocabulary(5, 3000, 10**9) if kind == "spm" else cutter(tmp_path, kind)
+    tokenizer = vocabulary(5, 3000, 10**9) if kind == "spm" else cutter(tmp_path, kind, 200)
     tokenizer.chat_template = TEMPLATES[template]
     write_untrained(path, tokenizer, tokenizer.vocab)
     with GGUFFile(path) as file:

@@ -47,7 +47,7 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
     """
     types, ends = types.copy(), set()
     for names, texts in FILL.items():
-        named = [keys[name] for name in names if isinstance(keys.get(name), int) and keys[name] < len(types)]
+        named = [keys[name] for name in names if isinstance(keys.get(name), int) and 0 <= keys[name] < len(types)]
         found = named or [ids[text] for text in texts if text in ids]  # of several llama.cpp takes any one
         if not named:
             types[found] = CONTROL

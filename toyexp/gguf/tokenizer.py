@@ -40,14 +40,18 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
 
 def check_kind(file: GGUFFile) -> None:
     """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
-    model, pre = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    pre = pre or "default"
+    model, pre = _kind(file)
     if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
         raise file.error(
-            f"its tokenizer ({printable(str(model))}, pre-tokenizer {printable(str(pre))}) is not supported; "
+            f"its tokenizer ({printable(model)}, pre-tokenizer {printable(pre)}) is not supported; "
             f"supported: llama, and gpt2 with {', '.join(sorted(PRE_TOKENIZERS))}. "
             "Choose another one: data.tokenizer=bpe"
         )
+
+
+def _kind(file: GGUFFile) -> tuple[str, str]:
+    model, pre = (str(file.metadata.get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre"))
+    return model, pre or "default"
 
 
 def read_chat_template(file: GGUFFile) -> str:
@@ -67,7 +71,7 @@ class _Reader:
     def tokenizer(self) -> Tokenizer:
         """The whole of it; llama.cpp's defaults stand for what is not said."""
         check_kind(self.file)
-        model, pre = self.keys["model"], self.keys.get("pre") or "default"
+        model, pre = _kind(self.file)
         if model == "llama":
             self.keys = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True} | self.keys
         else:
@@ -92,7 +96,7 @@ class _Reader:
         count = len(self.keys["tokens"])
         for name in IDS:
             value = self.keys.get(name, 0)
-            if not isinstance(value, int) or not 0 <= value < count:
+            if type(value) is not int or not 0 <= value < count:
                 what = f"{'an' if name.startswith('e') else 'a'} {name} that is no token: {printable(str(value))}"
                 raise self.file.error(f"its tokenizer has {count} tokens, and {what}")
         for name in FLAGS:
@@ -114,7 +118,7 @@ class _Reader:
         types = self._array("token_type", len(tokens), "i", NORMAL)
         self.types, self.ends = special_tokens(ids, types, self.keys)
         least = max(self.keys.get(name, 0) for name in IDS) + 1
-        count = max(len(tokens) - int(np.argmax(np.append(types[::-1], -1) != UNUSED)), least)
+        count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
         self.pieces, self.types = tokens[:count], self.types[:count]
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
@@ -146,10 +150,15 @@ class _Reader:
 
     def _byte_level(self, pre: str) -> Tokenizer:
         pieces, eos = self.pieces, self.keys["eos_token_id"]
-        ordinary = self._of_types(NORMAL, BYTE) - {eos}
-        strange = next((pieces[i] for i in ordinary if not BYTE_OF.keys() >= set(pieces[i])), None)
-        if strange is not None:
-            raise self.file.error(f"its token {printable(strange)} is not in byte-level form")
+        if self._of_types(BYTE):
+            raise self.file.error(
+                "its tokenizer is byte-level BPE, and has byte tokens (token_type 6) as SentencePiece has"
+            )
+        ordinary = [pieces[i] for i in self._of_types(NORMAL) - {eos}]
+        strange = set("".join(ordinary)) - BYTE_OF.keys()
+        if strange:
+            piece = next(piece for piece in ordinary if not strange.isdisjoint(piece))
+            raise self.file.error(f"its token {printable(piece)} is not in byte-level form")
         pairs = self._pairs()
         known = set(pieces)
         real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
@@ -165,7 +174,7 @@ class _Reader:
             raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
         hidden = {pieces[i] for i in self.unreachable}
         merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
-        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], self.unreachable - {eos})
+        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], self.unreachable)
 
     def _pairs(self) -> list[tuple[str, str]]:
         """The merges, each once: llama.cpp keeps the first of equal ones."""

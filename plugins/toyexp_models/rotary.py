@@ -69,7 +69,7 @@ class RotaryModel(LanguageModel):
         keys.expect("rope.dimension_count", size)
         return common | {
             "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
-            "head_dim": 0 if size == usual else size,
+            "head_dim": 0 if size * common["n_heads"] == common["d_model"] else size,
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
             "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "rope_base": keys.number("rope.freq_base", 10000.0),

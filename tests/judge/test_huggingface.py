@@ -258,3 +258,8 @@ def test_a_vit_classifies_the_same_there(tmp_path):
     with torch.no_grad():
         found = theirs(torch.tensor(images.transpose(0, 3, 1, 2))).logits.numpy()
     np.testing.assert_allclose(found, ours, rtol=0, atol=1e-4)
+    transformers = pytest.importorskip("transformers")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8)
+    seen = transformers.AutoImageProcessor.from_pretrained(tmp_path / "v-hf")(pixels, return_tensors="np")
+    wanted = (pixels / 255 - data["image_mean"]) / data["image_std"]
+    np.testing.assert_allclose(seen["pixel_values"][0].transpose(1, 2, 0), wanted, rtol=0, atol=1e-5)

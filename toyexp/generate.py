@@ -19,7 +19,7 @@ from toyexp.errors import UserError, choose
 from toyexp.frozen import frozen_plan
 from toyexp.gguf.model import file_of, model_of
 from toyexp.gguf.read import GGUFError, GGUFFile
-from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
+from toyexp.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.init import stream
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
@@ -301,7 +301,7 @@ def _write(tokens: Iterator[int], last: frozenset[int], limit: int, scribe: Scri
 def _language(path: Path, options: Options) -> tuple[Tokenizer | None, str]:
     """The file's tokenizer, if it has one and it is needed, and its chat template."""
     with GGUFFile(path) as file:
-        if not _has_tokenizer(file):
+        if not has_text(file):
             return None, ""
         try:
             return read_tokenizer(file), read_chat_template(file)
@@ -309,10 +309,6 @@ def _language(path: Path, options: Options) -> tuple[Tokenizer | None, str]:
             if options.ids is None:
                 raise
             return None, ""
-
-
-def _has_tokenizer(file: GGUFFile) -> bool:
-    return file.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
 
 def _prompt_ids(
@@ -352,7 +348,7 @@ def _by_llama_cpp(
         context = file.metadata.get(f"{file.architecture}.context_length")
         if not isinstance(context, int):
             raise file.error("holds no language model")
-        if not _has_tokenizer(file):
+        if not has_text(file):
             raise file.error("has no tokenizer, and llama.cpp does not write without one")
         if options.chat and not read_chat_template(file):
             raise file.error("has no chat template; leave --chat out")

@@ -329,7 +329,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --engine ggml:threads=1,2", "written ggml:threads=1"),
         ("text.gguf --prompt x --engine ggml:thread=1", "did you mean engine.threads?"),
         ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes threads alone"),
-        ("ids.gguf --prompt x", "trained on ids without text: it has no tokenizer"),
+        ("ids.gguf --prompt x", "has no tokenizer, so it knows ids alone"),
         ("vit.gguf --prompt x", "reads images and writes no text"),
         ("vit.gguf --prompt x --engine llama.cpp", "holds no language model"),
         ("adapter.gguf --prompt x", "behind --adapter"),

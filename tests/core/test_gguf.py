@@ -22,7 +22,7 @@ import pytest
 from toyexp import Constant, FromGGUF, Model, Normal, TensorSpec, UserError
 from toyexp.gguf.model import model_of
 from toyexp.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
-from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.gguf.write import FILE_TYPES, Writer, size_label, write_model
 from toyexp.init import draw
 from toyexp.registry import load
@@ -829,6 +829,7 @@ def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
     write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
+        assert not has_text(file)
         with pytest.raises(GGUFError, match="trained on ids without text: it has no tokenizer"):
             read_tokenizer(file)
 
@@ -892,6 +893,7 @@ def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
     write_model(tmp_path / "m.gguf", model, weights(model), tokenizer)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert len(file.metadata["tokenizer.ggml.tokens"]) == model.vocab
+        assert has_text(file)
         found = read_tokenizer(file)
     assert (found.kind, found.vocab, found.eos) == (kind, tokenizer.vocab, tokenizer.eos)
     assert found.fingerprint() == tokenizer.fingerprint()

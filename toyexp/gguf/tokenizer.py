@@ -60,6 +60,12 @@ def read_chat_template(file: GGUFFile) -> str:
     return template if isinstance(template, str) else ""
 
 
+def has_text(file: GGUFFile) -> bool:
+    """Whether the file's ids stand for text: a model of ids alone has no vocabulary, or placeholders in its place."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return isinstance(tokens, list) and tokens != [placeholder(i) for i in range(len(tokens))]
+
+
 class _Reader:
     """A file's `tokenizer.*` keys, checked, on their way to a tokenizer."""
 
@@ -77,6 +83,8 @@ class _Reader:
         else:
             self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
         self._check_keys()
+        if not has_text(self.file):
+            raise self.file.error("its model was trained on ids without text: it has no tokenizer")
         self._read_tokens()
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")
@@ -137,8 +145,6 @@ class _Reader:
         return frozenset(np.flatnonzero(np.isin(self.types, types)).tolist())
 
     def _sentencepiece(self) -> Tokenizer:
-        if self.pieces == [placeholder(i) for i in range(len(self.pieces))]:
-            raise self.file.error("its model was trained on ids without text: it has no tokenizer")
         scores = self._array("scores", len(self.keys["tokens"]), "if", 0).astype(np.float32)[: len(self.pieces)]
         if np.isnan(scores).any():
             raise self.file.error(f"its token {printable(self.pieces[int(np.isnan(scores).argmax())])} has no score")

@@ -10,7 +10,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test check donor wheel clean
+.PHONY: run test check donor table wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -29,6 +29,9 @@ donor: $(INSTALLED)  ## train the shipped donor again and put it into the packag
 bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engines side by side
 	$(BIN)/python tests/benchmarks/overhead.py
 	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
+
+table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the README's table
+	$(BIN)/python tests/support/make_table.py
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
-from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import print_result, print_table, say
+from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
+from toyexp.terminal import print_result, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
     from toyexp.experiment import Result
     from toyexp.schema import Source
 
-log = logging.getLogger("toyexp")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    follow_the_sweep()
     try:
         if words and words[0] in COMMANDS:
             return COMMANDS[words[0]](words[1:])
@@ -73,6 +71,7 @@ SHELLS = ("bash", "fish", "zsh")
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
+    settings = in_our_words(settings)
     from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
     from toyexp.resume import AUTO, Complete, find_newest, require_run
 
@@ -86,8 +85,11 @@ def run(words: Sequence[str]) -> int:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
     if flags.keys() & {"--cfg", "--info", "--shell-completion", "--hydra-help"}:
         return inspect(flags, settings, registry, source)
-    if "--multirun" in flags:
-        return sweep(parsed, registry, modules, source)
+    of_sweeps = {o.key_or_group: str(o.input_line) for o in parsed if o.key_or_group.split(".")[0] == "sweep"}
+    if "--multirun" in flags or "sweep.resume" in of_sweeps:
+        return sweep(parsed, flags, registry, modules, source)
+    for line in of_sweeps.values():
+        raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
     resume = next((str(o.value()) for o in parsed if o.key_or_group == "resume" and o.value() is not None), None)
     settings = [w for w in settings if resume is None or not w.startswith("resume=")]
     if resume is not None and resume != AUTO:
@@ -166,43 +168,17 @@ def experiment(
     return execute(prepared, resume or directory(), say, resumed)
 
 
-def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:
-    """Runs every combination of the values, one after another; a job that fails is reported and the others go on."""
-    from toyexp import config, mistakes
+def sweep(
+    parsed: Sequence[Override], flags: dict[str, str], registry: Registry, modules: Sequence[str], source: Source
+) -> int:
+    """Runs every combination of the values, or goes on with a sweep."""
+    from toyexp.jobs import Asked
+    from toyexp.jobs import sweep as run_jobs
 
-    for override in parsed:  # what is wrong in every job is told once, before the first
-        if not override.is_sweep_override():
-            mistakes.check_override(override, registry, source)
-    parsed = [*own_sweep(parsed, registry, source), *parsed]
-    fixed = [o for o in parsed if not o.is_sweep_override()]
-    rows: list[tuple[str, Result | Exception]] = []
-    root: list[Path] = []
+    def one(cfg: DictConfig, directory: Path) -> Result:
+        return experiment(cfg, registry, modules, lambda: directory)
 
-    def directory(cfg: DictConfig) -> Path:
-        if not root:  # the time in its name is that of the first job
-            root.append(config.directory(cfg, "hydra.sweep.dir"))
-        return config.directory(cfg, "hydra.sweep.subdir", below=root[0])
-
-    for number, varied in enumerate(combinations(parsed)):
-        label = " ".join(varied)
-        say(f"\n[{number}] {label}".rstrip())
-        try:
-            cfg = config.compose([*(str(o.input_line) for o in fixed), *varied], registry, source, number)
-            result = experiment(cfg, registry, modules, lambda cfg=cfg: directory(cfg))  # type: ignore[misc]
-        except Exception as error:
-            rows.append((label, error))
-            report = error if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-            print(f"toyexp: error in job {number}: {report}", file=sys.stderr)
-            log.debug("job failed", exc_info=error)
-        else:
-            rows.append((label, result))
-            print_result(result)
-    failed = [r for _, r in rows if isinstance(r, Exception)]
-    if len(rows) > 1:
-        print_table(rows)
-    if not failed:
-        return 0
-    return 2 if all(isinstance(e, UserError) for e in failed) else 1
+    return run_jobs(Asked(flags, parsed, modules, registry, source, one, run))
 
 
 def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, source: Source) -> int:

@@ -290,6 +290,7 @@ def show_help(words: Sequence[str] = ()) -> int:
         textwrap.dedent("""\
         usage: toyexp [key=value ...]        run one experiment
                toyexp -m key=v1,v2 ...       sweep over values
+               toyexp sweep.resume=DIR       go on with a sweep
                toyexp COMMAND
 
         commands
@@ -321,10 +322,15 @@ def show_help(words: Sequence[str] = ()) -> int:
         listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
         print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
     print("\ntop-level keys (conf/config.yaml)")
+    under: list[str] = []
     for line in (conf_dir() / "config.yaml").read_text().splitlines():
         key, _, comment = line.partition("#")
-        if comment and ":" in key and not key.startswith((" ", "-")):
-            print(f"  {key.strip().replace(': ', '='):<34} {comment.strip()}")
+        name, colon, value = key.strip().partition(":")
+        if not comment or not colon or name.startswith("-"):
+            continue
+        under[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        if value.strip():
+            print(f"  {'.'.join(under) + '=' + value.strip():<34} {comment.strip()}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
     print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
     return 0

@@ -288,7 +288,16 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 # Top-level keys that change no number of a run.
-NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best")
+NOT_NUMBERS = (
+    "name",
+    "callbacks",
+    "plugins",
+    "resume",
+    "checkpoint_every",
+    "checkpoint_keep",
+    "checkpoint_best",
+    "sweep",
+)
 
 
 class Signals:

@@ -28,7 +28,51 @@ from toyexp.registry import Registry
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
 NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
+LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
+
+
+@dataclass
+class Submitit:
+    """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
+
+    cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
+    partition: str | None = None  # of Slurm
+    timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
+    gpus: int = 0  # per job
+    cpus: int | None = None  # cores per job
+    mem_gb: float | None = None  # memory per job
+
+
+@dataclass
+class Sweep:
+    """How -m runs its jobs. No number of a run depends on it."""
+
+    launcher: str = "serial"  # one job after another; joblib: several at once here; submitit: on a cluster
+    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
+    isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
+    fail_fast: bool = False  # the first failure ends the sweep
+    resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
+    retry: bool = False  # with resume: jobs that failed, too
+    submitit: Submitit = field(default_factory=Submitit)
+
+    def check(self) -> None:
+        """Raises UserError for what cannot work together."""
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
+        if self.jobs < 0:
+            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
+        if self.jobs > 1 and self.launcher == "serial":
+            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
+        if not self.isolate and self.launcher != "serial":
+            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
+        if self.retry and self.resume is None:
+            raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
+        for name, least in limits.items():
+            value = getattr(given, name)
+            if value is not None and not least <= value < 2**31:
+                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least}")
 
 
 @dataclass
@@ -47,6 +91,7 @@ class Settings:
     nonfinite: str = "stop"
     resume: str | None = None
     plugins: list[str] = field(default_factory=list)
+    sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
     data: Any = MISSING
     recipe: Any = MISSING

@@ -286,7 +286,7 @@ AT_HEAD = {
     },  # comes with omegaconf; configs are read and written as Hydra reads them
     "numpy": None,  # anywhere
 }
-INSIDE_FUNCTIONS = {"gguf", "tokenizers", "safetensors", "jinja2", "xllamacpp", "llama_cpp"}
+INSIDE_FUNCTIONS = {"gguf", "tokenizers", "safetensors", "jinja2", "xllamacpp", "llama_cpp", "joblib", "submitit"}
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}
 

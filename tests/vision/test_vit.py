@@ -113,7 +113,7 @@ def test_skipped_images_are_counted_where_a_person_looks(tmp_path, capsys):
 
 def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["-m", *TINY, "steps=1", "callbacks=[]", "data.eval_images=20", "seed=0,1"]) == 0
+    assert main(["-m", "sweep.isolate=false", *TINY, "steps=1", "callbacks=[]", "data.eval_images=20", "seed=0,1"]) == 0
     assert "held-out loss  held-out accuracy  run" in capsys.readouterr().out
 
 

@@ -38,6 +38,9 @@ class Callback(ABC):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
 
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
         return {}

@@ -86,6 +86,8 @@ def prepare(config: Config) -> Prepared:
         settings.nonfinite == "skip",
     )  # fmt: skip
     plan = recipe.plan(model, setup)
+    for callback in config.callbacks.values():
+        callback.check_plan(plan)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toyexp.data import Batches, Dataset
     from toyexp.engine import Batch, Session
     from toyexp.gguf.read import GGUFFile
+    from toyexp.huggingface import Layout
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class Model(ABC):
     def gguf_metadata(self) -> dict[str, Any]:
         """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""
         raise UserError(f"model={self.name} has no GGUF form")
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """What it is in transformers, or UserError; `data`: what the data adds to its GGUF's keys."""
+        raise UserError(f"model={self.name} has no Hugging Face layout")
 
     def parameters(self) -> int:
         """How many numbers the model has."""

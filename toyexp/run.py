@@ -119,6 +119,11 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of the files in a directory."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
     return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=str)

@@ -44,6 +44,7 @@ def write_text(text: str) -> None:
 def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     from toyexp.experiment import count
+    from toyexp.run import bytes_in
 
     outcome = result.outcome
     speed = f" · {count(outcome.tokens_per_second)} {result.reads}/s" if outcome.tokens_per_second else ""
@@ -59,7 +60,7 @@ def print_result(result: Result) -> None:
     say(f"run     {short(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        say(f"        {shown}  {path.stat().st_size / 1e6:.2f} MB")
+        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB")
 
 
 def short(path: Path) -> str:

@@ -18,6 +18,7 @@ def register_callbacks(register: Register) -> None:
         wandb.Wandb,
         export.GGUFExport,
         export.SafetensorsExport,
+        export.HuggingFaceExport,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

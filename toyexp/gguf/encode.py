@@ -19,13 +19,13 @@ K_QUANTS = {
 IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
 
 
-def check_type(kind: str, key: str = "type") -> None:
+def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
     """Raises UserError unless `kind`, given as `key`, is a type that can be written, and Unavailable without llama.cpp.
 
-    That is needed for the K-quants alone.
+    That is needed for the K-quants alone. `others` are what could have been given beside these types.
     """
     if kind not in FILE_TYPES | K_QUANTS:
-        raise UserError(f"{key}={kind}: {choose(kind, FILE_TYPES | K_QUANTS)}")
+        raise UserError(f"{key}={kind}: {choose(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
     if kind in K_QUANTS:
         quantiser(f"{key}={kind}")
 

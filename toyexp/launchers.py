@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import selectors
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,8 @@ LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 SAVING = 60.0  # seconds that a run has for saving when its node is taken away
 POLL = 0.2  # seconds between looks at a cluster's jobs
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
+LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
+NOT_STARTED = 126  # the exit code that shells have for it
 PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
 
 
@@ -129,9 +133,17 @@ def run_process(
     With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
     """
     try:
-        words = order.words()
+        return _run(order, stop, show, poll, terminal)
     except UserError as error:
         return Ended(2, str(error))
+    except OSError as error:  # no memory for a process, no room for its log
+        return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
+
+
+def _run(
+    order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool
+) -> Ended:
+    words = order.words()
     environment = {**os.environ, LIFELINE: "1"}
     if order.cores:
         given = {name: environment.get(name, str(order.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
@@ -162,7 +174,7 @@ class _LastWords:
     """Keeps back what a job says of the error that ends it, which the sweep reports in a line of its own."""
 
     def __init__(self) -> None:
-        self.held: list[str] = []
+        self.held: deque[str] = deque(maxlen=LINES)
         self._line = ""
 
     def hears(self, line: str) -> bool:
@@ -174,10 +186,8 @@ class _LastWords:
 
     def text(self) -> str:
         """The error, or else the last line."""
-        told = next((i for i, line in enumerate(self.held) if line.startswith("toyexp: error: ")), None)
-        if told is None:
-            return self._line.removeprefix("toyexp: ")
-        return "\n".join(self.held[told:]).removeprefix("toyexp: error: ").rstrip()
+        told = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
+        return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
 
 
 def _lines(process: subprocess.Popen[bytes], log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
@@ -196,6 +206,8 @@ def _lines(process: subprocess.Popen[bytes], log: IO[bytes], poll: Callable[[], 
                 with contextlib.suppress(OSError):  # a full disk costs the log, not the job
                     log.write(chunk)
                 *whole, left[pipe] = (left[pipe] + chunk).split(b"\n")
+                if len(left[pipe]) > LONG:  # a bar that never ends its line
+                    whole, left[pipe] = [*whole, left[pipe]], b""
                 yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in whole)
             poll()
             ended = ended or (time.monotonic() if process.poll() is not None else None)
@@ -227,11 +239,10 @@ class OnCluster:
     """What submitit runs on a node: a job's process, and when the node is taken away, the rest of it later."""
 
     def __init__(self, order: Order, stop_file: Path):
-        self._order, self._stop_file = order, stop_file
+        self._order, self._stop_file, self._stop = order, stop_file, Stop()
 
     def __call__(self) -> Ended:
         """Runs the job; submitit's own log gets what it prints."""
-        self._stop = Stop()
         return run_process(self._order, self._stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
@@ -268,7 +279,7 @@ def on_cluster(
     executor.update_parameters(
         name="toyexp",
         timeout_min=settings.timeout_min,
-        gpus_per_node=settings.gpus,
+        gpus_per_node=settings.gpus or None,
         cpus_per_task=settings.cpus,
         mem_gb=settings.mem_gb,
         slurm_partition=settings.partition,
@@ -281,7 +292,11 @@ def on_cluster(
     cancelled = False
     while True:
         while len(running) < limit and (job := next(jobs, None)) is not None:
-            handle = executor.submit(OnCluster(order(job), stop_file))
+            try:
+                handle = executor.submit(OnCluster(order(job), stop_file))
+            except Exception as error:  # whatever the cluster has against it
+                yield job, Ended(NOT_STARTED, f"submitit: {_last_line(error)}")
+                continue
             say(f"[{job.number}] {job.label}".rstrip() + f"  submitted as {handle.job_id}")
             running.append((job, handle))
         if not running:
@@ -293,13 +308,19 @@ def on_cluster(
                     handle.cancel()
         for entry in [entry for entry in running if entry[1].done()]:
             running.remove(entry)
-            yield entry[0], _result(entry[1])
+            yield entry[0], _result(entry[1], stop.requested)
         time.sleep(POLL)
 
 
-def _result(handle: Any) -> Ended:
-    """What OnCluster returned; a job whose node went away returned nothing, and counts as killed."""
+def _result(handle: Any, stopped: bool) -> Ended:
+    """What OnCluster returned; a job that was cancelled, or whose node went away, returned nothing."""
     try:
         return handle.result()
     except Exception as error:  # submitit's own, with the end of the job's log
-        return Ended(128 + signal.SIGKILL, f"submitit: {str(error).strip().splitlines()[-1]}")
+        if stopped:
+            return Ended(128 + signal.SIGTERM, "interrupted")
+        return Ended(128 + signal.SIGKILL, f"submitit: {_last_line(error)}")
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `toyexp plugins | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        print(f"toyexp: error: out of memory{f' ({error})' if str(error) else ''}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a disk that is full, a directory that went away, too many open files
+        print(f"toyexp: error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -158,12 +164,16 @@ def experiment(
     """
     from toyexp.config import build
     from toyexp.experiment import execute, prepare, stop_signals
+    from toyexp.memory import running_out
     from toyexp.resume import load as load_run
 
-    with stop_signals():
-        prepared = prepare(build(cfg, registry, modules))
-        resumed = load_run(resume, prepared) if resume else None
-    return execute(prepared, resume or directory(), say, resumed)
+    with stop_signals() as signals:
+        with running_out():
+            prepared = prepare(build(cfg, registry, modules))
+            resumed = load_run(resume, prepared) if resume else None
+        if interrupted := signals.last_word():  # one that some library swallowed
+            raise interrupted
+        return execute(prepared, resume or directory(), say, resumed)
 
 
 def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:

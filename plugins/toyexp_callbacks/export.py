@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from toyexp.gguf.write import check_type, export_tensors, model_metadata, write_
 from toyexp.plan import lora_names
 from toyexp.run import write_atomically
 
+log = logging.getLogger("toyexp")
+
 
 @dataclass(eq=False)
 class Export(Callback):
@@ -27,6 +30,7 @@ class Export(Callback):
 
     def __post_init__(self) -> None:
         self._step = 0
+        self._warned = False
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
@@ -43,7 +47,10 @@ class Export(Callback):
         """Exports on the way, where asked for."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
-            self._export(run, run.dir / f"model-{step}.{self.suffix}")
+            try:
+                self._export(run, run.dir / f"model-{step}.{self.suffix}")
+            except RunFailed as error:  # an extra file is not worth the run; without the last one it fails
+                self._warn(run, f"{error}; training goes on")
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
@@ -54,6 +61,12 @@ class Export(Callback):
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
         self._tell(run, path, self.write(run, path, tensors, self._general(run)))
+
+    def _warn(self, run: Run, text: str) -> None:
+        log.warning("%s", text)
+        if not self._warned:
+            self._warned = True
+            run.emit("note", text=f"toyexp: warning: {text}")
 
     def _general(self, run: Run) -> dict[str, Any]:
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Run, UserError, hookimpl
+from toyexp.terminal import say
 
 REDRAW_SECONDS = 0.1
 SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
@@ -101,10 +101,7 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        try:
-            print(line, flush=True)
-        except BrokenPipeError:  # the reader went away (`| head`), which ends the lines and not the run
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(line)
 
     @hookimpl
     def on_end(self) -> None:

@@ -45,7 +45,7 @@ class EarlyStop(Callback):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on counting."""
-        self._best, self._waited = state["best"], state["waited"]
+        self._best, self._waited = float(state["best"]), int(state["waited"])
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
@@ -93,7 +93,8 @@ class QualityGate(Callback):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes them back."""
-        self._losses = list(state["losses"])
+        first, last = state["losses"]
+        self._losses = [float(first), float(last)]
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:

@@ -114,7 +114,8 @@ def _writing(path: Path, architecture: str) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # after a failed write, closing fails the same way once more
             writer.close()
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)
 
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

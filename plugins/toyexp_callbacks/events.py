@@ -28,7 +28,8 @@ class Lines:
     def __init__(self, path: Path, waiting: bytes = b"", new: bool = False):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(path, flags | (os.O_EXCL if new else 0), 0o644)
-        self._waiting = bytearray(waiting)
+        self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
+        self._done = 0
         self._flushed = time.monotonic()
         self.trouble: str | None = None  # why the file does not hold everything
         self.lost = 0  # lines for which there was no room in memory either
@@ -46,8 +47,11 @@ class Lines:
     def flush(self, to_disk: bool = False) -> None:
         """Writes what it can."""
         try:
-            while self._waiting:
-                del self._waiting[: os.write(self._file, self._waiting)]
+            while self._done < len(self._waiting):
+                self._done += os.write(self._file, self._waiting[self._done :])
+                whole = self._waiting.rfind(b"\n", 0, self._done) + 1
+                del self._waiting[:whole]
+                self._done -= whole
             if to_disk:
                 os.fsync(self._file)
         except OSError as error:
@@ -56,13 +60,15 @@ class Lines:
             self.trouble = None
 
     def place(self) -> dict[str, Any]:
-        """How far the file reaches, on the disk, and what is still to come behind that."""
+        """How far the file's whole lines reach, on the disk, and those that are still to come."""
         self.flush(to_disk=True)
-        return {"bytes": os.fstat(self._file).st_size, "waiting": self._waiting.decode(errors="replace")}
+        return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
 
     def close(self) -> str | None:
-        """Closes the file, and returns why it is not complete, if so."""
+        """Closes the file after its last whole line, and returns why it is not complete, if so."""
         self.flush(to_disk=True)
+        if self._done:
+            os.truncate(self._file, os.fstat(self._file).st_size - self._done)
         os.close(self._file)
         if self.trouble:
             return f"{self._waiting.count(10) + self.lost} lines could not be written: {self.trouble}"

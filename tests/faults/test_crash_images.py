@@ -5,20 +5,20 @@ at moments when it changes, and the run is resumed from the copy, in this proces
 of the matrix.
 """
 
+import functools
 import random
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from faults import FIGURES, STEPS, Trace, words
-from omegaconf import open_dict
 
 from toyexp import checkpoint, config, experiment, run, schema
 from toyexp.matrix import cells
 from toyexp.registry import load
 from toyexp.resume import load as load_run
-from toyexp.sweeps import local_modules
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")
@@ -28,25 +28,25 @@ CELLS = sorted(
 
 
 @pytest.fixture(scope="module")
-def composed(bench):
-    """Compositions by recipe and model, and the nodes of the engines: Hydra takes longer than a tiny run."""
+def configured(bench):
+    """The configuration of a cell; Hydra takes longer than a tiny run, and composes each part once."""
     schema.store_schemas(REGISTRY)
-    kept = {}
 
-    def compose(recipe, model, engine):
-        for key in ((recipe, model, "ggml"), ("scratch", "llama", engine)):
-            if key not in kept:
-                kept[key] = config.compose(words(*key), REGISTRY, schema.Source.of())
-        found = kept[recipe, model, "ggml"].copy()
-        with open_dict(found):
-            found.engine = kept["scratch", "llama", engine].engine
-        return found
+    @functools.cache
+    def built(recipe, model, engine):
+        return config.build(config.compose(words(recipe, model, engine), REGISTRY, schema.Source.of()), REGISTRY)
 
-    return compose
+    def configure(recipe, model, engine):
+        cell, other = built(recipe, model, "ggml"), built("scratch", "llama", engine)
+        plain = {**cell.plain, "engine": other.plain["engine"]}
+        return replace(cell, engine=other.engine, engine_note=other.engine_note, plain=plain)
+
+    return configure
 
 
 def execute(cfg, directory, resume=False):
-    prepared = experiment.prepare(config.build(cfg.copy(), REGISTRY, local_modules([])))
+    fresh = {name: replace(callback) for name, callback in cfg.callbacks.items()}
+    prepared = experiment.prepare(replace(cfg, callbacks=fresh))
     resumed = load_run(directory, prepared) if resume else None
     return experiment.execute(prepared, directory, resumed=resumed)
 
@@ -101,8 +101,8 @@ def root(here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "model", "engine"), CELLS)
-def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, composed, root, monkeypatch):
-    cfg = composed(recipe, model, engine)
+def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configured, root, monkeypatch):
+    cfg = configured(recipe, model, engine)
     directory = root / f"{recipe}-{model}-{engine}" / "run"
     moment = random.Random(f"{recipe}-{model}-{engine}").randint(16, 43)
     with monkeypatch.context() as patch:
@@ -120,8 +120,8 @@ def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, composed
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("recipe", "model"), [("scratch", "gpt2"), ("lora", "llama"), ("vit_tiny", "vit")])
-def test_every_moment_of_a_run(recipe, model, composed, root, monkeypatch):
-    cfg = composed(recipe, model, "ggml")
+def test_every_moment_of_a_run(recipe, model, configured, root, monkeypatch):
+    cfg = configured(recipe, model, "ggml")
     directory = root / f"all-{recipe}-{model}" / "run"
     with monkeypatch.context() as patch:
         camera = Camera(patch, directory, range(1000))

@@ -79,6 +79,9 @@ SHELLS = ("bash", "fish", "zsh")
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
+    resume = None
+    if "--multirun" not in flags:
+        settings, resume = take_resume(settings)
     from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
     from toyexp.resume import AUTO, Complete, find_newest, require_run
 
@@ -94,8 +97,6 @@ def run(words: Sequence[str]) -> int:
         return inspect(flags, settings, registry, source)
     if "--multirun" in flags:
         return sweep(parsed, registry, modules, source)
-    resume = next((str(o.value()) for o in parsed if o.key_or_group == "resume" and o.value() is not None), None)
-    settings = [w for w in settings if resume is None or not w.startswith("resume=")]
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
         source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
@@ -149,6 +150,17 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise UserError(f"{given} {value}: {choose(value, takes)}")
         flags[flag] = value
     return flags, settings
+
+
+def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
+    """The settings without `resume=`, and its value as it was typed: a path may hold what means something to Hydra."""
+    given = [word.removeprefix("resume=") for word in settings if word.startswith("resume=")]
+    if not given or given[-1] == "null":
+        return list(settings), None
+    value = given[-1]
+    if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
+        value = value[1:-1]
+    return [word for word in settings if not word.startswith("resume=")], value
 
 
 def experiment(

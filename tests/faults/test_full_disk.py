@@ -167,3 +167,165 @@ def test_some_moments(here, empty, capfd):
 @pytest.mark.timeout(900)
 def test_many_moments(here, empty, capfd):
     survive(empty, 150, capfd, 2)
+
+
+# -- other disks, and other troubles with files -----------------------------------------------------------------------
+
+
+def test_a_disk_that_can_only_be_read(here, empty, capsys):
+    run = empty / "run"
+    execute(run)
+    capsys.readouterr()
+    subprocess.run(["mount", "-o", "remount,ro", empty], check=True)
+    try:
+        before = {path: path.stat().st_mtime_ns for path in empty.rglob("*")}
+        for args in ([*WORDS, f"hydra.run.dir={empty}/new"], [f"resume={run}", "steps=24"]):
+            assert main(args) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert "cannot be written (Read-only file system); choose: hydra.run.dir=..." in line
+        assert {path: path.stat().st_mtime_ns for path in empty.rglob("*")} == before
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", empty], check=True)
+
+
+@dataclass(eq=False)
+class Stopper(Callback):
+    """Lets no file of this process grow after step 7."""
+
+    name: ClassVar[str] = "stopper"
+
+    @hookimpl
+    def on_step(self, step):
+        if step == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_files_that_may_no_longer_grow(here, capsys):
+    directory, before = here / "frozen", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with capsys.disabled(), pytest.raises(RunFailed, match=r"checkpoint of step 12: not written \(.*\); the last one"):
+            execute(directory, Stopper())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    require_readable(directory)
+    assert max(checkpoint.steps(directory / "checkpoints")) in (3, 6)
+    execute(directory, resume=True)
+    assert [e["step"] for e in Trace.of(directory).events if e["kind"] == "step"] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("limit", [0, 1, 1000, 3000, 8000, 40_000, 100_000, 300_000])
+def test_files_that_may_not_grow(limit, here):
+    """ulimit -f, which makes a write fail with another number."""
+    directory = here / "limits" / str(limit)
+    limited = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    done = toyexp([*WORDS, f"hydra.run.dir={directory}"], here, preexec_fn=limited)
+    lines = done.stderr.splitlines()
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    assert lines[-1].startswith("toyexp: error: ")
+    assert len(lines) <= 3, done.stderr
+    if done.returncode == 2:
+        assert not directory.exists()
+        return
+    require_readable(directory)
+
+
+def test_output_that_goes_to_a_full_disk(here):
+    with open("/dev/full", "w") as full:
+        command = python("-m", "toyexp", *WORDS, "callbacks=[default]", "steps=3", f"hydra.run.dir={here}/quiet")
+        done = subprocess.run(command, cwd=here, env=environment(here), stdout=full, stderr=full, timeout=60)
+    assert done.returncode == 0
+    require_readable(here / "quiet")
+
+
+@dataclass(eq=False)
+class Vandal(Callback):
+    """Removes something of the run after one step."""
+
+    name: ClassVar[str] = "vandal"
+
+    def prepare(self, at, what):
+        self.at, self.what = at, what
+        return self
+
+    @hookimpl
+    def on_step(self, step):
+        while step == self.at and self.what.exists():
+            shutil.rmtree(self.what, ignore_errors=True)  # a checkpoint may be in the making there
+
+
+def test_a_run_whose_directory_is_removed(here, capfd):
+    directory, said = here / "removed", []
+    with pytest.raises(RunFailed, match="checkpoint of step 12: not written") as failure:
+        execute(directory, Vandal().prepare(4, directory), say=said.append)
+    assert "\n" not in str(failure.value)
+    assert len([line for line in said if "warning" in line]) == 1
+    assert "Traceback" not in capfd.readouterr().err
+    assert not directory.exists(), "it is not made anew"
+
+
+def test_a_run_whose_checkpoints_are_removed(here):
+    directory = here / "bare"
+    execute(directory, Vandal().prepare(7, directory / "checkpoints"))
+    assert list(checkpoint.steps(directory / "checkpoints")) == [12, 9]
+
+
+def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
+    directory = here / "loggy"
+
+    @dataclass(eq=False)
+    class Breaker(Callback):
+        name: ClassVar[str] = "breaker"
+
+        @hookimpl
+        def on_step(self):
+            handler = next(h for h in experiment.log.handlers if h.baseFilename == str(directory / "log.txt"))
+            os.dup2(os.open("/dev/full", os.O_WRONLY), handler.stream.fileno())
+            experiment.log.warning("something")
+
+    execute(directory, Breaker())
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "log.txt" in line]
+    assert line.endswith("log.txt: not written (No space left on device); the run goes on")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("limit", [6, 8, 10, 12, 14, 16, 20, 24, 32])
+@pytest.mark.parametrize("engine", ["ggml", "cpu"])
+def test_few_open_files(limit, engine, here):
+    directory = here / "files" / f"{engine}-{limit}"
+    code = (
+        "import sys, resource; from toyexp.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); sys.exit(main(sys.argv[1:]))"
+    )
+    command = python("-c", code, *WORDS, f"engine={engine}", f"hydra.run.dir={directory}")
+    done = subprocess.run(command, cwd=here, env=environment(here), capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert len(done.stderr.splitlines()) <= 3, done.stderr
+    if directory.exists():
+        require_readable(directory)
+
+
+NAMES = ["with space", "a=b", "ü ñ 漢字 🦆", "it's", 'say "x"', "{brace},[list]", "$HOME ${name}", "back\\slash", "#1", "~",
+         "x" * 200]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_directory_of_any_name(name, here, capsys):
+    """Quoted as Hydra wants it, a name is a name; and resume takes it as it is."""
+    quoted = "'" + name.replace("'", "\\'").replace("${", "\\${") + "'"
+    directory = here / "names" / name
+    assert main([*WORDS, "steps=4", f"hydra.run.dir={quoted.replace(chr(39), chr(39) + str(here) + '/names/', 1)}"]) == 0
+    assert (directory / "model.gguf").exists(), capsys.readouterr().err
+    assert main([f"resume={directory}", "steps=6"]) == 0, capsys.readouterr().err
+    assert [s for s in checkpoint.steps(directory / "checkpoints")][0] == 6
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "x/" * 3000])
+def test_a_name_that_is_too_long(name, here, capsys):
+    assert main([*WORDS, f"hydra.run.dir={here}/long/{name}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File name too long" in line
+    assert not (here / "long").exists()

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
@@ -61,6 +61,9 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
         raise yaml_error(error, source.directory) from None
+    except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
+        path = source.directory / f"{source.name}.yaml"
+        raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
     with open_dict(cfg):
         cfg.hydra.job.num = job
         given = {o.key_or_group for o in parsed}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.engine import Engine
-from toyexp.errors import RunFailed, UserError
+from toyexp.errors import RunFailed, UserError, printable
 from toyexp.plan import Plan
 
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
@@ -68,4 +68,5 @@ def running_out() -> Iterator[None]:
     except RuntimeError as error:  # PyTorch says it in words alone
         if not re.search(r"out of memory|allocate memory", str(error)):
             raise
-        raise RunFailed(f"out of memory ({str(error).strip().splitlines()[0][-160:]}); {REMEDY}") from error
+        told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise RunFailed(f"out of memory ({printable(told, 160)}); {REMEDY}") from error

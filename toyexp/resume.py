@@ -134,7 +134,7 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
             good = isinstance(value, dict) and all(isinstance(number, float) for number in value.values())
         else:
             good = isinstance(value, hint)
-        if not good:
+        if not good or name not in saved:
             raise UserError(f"{found.path / checkpoint.STATE}: outcome.{name} is {printable(str(value))}")
     if saved["steps"] != found.step:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {saved['steps']}")

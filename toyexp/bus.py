@@ -125,17 +125,18 @@ class Bus:
 
         Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
         at the end, who are told the first failure as the error of a run that had none. Returns what was raised;
-        an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal` gives the
-        first Ctrl-C as an error; one that comes while exporters work makes it an interrupted run to the recorders.
+        an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal`, asked when
+        the recorders' turn comes, gives the first Ctrl-C as an error: it makes the run an interrupted one to them.
         """
         failures: list[Exception] = []
         interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
             last = getattr(impl.plugin, "closes_last", False)
-            told, why = reason, error or signal()
+            stop = signal() if last or reason == "interrupted" else None
+            told, why = reason, error or stop
             if last:
-                told = "interrupted" if signal() and reason == "completed" else reason
+                told = "interrupted" if stop and reason == "completed" else reason
                 why = why or interruption or (failures[0] if failures else None)
             arguments = {"run": run, "reason": told, "error": why}
             try:

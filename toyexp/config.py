@@ -76,6 +76,9 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
         raise yaml_error(error, source.directory) from None
+    except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
+        path = source.directory / f"{source.name}.yaml"
+        raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
     with open_dict(cfg):
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=job)
         given = {o.key_or_group for o in parsed}

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
-from toyexp.checkpoint import Interval, Keeper
+from toyexp.checkpoint import Interval, Keeper, steps
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
 from toyexp.loop import Outcome, Saver, Training
 from toyexp.matrix import refusal
+from toyexp.memory import check_plan, running_out
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
@@ -88,6 +89,7 @@ def prepare(config: Config) -> Prepared:
     plan = recipe.plan(model, setup)
     for callback in config.callbacks.values():
         callback.check_plan(plan)
+    check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 
@@ -101,38 +103,50 @@ def execute(
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
     bus.tell = say
-    run_dir = RunDir(directory, config.plain, continued=resumed is not None)
-    try:
-        with stop_signals() as signals:
+    with stop_signals() as signals:
+        run_dir = RunDir(directory, config.plain, continued=resumed is not None)
+        try:
             for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
                 log.info(line)
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
-            with start(config.recipe, config.engine, prepared.plan, state) as session:
+            with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
                 run = _run(prepared, directory, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
-            result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
-            summary = {
-                **asdict(outcome),
-                "tokens_per_second": outcome.tokens_per_second,
-                "artifacts": [str(p) for p in result.artifacts],
-            }
-            run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
-        if failures and isinstance(failures[0], ToyexpError):
-            raise failures[0]
-        if failures:
-            raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {directory / 'log.txt'}")
-        if interrupted := signals.error():
-            raise interrupted
-        return result
-    except BaseException as error:
-        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        if not run_dir.judged:
-            with contextlib.suppress(OSError):  # which would hide what ended the run
-                run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
-        raise
-    finally:
-        run_dir.close()
+            return _judge(prepared, run_dir, outcome, failures, signals)
+        except BaseException as error:
+            log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+            if not run_dir.judged:
+                with contextlib.suppress(RunFailed):  # which would hide what ended the run
+                    run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
+            raise
+        finally:
+            run_dir.close()
+
+
+def _judge(
+    prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
+) -> Result:
+    """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
+    result = Result(
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(prepared.bus.artifacts)
+    )
+    summary = {
+        **asdict(outcome),
+        "tokens_per_second": outcome.tokens_per_second,
+        "artifacts": [str(p) for p in result.artifacts],
+    }
+    try:
+        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
+    except RunFailed as error:
+        failures.append(error)
+    if failures and isinstance(failures[0], ToyexpError):
+        raise failures[0]
+    if failures:
+        raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {run_dir.path / 'log.txt'}")
+    if interrupted := signals.last_word():
+        raise interrupted
+    return result
 
 
 def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
@@ -163,8 +177,6 @@ def _live(
     reason = "errored"
     saver = RunSaver(run, prepared, resumed)
     try:
-        if resumed:
-            resumed.hand_back(prepared.config.callbacks)
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
         if resumed:
@@ -174,18 +186,20 @@ def _live(
                 say(inexact)
         outcome = Training(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
-            saver, resumed.outcome() if resumed else Outcome(),
+            saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
         reason = outcome.reason
     except BaseException as caught:
         error, reason = caught, _reason(caught)
         raise
     finally:
+        unsaved = None
         try:
-            saver.finish()
+            unsaved = saver.finish()
         finally:  # which a second signal ends
-            failures = bus.end(run, reason, error, signals.error)
-    if signals.caught():
+            failures = bus.end(run, reason, error or unsaved, signals.last_word)
+        failures = [*([unsaved] if unsaved else []), *failures]
+    if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
 
@@ -200,8 +214,9 @@ class RunSaver(Saver):
     def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
         settings = prepared.config.settings
         self._run, self._prepared = run, prepared
+        self._folder = run.dir / "checkpoints"
         self._keeper = Keeper(
-            run.dir / "checkpoints",
+            self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
             settings.checkpoint_best,
@@ -223,18 +238,26 @@ class RunSaver(Saver):
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
 
-    def finish(self) -> None:
-        """Waits for the last one."""
+    def finish(self) -> RunFailed | None:
+        """Waits for the last one, and returns why it is not there, if so."""
         self._keeper.wait()
-        self._tell()
+        try:
+            self._tell(last=True)
+        except Exception as error:  # of a callback; the others are still told that the run ends
+            return RunFailed(f"a callback failed: {error!r}")
+        if self._keeper.missing is None:
+            return None
+        whole = next((p.name for p in steps(self._folder).values()), "none")
+        return RunFailed(f"{self._folder}: {self._keeper.missing}; the last one there is: {whole}")
 
-    def _tell(self) -> None:
+    def _tell(self, last: bool = False) -> None:
         for saved in self._keeper.published():
             fields = {"bytes": saved.bytes, "seconds": saved.seconds}
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
-            self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
+            if not last:  # which is an error
+                self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
 
 

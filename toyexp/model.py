@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from toyexp.huggingface import Layout
 
 
+MOST_BLOCKS = 10_000
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a model under its GGUF name; a matrix is [out, in], as numpy and torch order it."""
@@ -103,6 +106,11 @@ class Model(ABC):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"model.{name}={value}: must be above 0")
+
+    def require_few_blocks(self, count: int) -> None:
+        """Raises UserError for more blocks than anyone trains: each has tensors that a plan lists."""
+        if count > MOST_BLOCKS:
+            raise UserError(f"model.n_layers={count}: must be at most {MOST_BLOCKS}")
 
     def settings(self) -> dict[str, Any]:
         """The fields and their values."""

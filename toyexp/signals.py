@@ -25,6 +25,7 @@ class Signals:
         self._number = 0
         self._count = 0
         self._patient = False
+        self._last_word: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls."""
@@ -45,9 +46,11 @@ class Signals:
         """How many came."""
         return self._count
 
-    def error(self) -> Interrupted | None:
-        """The one that came."""
-        return Interrupted(self._number) if self._number else None
+    def last_word(self) -> Interrupted | None:
+        """The one that came before this was first asked: a later one finds the run over, and changes no more of it."""
+        if self._last_word is None:
+            self._last_word = (Interrupted(self._number) if self._number else None,)
+        return self._last_word[0]
 
 
 @contextlib.contextmanager

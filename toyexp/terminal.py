@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def say(line: str) -> None:
-    """A line for the person who watches; one who has gone away (`| head`) ends the lines, not the run."""
+    """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
     try:
         print(line, flush=True)
     except OSError:  # or the disk that takes the output is full

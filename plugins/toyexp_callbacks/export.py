@@ -21,6 +21,8 @@ from toyexp.run import bytes_in, write_atomically
 
 log = logging.getLogger("toyexp")
 
+log = logging.getLogger("toyexp")
+
 
 @dataclass(eq=False)
 class Export(Callback):
@@ -33,6 +35,7 @@ class Export(Callback):
     def __post_init__(self) -> None:
         self._step = 0
         self._inherited: dict[str, Any] = {}
+        self._warned = False
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
@@ -52,7 +55,12 @@ class Export(Callback):
         """Exports on the way, where asked for."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
-            self._export(run, run.dir / f"model-{step}{self.suffix}")
+            try:
+                self._export(run, run.dir / f"model-{step}{self.suffix}")
+            except RunFailed as error:  # an extra file is not worth the run; without the last one it fails
+                if not self._warned:
+                    run.emit("warning", text=f"{error}; training goes on")
+                self._warned = True
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:

@@ -54,7 +54,7 @@ class EarlyStop(Callback):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on counting."""
-        self._best, self._waited = state["best"], state["waited"]
+        self._best, self._waited = float(state["best"]), int(state["waited"])
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:

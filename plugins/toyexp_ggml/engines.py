@@ -159,6 +159,7 @@ class GGMLCUDA(GGMLGPU):
     """A static ggml graph on an NVIDIA GPU."""
 
     name: ClassVar[str] = "ggml_cuda"
+    own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 15
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
     products: ClassVar[str] = "tf32"  # of a few rows, whatever cuBLAS does with the others
@@ -198,6 +199,7 @@ class GGMLVulkan(GGMLGPU):
     """A static ggml graph on any GPU with Vulkan."""
 
     name: ClassVar[str] = "vulkan"
+    own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
 

@@ -76,6 +76,7 @@ class TorchCUDA(TorchEngine):
     """PyTorch on an NVIDIA GPU."""
 
     name: ClassVar[str] = "cuda"
+    own_memory: ClassVar[bool] = True
     device: ClassVar[str] = "cuda"
     priority: ClassVar[int] = 40
 

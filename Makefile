@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Two processes: more do not fit into the memory of small machines, and the tests of one use more than one core at times.
+PYTEST ?= --numprocesses=2 --dist=loadgroup
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
 # OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.

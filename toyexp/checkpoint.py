@@ -7,6 +7,8 @@ renamed; the newest is the one with the largest step whose manifest verifies. No
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -14,16 +16,20 @@ import math
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toyexp.errors import UserError, printable
+from toyexp.engine import MOMENTS
+from toyexp.errors import UserError, choose, printable
+from toyexp.model import falls
 from toyexp.run import dump_json, sync_directory, write_synced
 
 log = logging.getLogger("toyexp")
@@ -81,7 +87,7 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
     from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
     from safetensors.numpy import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # a run directory that was removed is not made anew
     final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -107,9 +113,18 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
+    with _open(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()
+
+
+def _open(path: Path) -> BufferedReader:
+    """A regular file for reading: a pipe or a device would be read without end. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a regular file")
+    return open(descriptor, "rb")
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -167,7 +182,7 @@ def read(path: Path) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint; raises Damaged."""
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             text = file.read(JSON_LIMIT + 1)
         if len(text) > JSON_LIMIT:
             raise Damaged(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
@@ -179,6 +194,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{path}: holds no object")
     return value
+
+
+def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """The first weight of a snapshot that holds a number that is not finite; moments may, and the run lives on."""
+    return next((n for n, a in arrays.items() if not n.endswith(MOMENTS) and not np.isfinite(a).all()), None)
 
 
 # -- a run's checkpoints --------------------------------------------------------------------------------------------
@@ -206,12 +226,12 @@ class Keeper:
         self._folder, self._interval, self._keep, self._best = folder, interval, keep, best
         self._resumed = resumed.path if resumed else None  # not deleted before two others stand
         self.trouble: str | None = None  # what the person has to be told, once
+        self.missing: str | None = None  # why the last one that was tried is not there
         self._thread: threading.Thread | None = None
-        self._done: list[Saved] = []
-        self._failure: str | None = None
+        self._outcomes: list[Saved | str] = []  # what became of each, until it was told
         self._told = False
         saved = resumed.state.get("scores", {}) if resumed else {}
-        self.scores: dict[int, float] = {int(step): float(score) for step, score in saved.items()}
+        self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
         for stale in folder.glob(".tmp-*") if interval and folder.is_dir() else ():
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
@@ -220,12 +240,19 @@ class Keeper:
         """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
         if not self._interval or step == self._last_step:
             return False
-        best = min(self.scores.values(), default=math.inf)
-        score = scores.get(self._best) if self._best else None
-        if score is not None:
-            self.scores[step] = score
-        better = score is not None and score < best
+        better = False
+        if self._best and scores:
+            if self._best not in scores:
+                raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
+            if math.isfinite(scores[self._best]):
+                self.scores[step] = scores[self._best]
+                better = self._best_of(self.scores) == step
         return last or better or self._interval.due(step, time.monotonic() - self._last_time)
+
+    def _best_of(self, scores: Mapping[int, float]) -> int:
+        """The step with the best of `scores`, the first of several."""
+        sign = 1 if falls(str(self._best)) else -1
+        return min(sorted(scores), key=lambda step: sign * scores[step])
 
     def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint, once the one before it is written."""
@@ -237,21 +264,27 @@ class Keeper:
     def _write(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
         began = time.perf_counter()
         try:
+            if bad := bad_weight(arrays):
+                raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             path = write(self._folder, step, arrays, state)
             size = sum(p.stat().st_size for p in path.iterdir())
-            self._done.append(Saved(step, path, size, time.perf_counter() - began))
-            self._prune()
+            self._outcomes.append(Saved(step, path, size, time.perf_counter() - began))
+            with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
+                self._prune(step)
         except Exception as error:
             cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            self._failure = f"checkpoint of step {step}: not written ({cause})"
+            self._outcomes.append(f"checkpoint of step {step}: not written ({cause})")
 
-    def _prune(self) -> None:
-        """Deletes what is neither among the last, nor the best, nor what this run was continued from."""
-        have = steps(self._folder)
+    def _prune(self, newest: int) -> None:
+        """Deletes what is neither among the last, nor the best, nor what this run was continued from.
+
+        Any of a later step is a damaged one that was passed over; it is replaced when training comes to its step.
+        """
+        have = {step: path for step, path in steps(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep])
         scored = {s: v for s, v in self.scores.items() if s in have}
         if scored:
-            kept.add(min(scored, key=scored.__getitem__))
+            kept.add(self._best_of(scored))
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
@@ -260,15 +293,17 @@ class Keeper:
 
     def published(self) -> Sequence[Saved]:
         """What came to stand on the disk since the last call; says once when something could not."""
-        if self._failure is not None:
-            line, self._failure = self._failure, None
-            log.warning("%s", line)
-            self.trouble = None if self._told else line
-            self._told = True
         done = []
-        while self._done:
-            done.append(self._done.pop(0))
-            self._told = False
+        while self._outcomes:
+            outcome = self._outcomes.pop(0)
+            if isinstance(outcome, Saved):
+                done.append(outcome)
+                self.missing, self._told = None, False
+                continue
+            log.warning("%s", outcome)
+            self.missing = outcome
+            self.trouble = self.trouble if self._told else outcome
+            self._told = True
         return done
 
     def wait(self) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
+from toyexp.signals import end_process, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import print_result, say
+from toyexp.terminal import drop_output, hold_standard_files, print_result, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -27,23 +28,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     follow_the_sweep()
+    hold_standard_files()
     try:
-        if words and words[0] in COMMANDS:
-            return COMMANDS[words[0]](words[1:])
-        if "-h" in words or "--help" in words:
-            return show_help()
-        if "--version" in words:
-            return show_version()
-        return run(words)
+        with stop_signals():
+            if words and words[0] in COMMANDS:
+                return COMMANDS[words[0]](words[1:])
+            if "-h" in words or "--help" in words:
+                return show_help()
+            if "--version" in words:
+                return show_version()
+            return run(words)
     except ToyexpError as error:
         print(f"toyexp: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:
         print(f"toyexp: {str(error) or 'interrupted'}", file=sys.stderr)
-        return getattr(error, "exit_code", 130)
+        return end_process(getattr(error, "exit_code", 130))
     except BrokenPipeError:  # `toyexp plugins | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
+    except MemoryError as error:
+        print(f"toyexp: error: out of memory{f' ({error})' if str(error) else ''}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a disk that is full, a directory that went away, too many open files
+        print(f"toyexp: error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -72,6 +81,9 @@ def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
     settings = in_our_words(settings)
+    resume = None
+    if "--multirun" not in flags:
+        settings, resume = take_resume(settings)
     from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
     from toyexp.resume import AUTO, Complete, find_newest, require_run
 
@@ -90,8 +102,6 @@ def run(words: Sequence[str]) -> int:
         return sweep(parsed, flags, registry, modules, source)
     for line in of_sweeps.values():
         raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
-    resume = next((str(o.value()) for o in parsed if o.key_or_group == "resume" and o.value() is not None), None)
-    settings = [w for w in settings if resume is None or not w.startswith("resume=")]
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
         source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
@@ -147,6 +157,17 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, settings
 
 
+def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
+    """The settings without `resume=`, and its value as it was typed: a path may hold what means something to Hydra."""
+    given = [word.removeprefix("resume=") for word in settings if word.startswith("resume=")]
+    if not given or given[-1] == "null":
+        return list(settings), None
+    value = given[-1]
+    if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
+        value = value[1:-1]
+    return [word for word in settings if not word.startswith("resume=")], value
+
+
 def experiment(
     cfg: DictConfig,
     registry: Registry,
@@ -159,10 +180,11 @@ def experiment(
     `directory` is asked once everything was checked.
     """
     from toyexp.config import build
-    from toyexp.experiment import execute, prepare, stop_signals
+    from toyexp.experiment import execute, prepare
+    from toyexp.memory import running_out
     from toyexp.resume import load as load_run
 
-    with stop_signals():
+    with running_out():
         prepared = prepare(build(cfg, registry, modules))
         resumed = load_run(resume, prepared) if resume else None
     return execute(prepared, resume or directory(), say, resumed)

@@ -69,8 +69,10 @@ def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
     if "--graph" in words:
         return _graphs([w for w in words if w != "--graph"])
+    if "--numerics" in words:
+        return _numerics([w for w in words if w != "--numerics"])
     if words:
-        raise UserError(f"doctor {words[0]}: takes --graph and settings behind it, or nothing")
+        raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
 
     registry = load()
@@ -92,6 +94,25 @@ def doctor(words: Sequence[str]) -> int:
     for problem in registry.problems:
         print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     return 0
+
+
+def _numerics(settings: Sequence[str]) -> int:
+    """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
+    from toyexp.numerics import engines, examine, expectations, table, trainings
+
+    listed = {key: [v for s in settings if s.startswith(f"{key}=") for v in s.partition("=")[2].strip("[]").split(",")]
+              for key in ("engine", "plugins")}  # fmt: skip
+    strange = next((s for s in settings if s.partition("=")[0] not in listed), None)
+    if strange is not None:
+        raise UserError(f"doctor --numerics {strange}: takes engine=name[:key=value],... and plugins=[...]")
+    chosen = engines(listed["engine"], load(listed["plugins"]))
+    ops, runs = expectations(), trainings()
+    passed = True
+    for label, engine in chosen:
+        lines = list(examine(engine, ops, runs))
+        passed = passed and all(line.passed for line in lines)
+        say("\n".join(table(label, engine, lines)))
+    return 0 if passed else 1
 
 
 def _graphs(settings: Sequence[str]) -> int:
@@ -297,6 +318,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           plugins --matrix  which recipe trains which model on which engine
           doctor            which engines work here, and why the others do not
+          doctor --numerics whether they compute every op and a short training as float64 does; exit 1 if not
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
@@ -76,6 +76,9 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
         raise yaml_error(error, source.directory) from None
+    except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
+        path = source.directory / f"{source.name}.yaml"
+        raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
     with open_dict(cfg):
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=job)
         given = {o.key_or_group for o in parsed}
@@ -244,6 +247,21 @@ def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callbac
     callback = make(registry.get("callbacks", name), node)
     callback.check()
     return typing.cast("Callback", callback)
+
+
+def engine_of(label: str, registry: Registry) -> Engine:
+    """The engine that `name` or `name:key=value:...` means, which works here; UserError, or Unavailable."""
+    name, *own = label.split(":")
+    cls = registry.get("engine", name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    pairs = [setting.partition("=") for setting in own]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"engine={label}: an engine's own settings are written {name}:key=value")
+        if key not in known:
+            raise UserError(f"engine={label}: {name} has no setting {printable(key)}; {choose(key, known)}")
+    node = {"name": name, **{key: value for key, _, value in pairs}}
+    return pick_engine(_typed(cls, node, "engine"), registry)[0]
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import numpy as np
 
 from toyexp.decoder import Decoder, Recompute
-from toyexp.errors import SessionError, choose
+from toyexp.errors import SessionError, choose, printable
 from toyexp.plan import Plan, PlanTensor
 
 Batch = Mapping[str, np.ndarray]
@@ -38,9 +38,27 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
+MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+
+
 def state_names(name: str) -> tuple[str, str, str]:
     """Under which names a snapshot holds a tensor's values and its two moments."""
-    return name, f"{name}@m", f"{name}@v"
+    return name, name + MOMENTS[0], name + MOMENTS[1]
+
+
+def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Why a snapshot's arrays are not those of `plan`, or None."""
+    wanted = {n: t.shape for t in plan.trainable for n in state_names(t.name)}
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        there = "lacks" if name in wanted else "has"
+        return f"the snapshot {there} {printable(name)}, unlike the plan"
+    for name, shape in wanted.items():
+        array = arrays[name]
+        if array.shape != shape:
+            return f"{name} has the shape {list(array.shape)}, not {list(shape)}"
+        if array.dtype.kind != "f":
+            return f"{name} holds {array.dtype}, not floating-point numbers"
+    return None
 
 
 @dataclass
@@ -50,10 +68,15 @@ class Engine(ABC):
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
     features: ClassVar[tuple[str, ...]] = ()  # what it offers recipes beyond the op vocabulary
+    own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
 
     @abstractmethod
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+
+    def rounds_to(self) -> str:
+        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        return "float32"
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
@@ -179,13 +202,9 @@ class Session(ABC):
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Puts back what `snapshot` gave, here or on another engine; raises SessionError when it does not fit."""
         self._require(State.BUILT, "restore()")
-        wanted = {n: t.shape for t in self.plan.trainable for n in state_names(t.name)}
-        for name in sorted(wanted.keys() ^ arrays.keys()):
-            there = "lacks" if name in wanted else "has"
-            raise SessionError(f"restore(): the snapshot {there} {name}, unlike the plan")
-        for name, shape in wanted.items():
-            if arrays[name].shape != shape:
-                raise SessionError(f"restore(): {name} has the shape {list(arrays[name].shape)}, not {list(shape)}")
+        misfit = state_misfit(self.plan, arrays)
+        if misfit:
+            raise SessionError(f"restore(): {misfit}")
         self._prepare_moments()
         self.version += 1
         for tensor in self.plan.trainable:

@@ -6,28 +6,28 @@ import contextlib
 import hashlib
 import json
 import logging
-import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
-from toyexp.checkpoint import Interval, Keeper
+from toyexp.checkpoint import Interval, Keeper, steps
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import RunFailed, ToyexpError, UserError
 from toyexp.loop import Outcome, Saver, Training
 from toyexp.matrix import refusal
+from toyexp.memory import check_plan, running_out
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
 from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
+from toyexp.signals import Signals, stop_signals
 
 if TYPE_CHECKING:
     from toyexp.config import Config
@@ -87,6 +87,9 @@ def prepare(config: Config) -> Prepared:
         settings.nonfinite == "skip",
     )  # fmt: skip
     plan = recipe.plan(model, setup)
+    for callback in config.callbacks.values():
+        callback.check_plan(plan)
+    check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 
@@ -99,40 +102,54 @@ def execute(
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
-    run_dir = RunDir(directory, config.plain, continued=resumed is not None)
-    try:
-        with stop_signals() as signals:
+    bus.tell = say
+    with stop_signals() as signals:
+        run_dir = RunDir(directory, config.plain, continued=resumed is not None)
+        try:
             for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
                 log.info(line)
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
-            with start(config.recipe, config.engine, prepared.plan, state) as session:
-                outcome, failures = _live(prepared, _run(prepared, directory, session, resumed), signals, resumed, say)
-            result = Result(config.settings.name, directory, outcome, prepared.model.reads, list(bus.artifacts))
-            summary = {
-                **asdict(outcome),
-                "tokens_per_second": outcome.tokens_per_second,
-                "artifacts": [str(p) for p in result.artifacts],
-            }
-            run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
-        if failures and isinstance(failures[0], ToyexpError):
-            raise failures[0]
-        if failures:
-            raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {directory / 'log.txt'}")
-        if interrupted := signals.error():
-            raise interrupted
-        return result
-    except BaseException as error:
-        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-        if not run_dir.judged:
-            with contextlib.suppress(OSError):  # which would hide what ended the run
-                run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
-        raise
-    finally:
-        run_dir.close()
+            with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
+                run = _run(prepared, directory, session, signals, resumed)
+                outcome, failures = _live(prepared, run, signals, resumed, say)
+            return _judge(prepared, run_dir, outcome, failures, signals)
+        except BaseException as error:
+            log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+            if not run_dir.judged:
+                with contextlib.suppress(RunFailed):  # which would hide what ended the run
+                    run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
+            raise
+        finally:
+            run_dir.close()
 
 
-def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed | None) -> Run:
+def _judge(
+    prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
+) -> Result:
+    """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
+    result = Result(
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(prepared.bus.artifacts)
+    )
+    summary = {
+        **asdict(outcome),
+        "tokens_per_second": outcome.tokens_per_second,
+        "artifacts": [str(p) for p in result.artifacts],
+    }
+    try:
+        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
+    except RunFailed as error:
+        failures.append(error)
+    if failures and isinstance(failures[0], ToyexpError):
+        raise failures[0]
+    if failures:
+        raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {run_dir.path / 'log.txt'}")
+    if interrupted := signals.last_word():
+        raise interrupted
+    return result
+
+
+def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -148,6 +165,7 @@ def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed
         facts=facts(prepared, session.describe()),
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
+        stops=signals.count,
     )
 
 
@@ -157,10 +175,8 @@ def _live(
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     reason = "errored"
-    saver = RunSaver(run, prepared, say, resumed)
+    saver = RunSaver(run, prepared, resumed)
     try:
-        if resumed:
-            resumed.hand_back(prepared.config.callbacks)
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
         if resumed:
@@ -170,16 +186,20 @@ def _live(
                 say(inexact)
         outcome = Training(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
-            saver, resumed.outcome() if resumed else Outcome(),
+            saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
         reason = outcome.reason
     except BaseException as caught:
         error, reason = caught, _reason(caught)
         raise
     finally:
-        saver.finish()
-        failures = bus.end(run, reason, error, signals.error)
-    if signals.caught():
+        unsaved = None
+        try:
+            unsaved = saver.finish()
+        finally:  # which a second signal ends
+            failures = bus.end(run, reason, error or unsaved, signals.last_word)
+        failures = [*([unsaved] if unsaved else []), *failures]
+    if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
 
@@ -191,11 +211,12 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, say: Callable[[str], None], resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
         settings = prepared.config.settings
-        self._run, self._prepared, self._say = run, prepared, say
+        self._run, self._prepared = run, prepared
+        self._folder = run.dir / "checkpoints"
         self._keeper = Keeper(
-            run.dir / "checkpoints",
+            self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
             settings.checkpoint_best,
@@ -217,19 +238,26 @@ class RunSaver(Saver):
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
 
-    def finish(self) -> None:
-        """Waits for the last one."""
+    def finish(self) -> RunFailed | None:
+        """Waits for the last one, and returns why it is not there, if so."""
         self._keeper.wait()
-        self._tell()
+        try:
+            self._tell(last=True)
+        except Exception as error:  # of a callback; the others are still told that the run ends
+            return RunFailed(f"a callback failed: {error!r}")
+        if self._keeper.missing is None:
+            return None
+        whole = next((p.name for p in steps(self._folder).values()), "none")
+        return RunFailed(f"{self._folder}: {self._keeper.missing}; the last one there is: {whole}")
 
-    def _tell(self) -> None:
+    def _tell(self, last: bool = False) -> None:
         for saved in self._keeper.published():
             fields = {"bytes": saved.bytes, "seconds": saved.seconds}
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
-            self._say(f"toyexp: warning: {self._keeper.trouble}; training goes on, the next one is tried")
-            self._run.emit("warning", text=self._keeper.trouble)
+            if not last:  # which is an error
+                self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
 
 
@@ -286,68 +314,5 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 # Top-level keys that change no number of a run.
-NOT_NUMBERS = (
-    "name",
-    "callbacks",
-    "plugins",
-    "resume",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "checkpoint_best",
-    "sweep",
-)
-
-
-class Signals:
-    """The first SIGINT or SIGTERM: raised as Interrupted, or once steps are taken, noted until the step is done.
-
-    A second one acts at once.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._patient = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
-        again, self._number = bool(self._number), self._number or number
-        if again or not self._patient:
-            raise Interrupted(number)
-
-    def wait_for_the_step(self) -> None:
-        """From now on a signal is only noted."""
-        self._patient = True
-
-    def caught(self) -> bool:
-        """Whether one came."""
-        return bool(self._number)
-
-    def error(self) -> Interrupted | None:
-        """The one that came."""
-        return Interrupted(self._number) if self._number else None
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Gives SIGINT and SIGTERM to a Signals; outside the main thread they belong to someone else and are left alone."""
-    signals = Signals()
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, signals.handle)
-    except ValueError:  # not the main thread
-        yield signals
-        return
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run."""
-
-    def __init__(self, number: int):
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
+               "sweep")  # fmt: skip

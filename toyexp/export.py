@@ -1,4 +1,4 @@
-"""A GGUF file written again in another type: what `toyexp export` does."""
+"""A GGUF file written again in another type, or for transformers: what `toyexp export` does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import numpy as np
 
 from toyexp.errors import UserError, choose
 from toyexp.gguf.encode import FILE_TYPES, K_QUANTS, check_type, checked, tensor_type
-from toyexp.gguf.model import class_in, file_of
+from toyexp.gguf.model import class_in, file_of, model_in
 from toyexp.gguf.quantise import quantise
-from toyexp.gguf.read import GGUFFile, TensorInfo, dequantise
+from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
+from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import Writer
+from toyexp.huggingface import TYPES, write_folder
 from toyexp.registry import Registry
-from toyexp.run import dump_json
+from toyexp.run import bytes_in, dump_json
+from toyexp.tokenizer import Tokenizer
 
 PLAIN = ("F32", "F16", "BF16")
+FOLDERS = {"hf": "float32", "hf-f16": "float16", "hf-bf16": "bfloat16"}  # directories for transformers
+FOLDER_FILES = {
+    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
 VALUES = ("--type", "--to")
 SWITCHES = ("--force", "--requantize", "--json")
 
@@ -30,10 +38,12 @@ usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--js
 Writes a model again in another type; WHAT is a GGUF file, or a run's directory, which means its model.gguf.
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf beside it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
+  toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
 
 types     {", ".join(FILE_TYPES)}
           with llama.cpp (llama-quantize on the PATH, or pip install llama-cpp-python):
           {", ".join(K_QUANTS)}
+          {", ".join(FOLDERS)}: config.json, model.safetensors and the tokenizer for Hugging Face's transformers
 
 Every key of the file is kept as it is, but general.file_type and general.quantization_version; norms, biases and
 positions are written in f32. A split model, given by its first part, becomes one file.
@@ -110,8 +120,11 @@ def split(words: Sequence[str]) -> Options:
 
 def export(options: Options, registry: Registry) -> Exported:
     """Writes the file; UserError for what cannot be, before anything is written."""
-    check_type(options.type, "--type")
+    if options.type not in FOLDERS:
+        check_type(options.type, "--type", FOLDERS)
     with GGUFFile(file_of(options.what)) as file:
+        if options.type in FOLDERS:
+            return _folder(options, file, registry)
         target = _target(options, file)
         _check_model(file, options.type, registry)
         tied = "output.weight" not in file.tensors
@@ -129,12 +142,47 @@ def export(options: Options, registry: Registry) -> Exported:
             return Exported(str(file.path), str(target), options.type, file.size, written.size, dict(counts), warnings)
 
 
-def _target(options: Options, file: GGUFFile) -> Path:
-    """Where to; UserError for a place that cannot be, or that is taken."""
+def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
+    """The same as a directory for transformers."""
+    target = _path(options, file, options.type)
+    if target.exists():
+        if not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
+            raise UserError(f"--to {target}: is already there, and no directory that was written so")
+        if not options.force:
+            raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
+    model, dtype = model_in(file, registry), FOLDERS[options.type]
+    _check_rounding(options, file, dict.fromkeys(file.tensors, TYPES[dtype]))
+    prefix = f"{file.architecture}."
+    data = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    tokenizer, warnings = _tokenizer(file) if model.reads == "tokens" else (None, [])
+    try:
+        warnings += write_folder(target, model, file.read, tokenizer, dtype, data)
+    except UserError as error:
+        raise file.error(str(error)) from None
+    count = {TYPES[dtype]: len(model.tensors())}
+    return Exported(str(file.path), str(target), options.type, file.size, bytes_in(target), count, warnings)
+
+
+def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:
+    """The file's tokenizer, or a sentence that says why there is none: the model is of use without one too."""
+    try:
+        return read_tokenizer(file), []
+    except GGUFError as error:
+        return None, [f"written without a tokenizer: {error}"]
+
+
+def _path(options: Options, file: GGUFFile, ending: str) -> Path:
+    """Where to; UserError when there is no directory."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = options.to or file.path.with_name(f"{stem}-{options.type}.gguf")
+    target = options.to or file.path.with_name(f"{stem}-{ending}")
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
+    return target
+
+
+def _target(options: Options, file: GGUFFile) -> Path:
+    """Where a file goes; UserError for a place that cannot be, or that is taken."""
+    target = _path(options, file, f"{options.type}.gguf")
     if target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
     if target.exists():

@@ -18,9 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp.errors import ToyexpError, UserError
-from toyexp.experiment import stop_signals
 from toyexp.launchers import Order, Stop, on_cluster, require, run_process, side_by_side
 from toyexp.run import lock
+from toyexp.signals import stop_signals
 from toyexp.sweepdir import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import print_result, print_table, say, short

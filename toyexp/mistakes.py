@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.errors import UserError, choose, nearest
+from toyexp.foreign import CODE, NAMES_CODE, names_code
 from toyexp.optim import Optim
 from toyexp.registry import Registry
 from toyexp.schema import (
@@ -64,6 +66,9 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     key, line = override.key_or_group, str(override.input_line)
     kind, *rest = key.split(".")
+    code = next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(_value(override))
+    if code is not None:
+        raise UserError(f"{line}: {code} {CODE}")
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
         raise UserError(
             f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with sweep.launcher={', '.join(LAUNCHERS)} "
@@ -116,6 +121,10 @@ def _unknown_sweep_key(key: str) -> UserError:
     keys = _sweep_keys()
     best = next((k for k in keys if k.endswith("." + key.rpartition(".")[2])), None) or nearest(key, keys)
     return UserError(f"unknown key {key}; " + (f"did you mean {best}?" if best else choose("", keys)))
+
+
+def _value(override: Override) -> Any:
+    return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
 def _check_choice(override: Override, line: str, registry: Registry, source: Source) -> None:
@@ -201,6 +210,8 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
                 f"unknown key {key}; did you mean {'.'.join([homes[0], key] if homes else [str(best), *rest])}?"
             )
         return UserError(f"unknown key {key}; the keys are: {', '.join(sorted(top))}")
+    if not rest:
+        return UserError(f"{key}: the configuration file has no such key; put 'schema' first in its defaults list")
     if kind == "callbacks":
         if rest[0] not in registry.offers["callbacks"]:
             best = nearest(rest[0], registry.offers["callbacks"])

@@ -6,12 +6,14 @@ import hashlib
 import json
 import logging
 import os
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp import checkpoint
+from toyexp.engine import state_misfit
 from toyexp.errors import UserError, printable
 from toyexp.loop import Outcome
 
@@ -32,6 +34,7 @@ class Resumed:
     """What a run goes on from."""
 
     checkpoint: checkpoint.Checkpoint
+    outcome: Outcome  # how far training had come
     changed: Mapping[str, tuple[Any, Any]]  # settings, then and now
     damaged: list[str]  # a line about each newer checkpoint that was passed over
 
@@ -49,17 +52,6 @@ class Resumed:
             "changed": {key: list(pair) for key, pair in self.changed.items()},
             "damaged": self.damaged,
         }
-
-    def outcome(self) -> Outcome:
-        """How far training had come."""
-        saved = self.checkpoint.state["outcome"]
-        return Outcome(**{f.name: saved[f.name] for f in fields(Outcome) if f.name in saved})
-
-    def hand_back(self, callbacks: Mapping[str, Callback]) -> None:
-        """Gives each callback the state it had."""
-        for name, callback in callbacks.items():
-            if name in self.checkpoint.state["callbacks"]:
-                callback.resume(self.checkpoint.state["callbacks"][name])
 
     def inexact(self, engine: Mapping[str, Any]) -> str | None:
         """Why the steps from here on may differ in their last bits from those of a run that was never stopped."""
@@ -107,8 +99,10 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if found is None:
         raise UserError(f"resume={directory}: no checkpoint is whole: {'; '.join(damaged)}")
     state, settings = found.state, prepared.config.settings
-    if not all(isinstance(state.get(k), dict) for k in ("outcome", "callbacks", "engine", "config", "identity")):
+    parts = ("outcome", "callbacks", "engine", "config", "identity", "scores")
+    if not all(isinstance(state.get(part), dict) for part in parts):
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
+    outcome = _outcome(found)
     changed = dict(differences(state["config"], prepared.config.plain))
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE}
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
@@ -123,7 +117,43 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
             f"{directory}: is complete, {found.step} of {settings.steps} steps; "
             f"to train on: resume={directory} steps={2 * settings.steps}"
         )
-    return Resumed(found, {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}, damaged)
+    misfit = state_misfit(prepared.plan, found.arrays)
+    if misfit:
+        raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")
+    _hand_back(found, prepared.config.callbacks)
+    changed = {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}
+    return Resumed(found, outcome, changed, damaged)
+
+
+def _outcome(found: checkpoint.Checkpoint) -> Outcome:
+    """How far training had come; UserError for a state in which that does not stand."""
+    saved = found.state["outcome"]
+    for name, hint in typing.get_type_hints(Outcome).items():
+        value = saved.get(name)
+        if typing.get_origin(hint) is Mapping:
+            good = isinstance(value, dict) and all(isinstance(number, float) for number in value.values())
+        else:
+            good = isinstance(value, hint)
+        if not good or name not in saved:
+            raise UserError(f"{found.path / checkpoint.STATE}: outcome.{name} is {printable(str(value))}")
+    if saved["steps"] != found.step:
+        raise UserError(f"{found.path / checkpoint.STATE}: is of step {saved['steps']}")
+    if not all(k.isdigit() and isinstance(v, float | None) for k, v in found.state["scores"].items()):
+        raise UserError(f"{found.path / checkpoint.STATE}: its scores are none")
+    return Outcome(**{f.name: saved[f.name] for f in fields(Outcome)})
+
+
+def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) -> None:
+    """Gives each callback the state it had; UserError for one that it cannot take."""
+    for name, callback in callbacks.items():
+        if name in found.state["callbacks"]:
+            try:
+                callback.resume(found.state["callbacks"][name])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(
+                    f"{found.path / checkpoint.STATE}: holds no state of callbacks.{name} "
+                    f"({type(error).__name__}: {printable(str(error))})"
+                ) from None
 
 
 def _completed(directory: Path) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from toyexp.errors import UserError, printable
+from toyexp.errors import RunFailed, UserError, printable
+from toyexp.foreign import escaped
 
 log = logging.getLogger("toyexp")
 
@@ -26,38 +30,99 @@ _DEFAULTS = ("model", "data", "recipe", "engine", "optim")
 class RunDir:
     """A directory that belongs to one run alone: config.yaml, log.txt, result.json and what callbacks add.
 
-    Raises UserError for one that holds a run, unless that run is `continued`, and for one that another process writes.
+    Raises UserError for one that holds a run, unless that run is `continued`, for one that another process writes, and
+    for one that cannot be written; what it had made there is then gone again.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], continued: bool = False):
-        for taken in ("events.jsonl", "config.yaml"):
-            if (path / taken).exists() and not continued:
-                raise UserError(
-                    f"{path} already holds a run ({taken}); go on with it: resume={path}, "
-                    "or choose another directory: hydra.run.dir=..."
-                )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(path)
-            write_atomically(path / "config.yaml", runnable(config))
-            self._handler = logging.FileHandler(path / "log.txt", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.run.dir=...") from None
         self.path = path
         self.judged = False  # whether result.json is of this process
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(self._handler)
+        self._lock: int | None = None
+        self._log: LogFile | None = None
+        made: list[Path] = []
+        try:
+            if not continued:
+                self._refuse_a_run()
+            made = [d for d in (path, *path.parents) if not d.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(path)
+            if continued:
+                self._tidy()
+            else:
+                self._refuse_a_run()  # another process may have been faster
+            write_atomically(path / "config.yaml", runnable(config))
+            self._log = LogFile(path / "log.txt")
+        except BaseException as error:
+            self._undo(made)
+            if isinstance(error, OSError):
+                raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.run.dir=...") from None
+            raise
+        self._level = log.level
+        log.setLevel(logging.INFO)
+        log.addHandler(self._log)
+
+    def _refuse_a_run(self) -> None:
+        for taken in ("events.jsonl", "config.yaml"):
+            if (self.path / taken).exists():
+                raise UserError(
+                    f"{self.path} already holds a run ({taken}); go on with it: resume={self.path}, "
+                    "or choose another directory: hydra.run.dir=..."
+                )
+
+    def _tidy(self) -> None:
+        """Removes what a process that was killed had not finished writing."""
+        for file in self.path.glob(".*.tmp"):
+            if re.fullmatch(r"\..+\.(yaml|json|gguf|safetensors)\.\d+\.tmp", file.name):
+                file.unlink(missing_ok=True)
+
+    def _undo(self, made: Sequence[Path]) -> None:
+        """Removes the directories that were `made`, and lets go of what is held."""
+        if made and self._lock is not None:
+            for name in ("config.yaml", "log.txt", "run.lock"):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        for directory in made:  # the innermost first
+            with contextlib.suppress(OSError):  # someone else has put something there
+                directory.rmdir()
 
     def result(self, fields: Mapping[str, Any]) -> None:
-        """Writes result.json: the final numbers."""
-        write_atomically(self.path / "result.json", dump_json(fields, indent=2) + "\n")
+        """Writes result.json: the final numbers; raises RunFailed."""
+        path = self.path / "result.json"
+        try:
+            write_atomically(path, dump_json(fields, indent=2) + "\n")
+        except OSError as error:
+            raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
         self.judged = True
 
     def close(self) -> None:
         """Stops writing log.txt, and lets others have the directory."""
-        log.removeHandler(self._handler)
-        self._handler.close()
+        assert self._log is not None and self._lock is not None
+        log.removeHandler(self._log)
+        log.setLevel(self._level)
+        with contextlib.suppress(OSError):  # the last lines of a log on a full disk
+            self._log.close()
         os.close(self._lock)
+
+
+class LogFile(logging.FileHandler):
+    """log.txt. What cannot be written there is told once and lost: no line of a log is worth a step."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Says so the first time."""
+        if self._told:
+            return
+        self._told = True
+        error = sys.exc_info()[1]
+        cause = (error.strerror if isinstance(error, OSError) else None) or error
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({cause}); the run goes on\n")
 
 
 def lock(path: Path) -> int:
@@ -70,8 +135,9 @@ def lock(path: Path) -> int:
     file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(file, 0)
-        os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
+        with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
+            os.ftruncate(file, 0)
+            os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
     except BlockingIOError:
         owner = printable(os.read(file, 100).decode(errors="replace").strip()) or "another process"
         os.close(file)
@@ -88,7 +154,7 @@ def runnable(config: Mapping[str, Any]) -> str:
     defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
     text = "# The resolved configuration of one run. Repeat it with:\n"
     text += "#   toyexp --config-path <this directory> --config-name config\n"
-    return text + yaml.safe_dump({"defaults": defaults, **config}, sort_keys=False, allow_unicode=True)
+    return text + yaml.safe_dump({"defaults": defaults, **escaped(config)}, sort_keys=False, allow_unicode=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -98,7 +164,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         write_synced(temporary, content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -116,6 +183,11 @@ def sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of the files in a directory."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:

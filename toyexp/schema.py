@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import math
 import re
+import shutil
 import tempfile
 import typing
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +17,17 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.checkpoint import Interval
 from toyexp.data import read_text
 from toyexp.errors import UserError, choose
+from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry
 
@@ -133,8 +139,30 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A file's contents; UserError for one that says more than settings."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        ours = path.is_relative_to(conf_dir())
+        if not ours and (".." in path.parts or config_path.startswith("hydra/")):
+            raise UserError(f"{config_path}: is not taken from {self.path}")
+        if path.is_file():
+            check_file(path, read_config(path), ours)
+        return super().load_config(config_path)
+
+
+def read_config(path: Path) -> str:
+    """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
+    if path.stat().st_size > SIZE_LIMIT:
+        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
+    return read_text(path)
+
+
 def store_schemas(registry: Registry) -> None:
-    """Makes every plugin's dataclass known to Hydra under its group and name."""
+    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
+    SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
     store.store(name="schema", node=Settings)
     store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
@@ -177,7 +205,6 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
-    temporary: Any = None  # holds `directory` while this is in use
 
     @classmethod
     def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
@@ -187,10 +214,11 @@ class Source:
         saved = _load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
-        temporary = tempfile.TemporaryDirectory(prefix="toyexp-")
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
+        weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         kept = {key: value for key, value in saved.items() if key not in chosen}
-        Path(temporary.name, "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-        return cls(Path(temporary.name), temporary=temporary)
+        (source.directory / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return source
 
     @classmethod
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
@@ -232,8 +260,10 @@ class Source:
 
 
 def _load_yaml(path: Path) -> Any:
+    text = read_config(path)
+    check_file(path, text, path.is_relative_to(conf_dir()))
     try:
-        return yaml.safe_load(read_text(path))
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise yaml_error(error, path) from None
 

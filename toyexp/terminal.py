@@ -14,11 +14,25 @@ if TYPE_CHECKING:
 
 
 def say(line: str) -> None:
-    """A line for the person who watches; one who has gone away (`| head`) ends the lines, not the run."""
+    """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # or the disk that takes the output is full
+        drop_output()
+
+
+def drop_output() -> None:
+    """Lets whatever is still printed vanish."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def hold_standard_files() -> None:
+    """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def write_text(text: str) -> None:
@@ -30,12 +44,15 @@ def write_text(text: str) -> None:
 def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     from toyexp.experiment import count
+    from toyexp.run import bytes_in
 
     outcome = result.outcome
     speed = f" · {count(outcome.tokens_per_second)} {result.reads}/s" if outcome.tokens_per_second else ""
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")
+    if outcome.skipped:
+        say(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
@@ -43,7 +60,7 @@ def print_result(result: Result) -> None:
     say(f"run     {short(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        say(f"        {shown}  {path.stat().st_size / 1e6:.2f} MB")
+        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB")
 
 
 def short(path: Path) -> str:

@@ -2,18 +2,77 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar, TextIO
+from pathlib import Path
+from typing import Any, ClassVar
 
-from toyexp import Batch, Callback, Run, UserError, hookimpl
+from toyexp import Batch, Callback, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
 from toyexp.run import dump_json
 
+log = logging.getLogger("toyexp")
+
 FLUSH_SECONDS = 1.0
+FLUSH_BYTES = 1 << 16
+WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
+
+
+class Lines:
+    """A file that grows by lines. What cannot be written waits in memory and is written later, in its order."""
+
+    def __init__(self, path: Path, waiting: bytes = b"", new: bool = False):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(path, flags | (os.O_EXCL if new else 0), 0o644)
+        self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
+        self._done = 0
+        self._flushed = time.monotonic()
+        self.trouble: str | None = None  # why the file does not hold everything
+        self.lost = 0  # lines for which there was no room in memory either
+
+    def add(self, line: str, now: float) -> None:
+        """One more line, written at the latest a second later by whichever comes then."""
+        if len(self._waiting) >= WAITING_BYTES:
+            self.lost += 1
+        else:
+            self._waiting += line.encode() + b"\n"
+        if now - self._flushed >= FLUSH_SECONDS or (len(self._waiting) >= FLUSH_BYTES and not self.trouble):
+            self._flushed = now
+            self.flush()
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Writes what it can."""
+        try:
+            while self._done < len(self._waiting):
+                self._done += os.write(self._file, self._waiting[self._done :])
+                whole = self._waiting.rfind(b"\n", 0, self._done) + 1
+                del self._waiting[:whole]
+                self._done -= whole
+            if to_disk:
+                os.fsync(self._file)
+        except OSError as error:
+            self.trouble = error.strerror
+        else:
+            self.trouble = None
+
+    def place(self) -> dict[str, Any]:
+        """How far the file's whole lines reach, on the disk, and those that are still to come."""
+        self.flush(to_disk=True)
+        return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
+
+    def close(self) -> str | None:
+        """Closes the file after its last whole line, and returns why it is not complete, if so."""
+        self.flush(to_disk=True)
+        if self._done:
+            os.truncate(self._file, os.fstat(self._file).st_size - self._done)
+        os.close(self._file)
+        if self.trouble:
+            return f"{self._waiting.count(10) + self.lost} lines could not be written: {self.trouble}"
+        return f"{self.lost} lines were lost while the disk was full" if self.lost else None
 
 
 @dataclass(eq=False)
@@ -26,10 +85,12 @@ class Events(Callback):
     every: int = 1  # steps between step records
 
     def __post_init__(self) -> None:
-        self._file: TextIO | None = None
+        self._lines: Lines | None = None
         self._last: dict[str, Any] = {}
         self._gate: dict[str, Any] | None = None
-        self._state: Mapping[str, Any] | None = None
+        self._place: tuple[int, bytes] | None = None
+        self._seconds = 0.0  # of the run before it was resumed
+        self._told = False
 
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
@@ -39,45 +100,42 @@ class Events(Callback):
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
         """run_start, the first line, flushed at once; a resumed run goes on where its checkpoint was."""
-        self._began = self._flushed = time.monotonic()
-        path = run.dir / "events.jsonl"
-        if self._state is not None and path.is_file():
-            self._began -= self._state["seconds"]
-            self._last = dict(self._state["last"])
-            with open(path, "rb+") as file:  # the steps behind the checkpoint are taken again
-                kept = file.read(self._state["bytes"])
-                file.truncate(len(kept) if len(kept) == self._state["bytes"] else kept.rfind(b"\n") + 1)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in on_end
+        self._run, self._path = run, run.dir / "events.jsonl"
+        self._began = time.monotonic() - self._seconds
+        if self._place is not None and self._path.is_file():
+            self._lines = Lines(self._path, go_back(self._path, *self._place))
             return
-        self._file = open(path, "x" if not run.resumed else "w", encoding="utf-8")  # noqa: SIM115 - closed in on_end
+        if run.resumed:
+            self._path.unlink(missing_ok=True)
+        self._lines = Lines(self._path, new=True)
         self._write("run_start", schema="toy/v1", run_id=run.dir.name, name=run.name, phase="train", **run.facts)
-        self._file.flush()
+        self._lines.flush()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        assert self._file is not None
-        elapsed = time.monotonic() - self._began
-        self._file.write(dump_json({"kind": kind, "t": round(elapsed, 6), **fields}) + "\n")
-        if elapsed + self._began - self._flushed >= FLUSH_SECONDS:
-            self._flushed = elapsed + self._began
-            self._file.flush()
+        assert self._lines is not None
+        now = time.monotonic()
+        self._lines.add(dump_json({"kind": kind, "t": round(now - self._began, 6), **fields}), now)
+        if self._lines.trouble and not self._told:
+            self._told = True
+            text = f"{self._path}: not written ({self._lines.trouble}); its lines wait in memory, training goes on"
+            log.warning("%s", text)
+            self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
         """How far the file reaches, which is then on the disk."""
-        if self._file is None:
+        if self._lines is None:
             return {}
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        seconds = time.monotonic() - self._began
-        return {"bytes": os.fstat(self._file.fileno()).st_size, "seconds": seconds, "last": self._last}
+        return {**self._lines.place(), "seconds": time.monotonic() - self._began, "last": self._last}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Where to go on."""
-        self._state = state
+        self._place = max(int(state["bytes"]), 0), str(state["waiting"]).encode()
+        self._seconds, self._last = float(state["seconds"]), dict(state["last"])
 
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A step record, with a digest of the batch that shows whether two runs saw the same data."""
-        self._last = {"final_step": step, "final_loss": metrics["loss"]}
+        self._last = {**self._last, "final_step": step, "final_loss": metrics["loss"]}
         if step % self.every == 0:
             self._write("step", phase="train", step=step, **metrics, batch=batch_digest(batch))
 
@@ -88,16 +146,18 @@ class Events(Callback):
 
     @hookimpl
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Whatever another callback said; the quality gate's verdict is kept for run_end."""
+        """Whatever was said; the quality gate's verdict and the count of skipped steps are kept for run_end."""
         if kind == "quality_gate":
             self._gate = dict(fields)
         else:
             self._write(kind, **fields)
+        if kind == "skipped":
+            self._last = {**self._last, "skipped": fields["skipped"]}
 
     @hookimpl
     def on_end(self, reason: str, error: BaseException | None) -> None:
-        """run_end, the last line."""
-        if self._file is None:  # it could not be opened, which is the error the run ends with
+        """run_end, the last line; raises RunFailed when not all of them are in the file."""
+        if self._lines is None:  # it could not be opened, which is the error the run ends with
             return
         fields: dict[str, Any] = {"ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "reason": reason}
         fields.update(self._last)
@@ -108,4 +168,20 @@ class Events(Callback):
             fields["error"] = f"{type(error).__name__}: {error}"
             code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
         self._write("run_end", **fields, exit_code=code)
-        self._file.close()
+        incomplete = self._lines.close()
+        if incomplete:
+            raise RunFailed(f"{self._path}: {incomplete}")
+
+
+def go_back(path: Path, size: int, waiting: bytes) -> bytes:
+    """Cuts the file to `size` bytes and returns what is to follow: the steps behind a checkpoint are taken again.
+
+    A file that is shorter keeps its whole lines.
+    """
+    with open(path, "rb+") as file:
+        if os.fstat(file.fileno()).st_size >= size:
+            file.truncate(size)
+            return waiting
+        kept = file.read()
+        file.truncate(kept.rfind(b"\n") + 1)
+        return b""

@@ -1,8 +1,7 @@
-"""The files a trained model is left in: GGUF and safetensors."""
+"""The files a trained model is left in: GGUF, safetensors, and the directories of transformers and PEFT."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from abc import abstractmethod
@@ -12,27 +11,31 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, FromGGUF, LoraAdapter, Run, RunFailed, Unavailable, UserError, hookimpl
+from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
+from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
-from toyexp.run import write_atomically
+from toyexp.run import bytes_in, write_atomically
+
+log = logging.getLogger("toyexp")
 
 log = logging.getLogger("toyexp")
 
 
 @dataclass(eq=False)
 class Export(Callback):
-    """What both formats share: when a file is written, and what is in it."""
+    """What all formats share: when a file is written, and what is in it."""
 
-    suffix: ClassVar[str]
+    suffix: ClassVar[str]  # behind `model`
 
     every: int = 0  # steps between extra files model-<step>; 0: only at the end
 
     def __post_init__(self) -> None:
         self._step = 0
         self._inherited: dict[str, Any] = {}
+        self._warned = False
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
@@ -52,13 +55,18 @@ class Export(Callback):
         """Exports on the way, where asked for."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
-            self._export(run, run.dir / f"model-{step}.{self.suffix}")
+            try:
+                self._export(run, run.dir / f"model-{step}{self.suffix}")
+            except RunFailed as error:  # an extra file is not worth the run; without the last one it fails
+                if not self._warned:
+                    run.emit("warning", text=f"{error}; training goes on")
+                self._warned = True
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Exports the final weights, unless the run failed: its weights may be no numbers."""
-        if reason != "errored" and self._step:
-            self._export(run, run.dir / f"model.{self.suffix}")
+        """Exports the final weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
+        if reason != "errored" and self._step and run.stops() < 2:
+            self._export(run, run.dir / f"model{self.suffix}")
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
@@ -77,11 +85,10 @@ class Export(Callback):
     def _warn(self, run: Run, path: Path, problems: list[str]) -> None:
         """Says loudly what is wrong with an export, which is kept: it may be all that a long run leaves."""
         for problem in problems:
-            log.warning("%s: %s", path.name, problem)
-            run.emit("note", text=f"{path.name}: {problem}")
+            run.emit("warning", text=f"{path.name}: {problem}")
 
     def _tell(self, run: Run, path: Path, kind: str) -> None:
-        run.emit("export", path=str(path), step=self._step, type=kind, bytes=path.stat().st_size)
+        run.emit("export", path=str(path), step=self._step, type=kind, bytes=bytes_in(path))
 
     @abstractmethod
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
@@ -89,29 +96,43 @@ class Export(Callback):
 
 
 @dataclass(eq=False)
-class GGUFExport(Export):
-    """Writes model.gguf for llama.cpp, at the end and every so many steps; of a lora run also adapter.gguf."""
+class ExportWithAdapter(Export):
+    """A format that LoRA adapters have too: of such a run they are written beside the model, or alone."""
 
-    name: ClassVar[str] = "gguf_export"
-    suffix: ClassVar[str] = "gguf"
-
-    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
-
-    def check(self) -> None:
-        """Raises UserError for a type that cannot be written, or not here."""
-        super().check()
-        check_type(self.type, "callbacks.gguf_export.type")
 
     def _export(self, run: Run, path: Path) -> None:
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
         if pairs:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             values = {n: run.session.download(n) for n in pairs}
-            self._warn(run, adapter, write_adapter(adapter, run.plan, values, self._general(run)))
+            self._warn(run, adapter, self.write_adapter(run, adapter, values))
             self._tell(run, adapter, "f32")
         if self.merged or not pairs:
             super()._export(run, path)
+
+    @abstractmethod
+    def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
+        """Writes the run's adapters, whose tensors are `values`; returns what is odd about their numbers."""
+
+
+@dataclass(eq=False)
+class GGUFExport(ExportWithAdapter):
+    """Writes model.gguf for llama.cpp, at the end and every so many steps; of a lora run also adapter.gguf."""
+
+    name: ClassVar[str] = "gguf_export"
+    suffix: ClassVar[str] = ".gguf"
+
+    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
+
+    def check(self) -> None:
+        """Raises UserError for a type that cannot be written, or not here."""
+        super().check()
+        check_type(self.type, "callbacks.gguf_export.type")
+
+    def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
+        """Writes adapter.gguf."""
+        return write_adapter(path, run.plan, values, self._general(run))
 
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
         """Writes the file, with the tokenizer of a language model."""
@@ -127,13 +148,7 @@ class SafetensorsExport(Export):
     """Writes model.safetensors, at the end and every so many steps."""
 
     name: ClassVar[str] = "safetensors_export"
-    suffix: ClassVar[str] = "safetensors"
-
-    def check(self) -> None:
-        """Raises Unavailable without safetensors."""
-        super().check()
-        if importlib.util.find_spec("safetensors") is None:
-            raise Unavailable("callbacks.safetensors_export needs safetensors: pip install 'toyexp[safetensors]'")
+    suffix: ClassVar[str] = ".safetensors"
 
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
         """Writes the file; the keys of the GGUF are its metadata `gguf`, in JSON."""
@@ -147,3 +162,34 @@ class SafetensorsExport(Export):
         except OSError as error:
             raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
         return "f32"
+
+
+@dataclass(eq=False)
+class HuggingFaceExport(ExportWithAdapter):
+    """Writes model-hf for transformers, at the end and every so many steps; of a lora run also adapter-hf for PEFT."""
+
+    name: ClassVar[str] = "hf_export"
+    suffix: ClassVar[str] = "-hf"
+
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+
+    def check(self) -> None:
+        """Raises UserError for a dtype that is none of these."""
+        super().check()
+        if self.dtype not in TYPES:
+            raise UserError(f"callbacks.hf_export.dtype={self.dtype}: {choose(self.dtype, TYPES)}")
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a model that transformers does not have."""
+        plan.model.huggingface({})
+
+    def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
+        """Writes adapter-hf."""
+        return write_adapter_folder(path, run.plan, values)
+
+    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+        """Writes the directory, with the tokenizer of a language model."""
+        data = run.dataset
+        read, keys = tensors.__getitem__, data.gguf_metadata()
+        self._warn(run, path, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys))
+        return self.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -10,6 +11,8 @@ from typing import Any, ClassVar
 from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
 from toyexp.init import stream
 from toyexp.sampling import Sampling, endless
+
+PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 
 
 @dataclass(eq=False)
@@ -75,5 +78,10 @@ class Sample(Callback):
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         words, last = stream(run.seed, "sample", step), tokenizer.ends
         drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
-        ids = takewhile(lambda token: token not in last, islice(drawn, self.tokens))
+        began = time.monotonic()
+
+        def goes_on(token: int) -> bool:
+            return token not in last and not (run.stops() and time.monotonic() - began > PATIENCE)
+
+        ids = takewhile(goes_on, islice(drawn, self.tokens))
         return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")

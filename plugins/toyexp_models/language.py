@@ -29,6 +29,7 @@ class LanguageModel(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "context", "norm_eps")
+        self.require_few_blocks(self.n_layers)
         if self.vocab < 0:
             raise UserError(f"model.vocab={self.vocab}: must be 0 (take the tokenizer's) or above")
 

@@ -93,9 +93,9 @@ KEYS = [
     ("steps.x=5", "steps holds one value"),
     ("model.name=gpt2", "choose by name: model=gpt2"),
     ("hydra.run.dri=x", "unknown key hydra.run.dri", "hydra.run.dir"),
-    ("+model._target_=os.system", "unknown key model._target_"),
-    ("+_target_=os.system", "unknown key _target_"),
-    ("+callbacks.cosine._target_=os.system", "unknown key callbacks.cosine._target_"),
+    ("+model._target_=os.system", "_target_ names code"),
+    ("+_target_=os.system", "_target_ names code"),
+    ("+callbacks.cosine._target_=os.system", "_target_ names code"),
 ]
 
 VALUES = [
@@ -201,7 +201,7 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("doctor now", ["takes --graph"]),
+        ("doctor now", ["takes --numerics or --graph"]),
         ("doctor --graph engine=nope", ["none of that name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins warm scratch", ["takes one name"]),
@@ -437,7 +437,7 @@ def config_file(directory: Path, text: str) -> None:
         ("step: 5", ["unknown key step;", "did you mean steps?"]),
         ("steps: abc", ["steps=abc: must be a whole number"]),
         ("model: {d_modle: 5}", ["did you mean model.d_model?"]),
-        ("model: {_target_: os.system}", ["unknown key model._target_"]),
+        ("model: {_target_: os.system}", ["config.yaml, line 2: _target_ names code"]),
         ("callbacks: {sample: {every: 5}}", ["sample is not among this run's callbacks"]),
         ("steps: [1\nb: : c", ["config.yaml, line", "not valid YAML"]),
     ],

@@ -280,6 +280,7 @@ AT_HEAD = {
     "hydra": {"schema.py", "mistakes.py", "config.py", "cli.py", "commands.py", "sweeps.py"},  # the last two for types
     "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py"},
     "yaml": {
+        "foreign.py",
         "run.py",
         "config.py",
         "schema.py",

@@ -19,13 +19,13 @@ K_QUANTS = {
 IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
 
 
-def check_type(kind: str, key: str = "type") -> None:
+def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
     """Raises UserError unless `kind`, given as `key`, is a type that can be written, and Unavailable without llama.cpp.
 
-    That is needed for the K-quants alone.
+    That is needed for the K-quants alone. `others` are what could have been given beside these types.
     """
     if kind not in FILE_TYPES | K_QUANTS:
-        raise UserError(f"{key}={kind}: {choose(kind, FILE_TYPES | K_QUANTS)}")
+        raise UserError(f"{key}={kind}: {choose(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
     if kind in K_QUANTS:
         quantiser(f"{key}={kind}")
 
@@ -44,6 +44,19 @@ def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str
         return "F16"
     is_output = name == "output.weight" or (tied and name == "token_embd.weight")
     return "Q8_0" if is_output else kind.upper()
+
+
+# The largest number of a type: its scale, or itself, is a float16.
+LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 16 * 65504.0, "Q4_1": 65504.0,
+           "Q5_1": 65504.0}  # fmt: skip
+
+
+def fitting(array: np.ndarray, type_name: str) -> str:
+    """The type, or F32 for an array with finite numbers that are too large for it."""
+    largest = LARGEST.get(type_name)
+    if largest is None or not array.size or -largest <= array.min() <= array.max() <= largest:
+        return type_name
+    return "F32" if bool((np.abs(array[np.isfinite(array)]) > largest).any()) else type_name
 
 
 def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:

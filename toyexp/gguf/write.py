@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import RunFailed, UserError
-from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, pieces_of, tensor_type
+from toyexp.errors import RunFailed
+from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
 from toyexp.model import Model
-from toyexp.plan import Lens, LoraAdapter, Plan, lora_names
+from toyexp.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
@@ -54,7 +54,7 @@ def write_model(
 
     `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
     the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
-    Returns a sentence for each tensor whose numbers are not finite, or are not in this type.
+    A tensor whose numbers are too large for its type stays F32; of each that is not finite a sentence is returned.
     """
     check_type(kind)
     if kind in K_QUANTS:
@@ -78,7 +78,7 @@ def write_model(
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
             writer.add(key, value)
     for name, array in {**tensors, **model.constants()}.items():
-        type_name = tensor_type(name, array.shape, kind, tied="output.weight" not in tensors)
+        type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
     return writer.save(path)
 
@@ -90,19 +90,16 @@ def write_adapter(
 
     llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file.
     """
-    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    alphas = {a.scale * plan.tensor(lora_names(a.target)[0]).shape[0] for a in adapters}
-    if len(alphas) != 1:
-        raise UserError(f"{path.name}: an adapter file holds one alpha, these adapters have {sorted(alphas)}")
+    alpha = one_alpha(plan)
     writer = Writer()
     writer.add("general.architecture", plan.model.architecture)
     writer.add("general.type", "adapter")
     for key, value in (general or {}).items():
         writer.add(f"general.{key}", value)
     writer.add("adapter.type", "lora")
-    writer.add("adapter.lora.alpha", alphas.pop())
-    for adapter in adapters:
-        for name in lora_names(adapter.target):
+    writer.add("adapter.lora.alpha", alpha)
+    for adapter in plan.adapters:
+        for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
             writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))
     return writer.save(path)
 

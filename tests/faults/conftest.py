@@ -1,0 +1,50 @@
+"""The figures of the fault tests, shown at the end and, with TOYEXP_FIGURES=<file>, left in a file."""
+
+import os
+from pathlib import Path
+
+import pytest
+from faults import FIGURES, LIKE_LLAMA, TEXT, words
+
+from toyexp.cli import main
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not FIGURES:
+        return
+    lines = [f"{name:<58} {count}" for name, count in sorted(FIGURES.items())]
+    terminalreporter.section("what was tried")
+    for line in lines:
+        terminalreporter.write_line(line)
+    wanted = os.environ.get("TOYEXP_FIGURES")
+    if wanted:
+        Path(wanted).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory):
+    """A directory with a book, and a base of every language model."""
+    root = tmp_path_factory.mktemp("faults")
+    (root / "book.txt").write_text(TEXT)
+    before = Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOYEXP_CACHE", str(root / "cache"))
+        os.chdir(root)
+        try:
+            for model in (*LIKE_LLAMA, "gpt2"):
+                settings = words("scratch", model, "ggml")
+                assert (
+                    main([*settings, "steps=1", "checkpoint_every=0", "eval_every=0", f"hydra.run.dir=b/{model}"]) == 0
+                )
+                (root / "b" / model / "model.gguf").rename(root / f"base-{model}.gguf")
+        finally:
+            os.chdir(before)
+    return root
+
+
+@pytest.fixture
+def here(bench, monkeypatch):
+    """The bench as the current directory."""
+    monkeypatch.chdir(bench)
+    monkeypatch.setenv("TOYEXP_CACHE", str(bench / "cache"))
+    return bench

@@ -1,0 +1,528 @@
+"""Broken inputs by the thousand, one after another in this process: python fuzz.py WHAT SEED COUNT, in a bench.
+
+Each must be taken, or refused with a line: no traceback, no 2 seconds of computing, no gigabyte. The first one that is
+not is left in a file, and its name is what this program ends with.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from faults import words
+
+from toyexp import ToyexpError, UserError, checkpoint, config, experiment, schema
+from toyexp.checkpoint import ARRAYS, MANIFEST, STATE
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+from toyexp.recipe import start
+from toyexp.registry import load
+from toyexp.resume import load as load_run
+from toyexp_data.images import Images
+from toyexp_data.jsonl import Jsonl
+from toyexp_data.tokens import Tokens
+
+SECONDS, BYTES = 2.0, 1 << 30
+REGISTRY = load()
+NUMBERS = [0, 1, 2, 3, 7, 255, 256, 65535, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40,
+           (1 << 61) + 1, (1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 32, (1 << 64) - 1]  # fmt: skip
+
+
+# -- mutations --------------------------------------------------------------------------------------------------------
+
+
+def mutate_bytes(dice, data, others):
+    """One to four changes of bytes, most of them near the beginning, where headers are."""
+    data = bytearray(data)
+    for _ in range(dice.choice([1, 1, 1, 2, 3, 4])):
+        at = min(int(dice.random() ** dice.choice([1, 2, 4]) * (len(data) + 1)), len(data))
+        kind = dice.randrange(8)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << dice.randrange(8)
+        elif kind == 1 and at < len(data):
+            data[at] = dice.randrange(256)
+        elif kind == 2:
+            width, number = dice.choice([("<B", 8), ("<H", 16), ("<I", 32), ("<Q", 64)]), dice.choice(NUMBERS)
+            packed = struct.pack(width[0], number % (1 << width[1]))
+            data[at : at + len(packed)] = packed
+        elif kind == 3:
+            del data[at : at + dice.choice([1, 2, 8, 64, 1000])]
+        elif kind == 4:
+            data[at:at] = dice.randbytes(dice.choice([1, 2, 8, 64]))
+        elif kind == 5:
+            data[at:at] = data[dice.randrange(len(data) + 1) :][: dice.choice([1, 4, 16, 200])]
+        elif kind == 6:
+            del data[at:]
+        else:
+            other = dice.choice(others)
+            data[at:] = other[dice.randrange(len(other) + 1) :]
+    return bytes(data)
+
+
+STRANGE = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.5, float("nan"), float("inf"), "",
+"x", "../../etc/passwd",
+           "\x00\x1b[2J", "\ud800", "💥" * 50, [], {}, [[]], {"": {}}, ["x"] * 100, {"_target_": "os.system"},
+           "${oc.env:HOME}"]  # fmt: skip
+
+
+def mutate_json(dice, value):
+    """`value` with one part replaced, removed, doubled or nested."""
+    if isinstance(value, dict | list) and value and dice.random() < 0.85:
+        key = dice.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        copy = value.copy()
+        act = dice.randrange(8)
+        if act == 0:
+            del copy[key]
+        elif act == 1 and isinstance(copy, list):
+            copy.append(copy[key])
+        elif act == 1:
+            copy[str(key) + "x"] = copy[key]
+        else:
+            copy[key] = mutate_json(dice, value[key])
+        return copy
+    if isinstance(value, int | float) and not isinstance(value, bool) and dice.random() < 0.4:
+        return dice.choice([-value, value + 1, value * 10**6, float(value), str(value)])
+    return dice.choice(STRANGE)
+
+
+class Header:
+    """A GGUF taken apart, to be put together again with other numbers in it."""
+
+    FORMS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+
+    def __init__(self, path):
+        with GGUFFile(path) as file:
+            self.keys = [[key, self.kind(value), value] for key, value in file.metadata.items()]
+            begin = min((t.offset for t in file.tensors.values()), default=0)
+            self.table = [[t.name, list(t.shape[::-1]), t.type_id, t.offset - begin] for t in file.tensors.values()]
+            self.data = Path(path).read_bytes()[begin:]
+
+    def kind(self, value):
+        if isinstance(value, list):
+            return (9, 8)
+        if isinstance(value, np.ndarray):
+            return (9, {"<i4": 5, "<u4": 4, "<f4": 6, "|u1": 0}.get(value.dtype.str, 5))
+        return {bool: 7, int: 4, float: 6, str: 8}[type(value)]
+
+    def mutated(self, dice):
+        keys, table, data = [k.copy() for k in self.keys], [t.copy() for t in self.table], self.data
+        counts = [len(table), len(keys)]
+        for _ in range(dice.choice([1, 1, 2, 3])):
+            self.change(dice, keys, table, counts)
+        if dice.random() < 0.2:
+            at = dice.randrange(len(data) + 1)
+            data = data[:at] + dice.choice([b"\xff" * 64, b"\x00" * 64, b"", dice.randbytes(64)]) + data[at + 64 :]
+        return self.written(keys, table, data, counts, dice)
+
+    def change(self, dice, keys, table, counts):
+        act = dice.randrange(9)
+        key, tensor = dice.choice(keys), dice.choice(table) if table else None
+        if act == 0:
+            keys.remove(key)
+        elif act == 1:
+            keys.append(
+                key.copy() if dice.random() < 0.5 else [key[0] + dice.choice(["", "x", ".y", "\x00"]), *key[1:]]
+            )
+        elif act == 2:
+            key[1] = dice.choice([*self.FORMS, 8, 9, (9, 8), (9, 5), (9, 9), (9, 99), 13])
+        elif act in (3, 4):
+            key[2] = self.other(dice, key[2])
+        elif act == 5 and tensor:
+            tensor[1] = dice.choice([tensor[1][::-1], [*tensor[1], 1], tensor[1][:-1], [n * 2 for n in tensor[1]],
+                                     [dice.choice(NUMBERS) for _ in range(dice.randrange(6))]])  # fmt: skip
+        elif act == 6 and tensor:
+            tensor[2] = dice.choice([0, 1, 2, 8, 12, 14, 24, 28, 30, 39, 40, 999])
+        elif act == 7 and tensor:
+            tensor[3] = dice.choice([*NUMBERS, tensor[3] + 32, max(tensor[3] - 32, 0)])
+        elif act == 8 and tensor:
+            if dice.random() < 0.5:
+                tensor[0] = dice.choice(["", "x", tensor[0] + "x", "a" * 64, "a" * 65, "blk.99999999.attn_q.weight"])
+            else:
+                counts[dice.randrange(2)] = dice.choice(NUMBERS)
+
+    def other(self, dice, value):
+        if isinstance(value, list | np.ndarray):
+            some = list(value)
+            act = dice.randrange(4)
+            if not some or act == 0:
+                return some[: dice.randrange(len(some) + 1)]
+            at = dice.randrange(len(some))
+            if act == 1:
+                return [*some, some[at]]
+            some[at] = self.other(dice, some[at])
+            return some
+        if isinstance(value, str):
+            return dice.choice(["", "x", value * 2, value[::-1], "a b c", "\x1b[31m", "é", "<0xZZ>",
+            "{{ 1/0 }}", "{% for %}", "gpt2",
+                                "llama", "t5", "qwen2", "{{" * 3000,
+                                "{% for i in range(10**9) %}x{% endfor %}"])  # fmt: skip
+        return dice.choice([*NUMBERS, -1, float("nan"), float("inf"), 1e-30, 0.5])
+
+    def written(self, keys, table, data, counts, dice):
+        out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, counts[0] % 2**64, counts[1] % 2**64))
+        for key, kind, value in keys:
+            out += self.text(key)
+            out += self.value(kind, value)
+        for name, shape, kind, offset in table:
+            out += self.text(name) + struct.pack("<I", len(shape))
+            out += b"".join(struct.pack("<Q", n % 2**64) for n in shape) + struct.pack("<IQ", kind, offset % 2**64)
+        return bytes(out + b"\x00" * (-len(out) % 32) + data)
+
+    def text(self, value):
+        raw = str(value).encode(errors="surrogatepass")
+        return struct.pack("<Q", len(raw)) + raw
+
+    def number(self, kind, value):
+        try:
+            if kind in (6, 12):
+                return struct.pack(self.FORMS[kind], float(value))
+            bits = 8 * struct.calcsize(self.FORMS[kind])
+            whole = int(value) % 2**bits
+            return whole.to_bytes(bits // 8, "little")
+        except (TypeError, ValueError, OverflowError):
+            return b"\x01" * struct.calcsize(self.FORMS[kind])
+
+    def value(self, kind, value):
+        if isinstance(kind, tuple):
+            items = list(value) if isinstance(value, list | np.ndarray) else [value]
+            item = self.text if kind[1] == 8 else (lambda v: self.number(kind[1] if kind[1] in self.FORMS else 0, v))
+            return struct.pack("<IIQ", 9, kind[1], len(items)) + b"".join(map(item, items))
+        return struct.pack("<I", kind) + (self.text(value) if kind not in self.FORMS else self.number(kind, value))
+
+
+# -- what takes them --------------------------------------------------------------------------------------------------
+
+
+def built(*key, more=()):
+    return config.build(config.compose([*words(*key), *more], REGISTRY, schema.Source.of()), REGISTRY)
+
+
+def fresh(cfg, **parts):
+    return replace(cfg, callbacks={name: replace(c) for name, c in cfg.callbacks.items()}, **parts)
+
+
+def one_step(prepared):
+    with start(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
+        session.step(prepared.batches.batch(0), prepared.adamw.hp_for_step(0))
+
+
+class Target:
+    """Takes one input after another; `seeds` are good ones to break."""
+
+    suffix = ""
+
+    def __init__(self):
+        self.path = Path(f"fuzzed-{os.getpid()}{self.suffix}")
+
+    def mutated(self, dice):
+        return mutate_bytes(dice, dice.choice(self.seeds), self.seeds)
+
+    def take(self, data):
+        self.path.write_bytes(data)
+        self.use()
+
+
+class OfGGUF(Target):
+    """Inputs that are GGUF files, broken by the byte or with other numbers in their headers."""
+
+    suffix = ".gguf"
+
+    def __init__(self, *paths):
+        super().__init__()
+        self.seeds = [Path(p).read_bytes() for p in paths]
+        self.headers = [Header(p) for p in paths]
+
+    def mutated(self, dice):
+        return dice.choice(self.headers).mutated(dice) if dice.random() < 0.6 else super().mutated(dice)
+
+
+class Describe(OfGGUF):
+    def __init__(self):
+        super().__init__("base-llama.gguf", "base-gemma.gguf", "adapter.gguf", "vit.gguf", "q8_0.gguf")
+
+    def use(self):
+        main(["describe", str(self.path), "--metadata", "--tensors"])
+
+
+class Base(OfGGUF):
+    """recipe=full and lora, to their first step."""
+
+    def __init__(self):
+        super().__init__("base-llama.gguf", "base-gpt2.gguf", "base-qwen3.gguf", "base-gemma.gguf", "q8_0.gguf")
+        self.kinds = [built(recipe, "llama", "ggml") for recipe in ("full", "lora")]
+
+    def use(self):
+        for cfg in self.kinds:
+            recipe = replace(cfg.recipe, base=str(self.path))
+            base = config.model_of(self.path, recipe.reads, REGISTRY)
+            model = replace(base, context=min(16, base.context))
+            one_step(experiment.prepare(fresh(cfg, recipe=recipe, base=model, model=model)))
+
+
+class Donor(OfGGUF):
+    def __init__(self):
+        super().__init__("base-llama.gguf", "base-gpt2.gguf", "q8_0.gguf")
+        self.cfg = built("warm", "llama", "ggml", more=["model.d_model=32"])
+
+    def use(self):
+        recipe = replace(self.cfg.recipe, donor=str(self.path))
+        recipe.check()
+        data = replace(self.cfg.data, tokenizer="auto")
+        one_step(experiment.prepare(fresh(self.cfg, recipe=recipe, data=data)))
+
+
+class Tokenizer(OfGGUF):
+    def __init__(self):
+        super().__init__("base-llama.gguf", "char.gguf", "bpe.gguf")
+        self.cfg = built("scratch", "llama", "ggml")
+
+    def use(self):
+        data = replace(self.cfg.data, tokenizer=str(self.path))
+        data.check()
+        experiment.prepare(fresh(self.cfg, data=data))
+
+
+class Eval(OfGGUF):
+    def __init__(self):
+        super().__init__("base-llama.gguf", "base-gpt2.gguf", "q8_0.gguf")
+        compose, kept = config.compose, {}
+
+        def once(overrides, registry, source, job=0):
+            key = tuple(overrides)
+            if key not in kept:
+                kept[key] = compose(overrides, registry, source, job)
+            return kept[key].copy()
+
+        config.compose = once
+
+    def use(self):
+        settings = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "model.context=16"]
+        main(["eval", str(self.path), *settings])
+
+
+class TokenFile(Target):
+    def __init__(self):
+        super().__init__()
+        ids = np.random.default_rng(0).integers(0, 50, 400)
+        plain = ids.astype("<i4").tobytes()
+        self.seeds = [plain, ids.astype("<u2").tobytes(), b"TOYC" + struct.pack("<III", 1, 50, 0) + plain]
+        self.cfg = built("scratch", "llama", "ggml")
+
+    def use(self):
+        for dtype in ("auto", "uint16"):
+            with contextlib.suppress(UserError):
+                data = Tokens(path=str(self.path), dtype=dtype)
+                data.check()
+                experiment.prepare(fresh(self.cfg, data=data))
+
+
+LINES = [
+    {"prompt": "2+2=", "completion": "4"},
+    {"text": "It was a bright cold day in April."},
+    {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"}]},
+]  # fmt: skip
+
+
+class JsonLines(Target):
+    def __init__(self):
+        super().__init__()
+        self.seeds = [b"\n".join(json.dumps(line).encode() for line in LINES * 4)]
+        self.cfg = built("scratch", "llama", "ggml")
+
+    def mutated(self, dice):
+        if dice.random() < 0.5:
+            return super().mutated(dice)
+        lines = LINES * 4
+        at = dice.randrange(len(lines))
+        return "\n".join(json.dumps(mutate_json(dice, x) if i == at else x) for i, x in enumerate(lines)).encode()
+
+    def use(self):
+        for on_error in ("refuse", "skip"):
+            with contextlib.suppress(UserError):
+                data = Jsonl(path=str(self.path), tokenizer="byte", on_error=on_error)
+                data.check()
+                experiment.prepare(fresh(self.cfg, data=data))
+
+
+class ImageFiles(Target):
+    def __init__(self):
+        super().__init__()
+        from PIL import Image
+
+        dice = np.random.default_rng(0)
+        self.seeds = []
+        self.folder = Path(f"images-{os.getpid()}")
+        for label in "ab":
+            (self.folder / label).mkdir(parents=True)
+            for number in range(2):
+                Image.fromarray(dice.integers(0, 256, (8, 8, 3), np.uint8)).save(self.folder / label / f"{number}.png")
+        for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"):
+            for mode in ("RGB", "L", "P", "RGBA"):
+                with contextlib.suppress(OSError, KeyError), io.BytesIO() as file:
+                    Image.fromarray(dice.integers(0, 256, (16, 12, 3), np.uint8)).convert(mode).save(file, form)
+                    self.seeds.append(file.getvalue())
+        self.path = self.folder / "a" / "2.png"
+
+    def use(self):
+        for on_error in ("refuse", "skip"):
+            with contextlib.suppress(UserError):
+                data = Images(path=str(self.folder), image_size=8, on_error=on_error)
+                data.check()
+                data.open(None)
+
+
+class Resume(Target):
+    """A run directory to go on with, one file of which is broken; its manifest says what the file now holds."""
+
+    file = ""
+
+    def __init__(self):
+        super().__init__()
+        self.whole, self.path = Path("resumable"), Path(f"fuzzed-{os.getpid()}-run")
+        self.seeds = [(self.whole / self.file).read_bytes()]
+        self.cfg = built(
+            "scratch",
+            "gpt2",
+            "ggml",
+            more=["model.d_model=8", "steps=9", "callbacks=[default,early_stop,quality_gate]"],
+        )
+
+    def take(self, data):
+        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.copytree(self.whole, self.path)
+        (self.path / self.file).write_bytes(data)
+        folder = self.path / "checkpoints" / "step-6"
+        if not self.file.endswith(MANIFEST):
+            manifest = json.loads((folder / MANIFEST).read_text())
+            for name in (ARRAYS, STATE):
+                size, digest = checkpoint._digest(folder / name)
+                manifest["files"][name] = {"bytes": size, "sha256": digest}
+            (folder / MANIFEST).write_text(json.dumps(manifest))
+        self.use()
+
+    def use(self):
+        prepared = experiment.prepare(fresh(self.cfg))
+        experiment.execute(prepared, self.path, resumed=load_run(self.path, prepared))
+
+
+class Events(Resume):
+    file = "events.jsonl"
+
+
+class Manifest(Resume):
+    file = f"checkpoints/step-6/{MANIFEST}"
+
+
+class Arrays(Resume):
+    file = f"checkpoints/step-6/{ARRAYS}"
+
+
+class State(Resume):
+    file = f"checkpoints/step-6/{STATE}"
+
+    def mutated(self, dice):
+        if dice.random() < 0.3:
+            return super().mutated(dice)
+        return json.dumps(mutate_json(dice, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
+
+
+class SavedConfig(Resume):
+    """The config.yaml of a run that is resumed, through the whole command line."""
+
+    file = "config.yaml"
+
+    def mutated(self, dice):
+        if dice.random() < 0.5:
+            return super().mutated(dice)
+        import yaml
+
+        value = mutate_json(dice, yaml.safe_load(self.seeds[0]))
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            return yaml.safe_dump(value, allow_unicode=True).encode(errors="surrogatepass")
+        return b"a: [" + self.seeds[0]
+
+    def use(self):
+        main([f"resume={self.path}"])
+
+
+TARGETS = {
+    "describe": Describe, "base": Base, "donor": Donor, "tokenizer": Tokenizer, "eval": Eval, "tokens": TokenFile,
+    "jsonl": JsonLines, "images": ImageFiles, "events": Events, "manifest": Manifest, "arrays": Arrays, "state": State,
+    "config": SavedConfig,
+}  # fmt: skip
+
+
+# -- one after another ------------------------------------------------------------------------------------------------
+
+
+class TooSlow(BaseException):
+    """An input took more than its seconds."""
+
+
+def too_slow(*_):
+    raise TooSlow
+
+
+def memory_bytes(which):
+    return 1024 * int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def lines_of(text):
+    """What was printed as errors: one line or two, and nothing a terminal would obey."""
+    lines = text.splitlines()
+    assert len(lines) <= 3, text
+    assert all(c.isprintable() for line in lines for c in line), ascii(text)
+    assert "out of memory" not in text, text
+
+
+def try_one(target, data):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            target.take(data)
+        except ToyexpError as error:
+            lines_of(str(error))
+    lines_of("\n".join(x for x in errors.getvalue().splitlines() if "warning" not in x))
+    assert all(c.isprintable() for line in out.getvalue().split("\n") for c in line), "control characters in the output"
+
+
+def run(what, seed, count):
+    os.fsync = lambda file: None  # thousands of runs
+    schema.store_schemas(REGISTRY)
+    target = TARGETS[what]()
+    for good in target.seeds:
+        try_one(target, good)
+    signal.signal(signal.SIGPROF, too_slow)
+    before, space = memory_bytes("VmHWM"), memory_bytes("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (space + BYTES, space + BYTES))
+    for number in range(count):
+        dice = random.Random(f"{what} {seed} {number}")
+        data = target.mutated(dice)
+        Path(f"last-{what}").write_bytes(data)  # which shows what ended the process, if that happens
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing: others use this machine too
+        try:
+            try_one(target, data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            assert memory_bytes("VmHWM") - before < BYTES
+        except BaseException:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            Path(f"failed-{what}-{seed}-{number}").write_bytes(data)
+            traceback.print_exc()
+            sys.exit(f"{what} {seed} {number}: not taken, not refused: see failed-{what}-{seed}-{number}")
+    print(json.dumps({"inputs": count, "bytes": memory_bytes("VmHWM") - before}))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,135 @@
+"""Every moment of a run at which its process may die leaves a directory that it goes on from.
+
+SIGKILL leaves the files as they are, and takes away what was only in memory. So the directory of a live run is copied
+at moments when it changes, and the run is resumed from the copy, in this process, which is fast enough for every cell
+of the matrix.
+"""
+
+import functools
+import random
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faults import FIGURES, STEPS, Trace, words
+
+from toyexp import checkpoint, config, experiment, run, schema
+from toyexp.matrix import cells
+from toyexp.registry import load
+from toyexp.resume import load as load_run
+
+REGISTRY = load()
+ENGINES = ("cpu", "ggml", "metal")
+CELLS = sorted(
+    (cell.recipe, cell.model, cell.engine) for cell in cells(REGISTRY) if cell.engine in ENGINES and not cell.refused
+)
+
+
+@pytest.fixture(scope="module")
+def configured(bench):
+    """The configuration of a cell; Hydra takes longer than a tiny run, and composes each part once."""
+    schema.store_schemas(REGISTRY)
+
+    @functools.cache
+    def built(recipe, model, engine):
+        return config.build(config.compose(words(recipe, model, engine), REGISTRY, schema.Source.of()), REGISTRY)
+
+    def configure(recipe, model, engine):
+        cell, other = built(recipe, model, "ggml"), built("scratch", "llama", engine)
+        plain = {**cell.plain, "engine": other.plain["engine"]}
+        return replace(cell, engine=other.engine, engine_note=other.engine_note, plain=plain)
+
+    return configure
+
+
+def execute(cfg, directory, resume=False):
+    fresh = {name: replace(callback) for name, callback in cfg.callbacks.items()}
+    prepared = experiment.prepare(replace(cfg, callbacks=fresh))
+    resumed = load_run(directory, prepared) if resume else None
+    return experiment.execute(prepared, directory, resumed=resumed)
+
+
+class Camera:
+    """Copies a run's directory at the moments when its files change, one in so many, as a kill would leave it."""
+
+    def __init__(self, monkeypatch, directory, wanted):
+        self.images, self._directory, self._wanted = [], directory, wanted
+        self.moments = 0
+        self._still = threading.RLock()  # nothing is renamed or removed while it is copied
+        for place, name in ((run.os, "fsync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
+            monkeypatch.setattr(place, name, self._before(getattr(place, name), name))
+
+    def _before(self, act, name):
+        def wrapped(*args, **options):
+            with self._still:
+                self.moment()
+                # A kill loses nothing that was written, flushed to the disk or not.
+                return None if name == "fsync" else act(*args, **options)
+
+        return wrapped
+
+    def moment(self):
+        with self._still:
+            if self._directory.is_dir():
+                if self.moments in self._wanted:
+                    image = self._directory.with_name(f"image-{self.moments:03}")
+                    shutil.copytree(self._directory, image)
+                    self.images.append(image)
+                self.moments += 1
+
+
+def goes_on(cfg, image, wanted):
+    """Resumes the copy, or if there is nothing to resume, says why in a line; returns whether it went on."""
+    if not checkpoint.steps(image / "checkpoints"):
+        return False
+    execute(cfg, image, resume=True)
+    assert Trace.of(image).events == wanted.events
+    assert {k: v for k, v in Trace.of(image).files.items() if k == checkpoint.ARRAYS} == {
+        k: v for k, v in wanted.files.items() if k == checkpoint.ARRAYS
+    }
+    assert not [p.name for p in image.iterdir() if p.name.endswith(".tmp")]
+    assert not [p.name for p in (image / "checkpoints").iterdir() if p.name.startswith(".tmp")]
+    return True
+
+
+@pytest.fixture
+def root(here):
+    return here / "images"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "model", "engine"), CELLS)
+def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configured, root, monkeypatch):
+    cfg = configured(recipe, model, engine)
+    directory = root / f"{recipe}-{model}-{engine}" / "run"
+    moment = random.Random(f"{recipe}-{model}-{engine}").randint(16, 43)
+    with monkeypatch.context() as patch:
+        camera = Camera(patch, directory, {moment})
+        execute(cfg, directory)
+    assert camera.moments > 43
+    wanted = Trace.of(directory)
+    assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(run.os, "fsync", lambda file: None)
+        assert goes_on(cfg, camera.images[0], wanted)
+    FIGURES["crash images: cells of the matrix that went on"] += 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("recipe", "model"), [("scratch", "gpt2"), ("lora", "llama"), ("vit_tiny", "vit")])
+def test_every_moment_of_a_run(recipe, model, configured, root, monkeypatch):
+    cfg = configured(recipe, model, "ggml")
+    directory = root / f"all-{recipe}-{model}" / "run"
+    with monkeypatch.context() as patch:
+        camera = Camera(patch, directory, range(1000))
+        execute(cfg, directory)
+    wanted = Trace.of(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.os, "fsync", lambda file: None)
+        went_on = [goes_on(cfg, image, wanted) for image in camera.images]
+    assert went_on == sorted(went_on), "once there is a checkpoint there always is one"
+    FIGURES["crash images: moments of a run, all gone on from"] += sum(went_on)
+    FIGURES["crash images: moments before a first checkpoint"] += went_on.count(False)

@@ -1,0 +1,70 @@
+"""No input, however broken, ends the process, holds it up or fills its memory: see fuzz.py."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from faults import FIGURES, environment, python, words
+
+from toyexp.cli import main
+
+FUZZ = Path(__file__).with_name("fuzz.py")
+SUPPORT = str(Path(__file__).parent.parent / "support")
+COUNTS = {  # of the short form and of the long one
+    "describe": (150, 6000), "base": (60, 4000), "donor": (60, 4000), "tokenizer": (60, 4000), "eval": (20, 1500),
+    "tokens": (100, 6000), "jsonl": (60, 3000), "images": (100, 6000), "events": (10, 600), "manifest": (10, 1000),
+    "arrays": (10, 1000), "state": (20, 1500), "config": (3, 250),
+}  # fmt: skip
+
+
+SMALL = ["model.d_model=8", "steps=1", "checkpoint_every=0", "eval_every=0"]
+MADE = {
+    "vit.gguf": ["vit_tiny", "vit", *SMALL],
+    "q8_0.gguf": ["scratch", "llama", *SMALL, "model.d_model=32", "callbacks.gguf_export.type=q8_0"],
+    "char.gguf": ["scratch", "llama", *SMALL, "data.tokenizer=char"],
+    "bpe.gguf": ["scratch", "llama", *SMALL, "data.tokenizer=bpe", "data.bpe_vocab=300"],
+    "adapter.gguf": ["lora", "llama", "steps=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def material(bench):
+    """The good files that are broken: models of several kinds, and a run to go on with."""
+    if (bench / "resumable").exists():
+        return bench
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(bench)
+        patch.setenv("TOYEXP_CACHE", str(bench / "cache"))
+        for name, (recipe, model, *more) in MADE.items():
+            assert main([*words(recipe, model, "ggml"), *more, f"hydra.run.dir=made/{name}"]) == 0
+            shutil.copy(Path("made", name, "adapter.gguf" if recipe == "lora" else "model.gguf"), name)
+        settings = ["model.d_model=8", "steps=6", "callbacks=[default,early_stop,quality_gate]"]
+        assert main([*words("scratch", "gpt2", "ggml"), *settings, "hydra.run.dir=resumable"]) in (0, 1)
+        Path("resumable", "result.json").unlink()
+    return bench
+
+
+def fuzz(material, what, count, seed):
+    env = environment(material)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SUPPORT, env.get("PYTHONPATH")]))
+    command = python(str(FUZZ), what, str(seed), str(count))
+    done = subprocess.run(command, cwd=material, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    FIGURES["fuzz: broken inputs, none with a crash, a hang or a gigabyte"] += told["inputs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", COUNTS)
+def test_some_broken_inputs(what, material):
+    fuzz(material, what, COUNTS[what][0], 1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("what", COUNTS)
+def test_many_broken_inputs(what, material):
+    fuzz(material, what, COUNTS[what][1], 2)

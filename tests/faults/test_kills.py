@@ -1,0 +1,107 @@
+"""Real processes, killed at random moments, go on to the very bits of a run that was never stopped."""
+
+import itertools
+import json
+import random
+import signal
+import time
+
+import pytest
+from faults import FIGURES, Trace, killed, shell_code, toyexp, words
+
+from toyexp.checkpoint import steps
+from toyexp.cli import main
+
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+PAIRS = [
+    ("scratch", "llama"), ("scratch", "gpt2"), ("scratch", "vit"), ("vit_tiny", "vit"), ("warm", "llama"),
+    ("warm", "gpt2"), ("lora", "llama"), ("lora", "gpt2"), ("full", "llama"), ("full", "gpt2"),
+]  # fmt: skip
+ALL = [*itertools.product(PAIRS, ("ggml", "cpu")), (("scratch", "qwen3"), "ggml")]
+KILLS = 11  # of each of ALL
+STEPS = 60  # enough that half of a process's time is training and saving
+
+
+def kill_until_done(here, name, settings, limit, seconds, dice, capsys):
+    """Kills a run up to `limit` times, each time going on with it; returns its directory and the kills."""
+    kills, number, directory = 0, 0, None
+    while True:
+        number += 1
+        auto = ["resume=auto"] if dice.random() < 0.3 else []
+        if directory is None:  # begun, or begun again
+            directory = here / "runs" / name / f"run-{number:02}"
+            args = [*settings, f"hydra.run.dir={directory}", *auto]
+        else:
+            args = [*settings, f"hydra.run.dir={directory}", *auto] if auto else [f"resume={directory}"]
+        if kills >= limit:
+            done = toyexp(args, here)
+            assert done.returncode == 0, done.stderr
+            return directory, kills
+        sent = dice.choice(SIGNALS)
+        moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
+        ended = killed(args, here, sent, moment * seconds)
+        if not ended.sent or ended.code == 0:  # it was done before, or while the signal came
+            assert ended.code == 0, ended.errors
+            return directory, kills
+        kills += 1
+        FIGURES[f"kills: tried, {sent.name}"] += 1
+        assert ended.code == shell_code(sent), ended.errors
+        assert "Traceback" not in ended.errors or sent == signal.SIGINT, ended.errors  # while Python itself starts
+        if sent != signal.SIGKILL:
+            assert ended.after < 10
+            require_an_end(directory, sent)
+        if steps(directory / "checkpoints"):
+            FIGURES["kills: after the first checkpoint"] += 1
+            continue
+        FIGURES["kills: before the first checkpoint"] += 1
+        capsys.readouterr()
+        assert main([f"resume={directory}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "not found" in line or "holds no run" in line or "has no checkpoint" in line
+        directory = None
+
+
+def require_an_end(directory, sent):
+    """A run that was asked to end says so in its events."""
+    events = directory / "events.jsonl"
+    if not events.is_file() or not events.stat().st_size:
+        return
+    last = json.loads(events.read_text().splitlines()[-1])
+    if last["kind"] == "run_end" and last["reason"] == "completed":
+        return  # the signal came when it was over
+    assert (last["kind"], last["reason"], last["exit_code"]) == ("run_end", "interrupted", shell_code(sent)), last
+
+
+def survives(here, recipe, model, engine, kills, capsys, seed=0):
+    settings = [*words(recipe, model, engine), f"steps={STEPS}"]
+    name = f"{recipe}-{model}-{engine}"
+    whole = here / "runs" / name / "run-00"
+    began = time.monotonic()
+    done = toyexp([*settings, f"hydra.run.dir={whole}"], here)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    wanted = Trace.of(whole, STEPS)
+    assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
+    dice = random.Random(f"{name} {seed}")
+    so_far, attempt = 0, 0
+    while so_far < kills:
+        attempt += 1
+        limit = min(dice.randint(2, 5), kills - so_far)
+        directory, survived = kill_until_done(here, f"{name}-{attempt}", settings, limit, seconds, dice, capsys)
+        assert Trace.of(directory, STEPS) == wanted
+        so_far += survived
+        FIGURES["kills: survived, to the same events and bytes"] += survived
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
+    survives(here, "lora", "llama", "ggml", 8, capsys)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("pair", "engine"), ALL, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
+)
+def test_every_recipe_survives_being_killed(pair, engine, here, capsys):
+    survives(here, *pair, engine, KILLS, capsys, seed=1)

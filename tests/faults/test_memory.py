@@ -1,0 +1,107 @@
+"""Sizes that no machine has: one line that says what is too large, before anything is written."""
+
+import functools
+import re
+import resource
+
+import pytest
+from faults import FIGURES, toyexp, words
+
+from toyexp import memory
+from toyexp.cli import main
+from toyexp.errors import RunFailed
+
+WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batch_size", "steps"))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["batch_size=1000000000"], "a batch of 1000000000 rows takes 192 GB"),
+        (
+            ["batch_size=1000000000000", "optim.accumulate=1000000000000"],
+            "a batch of 1000000000000 rows takes 1.92e+05 GB",
+        ),
+        (["batch_size=9223372036854775807"], "a batch of 9223372036854775807 rows takes"),
+        (["model.d_model=1000000"], "the weights that train and AdamW take"),
+        (["model.d_ff=10000000000"], "the weights that train and AdamW take"),
+        (["model.n_layers=10000", "model.d_model=4096"], "the weights that train and AdamW take"),
+        (["model.n_layers=1000000000"], "model.n_layers=1000000000: must be at most 10000"),
+        (["model.context=1000000000"], "longer than the training part"),
+        (["model.vocab=2000000000"], "the weights that train and AdamW take"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["ggml", "cpu"])
+def test_what_cannot_fit_is_refused_before_anything_is_written(asked, said, engine, here, capsys):
+    directory = here / "too-large"
+    assert main([*WORDS, f"engine={engine}", *asked, f"hydra.run.dir={directory}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    if "GB" in line:
+        assert re.search(r", and there are \S+ GB; a smaller batch_size, ", line)
+    assert not directory.exists()
+
+
+def test_images_that_cannot_fit(here, capsys):
+    settings = [w for w in words("vit_tiny", "vit", "ggml") if not w.startswith("batch_size")]
+    assert main([*settings, "batch_size=10000000000", f"hydra.run.dir={here}/too-large"]) == 2
+    assert "a batch of 10000000000 rows takes" in capsys.readouterr().err
+
+
+def test_a_limit_of_the_process_counts(monkeypatch):
+    before = memory.available_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 44, hard))
+        assert memory.available_bytes() == pytest.approx(before, rel=0.2)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 36, hard))
+        limited = memory.available_bytes()
+        assert limited is not None
+        assert limited < 1 << 36
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+    ],
+)
+def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
+    with pytest.raises(RunFailed) as caught, memory.running_out():
+        raise error
+    assert re.fullmatch(r"out of memory \(.*\); a smaller batch_size, .* takes less", str(caught.value))
+
+
+def test_another_error_of_a_framework_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="shape mismatch"), memory.running_out():
+        raise RuntimeError("shape mismatch")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["ggml", "cpu"])
+@pytest.mark.parametrize("megabytes", [700, 900, 1100, 1500, 2500, 4000])
+@pytest.mark.parametrize(
+    "asked", [["batch_size=20000"], ["model.d_model=2048", "model.d_ff=8192"], ["batch_size=3000000"]]
+)
+def test_little_memory(asked, engine, megabytes, here):
+    """ulimit -v: whatever runs out first, there is one line and no traceback."""
+    directory = here / "little" / f"{engine}-{megabytes}-{asked[0]}"
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    done = toyexp(
+        [*WORDS, f"engine={engine}", "steps=2", "eval_every=0", *asked, f"hydra.run.dir={directory}"], here,
+        preexec_fn=limit,
+    )  # fmt: skip
+    FIGURES["little memory: runs, each done or ended in one line"] += 1
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (0, 1, 2), done.stderr
+    if done.returncode:
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    if done.returncode == 2:
+        assert not directory.exists()

@@ -1,0 +1,72 @@
+"""Memory: what this process may still take, and what a run takes at least."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from toyexp.engine import Engine
+from toyexp.errors import RunFailed, UserError, printable
+from toyexp.plan import Plan
+
+REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
+
+
+def available_bytes() -> int | None:
+    """What the machine and the limits of this process (ulimit -v) leave to it; None where the system does not say."""
+    left: list[int] = []
+    with contextlib.suppress(OSError, KeyError):
+        known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+        left.append(1024 * (int(known["MemAvailable"]) + int(known["SwapFree"])))
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            left.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
+    if not left:
+        with contextlib.suppress(OSError, ValueError):
+            left.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(left, default=None)
+
+
+def check_plan(plan: Plan, engine: Engine) -> None:
+    """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
+
+    That is one step's batch, and the trainable tensors with their gradients and moments in float32 (of a device with
+    memory of its own: the largest of them, which passes through the machine's). Activations come on top.
+    """
+    rows = plan.rows * plan.accumulate
+    batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
+    sizes = [4 * t.size for t in plan.trainable]
+    weights = max(sizes, default=0) if engine.own_memory else 4 * sum(sizes)
+    left = available_bytes()
+    if left is not None and batch + weights > left:
+        parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and AdamW take")]
+        most, what = max(parts)
+        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {REMEDY}")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+@contextlib.contextmanager
+def running_out() -> Iterator[None]:
+    """Turns the many ways to say that memory ran out into RunFailed with a remedy."""
+    try:
+        yield
+    except MemoryError as error:
+        raise RunFailed(f"out of memory ({str(error) or 'no more was given'}); {REMEDY}") from error
+    except RuntimeError as error:  # PyTorch says it in words alone
+        if not re.search(r"out of memory|allocate memory", str(error)):
+            raise
+        told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise RunFailed(f"out of memory ({printable(told, 160)}); {REMEDY}") from error

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ import yaml
 
 from toyexp.cli import main
 from toyexp.config import setting
+from toyexp.errors import UserError
 from toyexp.experiment import config_hash
 from toyexp.mistakes import parse
 from toyexp.run import lock
-from toyexp.sweepdir import Ended
+from toyexp.sweepdir import Ended, SweepDir
 from toyexp.threads import CORES, available_cores, machine_cores
 
 # What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.
@@ -171,7 +173,7 @@ def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys)
 
 
 def test_fail_fast_ends_the_jobs_beside_it_which_save(capsys):
-    sweep = ["-m", *QUICK, "steps=0,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    sweep = ["-m", *QUICK, "checkpoint_every=100", "steps=0,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     assert main([*sweep, "sweep.fail_fast=true", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == 1
     assert statuses("s") == ["refused", "interrupted"]
 
@@ -224,7 +226,8 @@ def is_free(run):
 
 def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     folder = 'ä "b" c=d/s'
-    sweep = [*QUICK, "steps=150,151,4", setting("hydra.sweep.dir", folder), "callbacks.mishap.wait=0.02"]
+    sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
+    sweep.append(setting("hydra.sweep.dir", folder))
     process = start("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2")
     first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
@@ -241,7 +244,7 @@ def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     assert main([setting("sweep.resume", folder), MODULES, *in_one]) == 0
     assert statuses(folder) == ["completed"] * 3
     assert capsys.readouterr().out.count("resumed from step") == 2
-    assert steps_of(first) == list(range(1, 151)) and steps_of(second) == list(range(1, 152))
+    assert steps_of(first) == list(range(1, 1501)) and steps_of(second) == list(range(1, 1502))
 
 
 @pytest.mark.parametrize(("number", "isolate"), [(signal.SIGINT, "false"), (signal.SIGTERM, "true")])
@@ -266,7 +269,7 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
 @pytest.mark.slow
 def test_submitit_runs_jobs_and_takes_them_up_again_when_their_node_is_taken_away(capsys):
     pytest.importorskip("submitit")
-    sweep = ["-m", *QUICK, "steps=150,0", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    sweep = ["-m", *QUICK, "checkpoint_every=50", "steps=800,0", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     process = start(*sweep, "sweep.launcher=submitit", "sweep.submitit.cluster=local")
     run = Path("s/0-scratch-llama")
     wait_for(lambda: has_checkpoint(run))
@@ -277,9 +280,9 @@ def test_submitit_runs_jobs_and_takes_them_up_again_when_their_node_is_taken_awa
     assert process.returncode == 2, err
     assert statuses("s") == ["completed", "refused"]
     assert "error in job 1: steps=0: must be" in err
-    assert "[0] completed after 150 steps" in out
+    assert "[0] completed after 800 steps" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
-    assert steps_of(run) == list(range(1, 151))
+    assert steps_of(run) == list(range(1, 801))
 
 
 # -- in one process ---------------------------------------------------------------------------------------------------
@@ -355,13 +358,21 @@ def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, ca
 # -- what it remembers ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def done(capsys):
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
     """A sweep whose second job waits."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "mishap.py").write_text(MISHAP)
     line = ["-m", *QUICK, "steps=0,3", "hydra.sweep.dir=s", "sweep.isolate=false", "sweep.fail_fast=true"]
-    assert main(line) == 2
-    capsys.readouterr()
-    return Path("s/sweep.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(line) == 2
+    return folder / "s"
+
+
+@pytest.fixture
+def done(begun):
+    return Path(shutil.copytree(begun, "s")) / "sweep.json"
 
 
 @pytest.mark.parametrize(
@@ -376,18 +387,25 @@ def done(capsys):
         (lambda state: state["jobs"][1].pop("code"), "code"),
         (lambda state: state.update(format=9), "has format 9; this toyexp reads 1"),
         (lambda state: state.update(settings=None), "is damaged"),
-        (lambda state: state["settings"].append("plugins=[evil]"), "add 'plugins=[evil]'"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
-def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told, capsys):
+def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told):
     state = json.loads(done.read_text())
     change(state)
     done.write_text(json.dumps(state))
+    with pytest.raises(UserError) as error:
+        SweepDir.open(Path("s"))
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_sweep_json_cannot_load_code(done, capsys):
+    state = json.loads(done.read_text())
+    state["settings"][0] = "plugins=[evil]"
+    done.write_text(json.dumps(state))
+    Path("evil.py").write_text("raise SystemExit('it was loaded')")
     assert main(["sweep.resume=s", MODULES]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
-    assert not Path("s/1-scratch-llama").exists()
+    assert "add 'plugins=[evil]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.errors import Unavailable, UserError, printable
+from toyexp.signals import cpu_limit
 from toyexp.tokenizer import Tokenizer
 
 TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
 RENDERED_LIMIT = 1 << 24  # characters of a conversation it has rendered
+SECONDS = 3.0  # of computing that it may take for one
 
 
 class BadChat(UserError):
@@ -20,7 +22,7 @@ class BadChat(UserError):
 
 
 class Template:
-    """A chat template in Jinja's sandbox, which does not bound its time.
+    """A chat template in Jinja's sandbox, with a limit to its time and to what it writes.
 
     Raises UserError for one that cannot be used, Unavailable without jinja2.
     """
@@ -50,10 +52,11 @@ class Template:
         """The text of messages with role and content; with `answer`, up to where the assistant's next one begins."""
         text = ""
         try:
-            for piece in self._template.generate(messages=messages, add_generation_prompt=answer, **self._names):
-                text += piece
-                if len(text) > RENDERED_LIMIT:
-                    raise BadChat(f"the chat template writes more than {RENDERED_LIMIT} characters")
+            with cpu_limit(SECONDS, BadChat(f"the chat template takes more than {SECONDS:g} s")):
+                for piece in self._template.generate(messages=messages, add_generation_prompt=answer, **self._names):
+                    text += piece
+                    if len(text) > RENDERED_LIMIT:
+                        raise BadChat(f"the chat template writes more than {RENDERED_LIMIT} characters")
         except BadChat:
             raise
         except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways

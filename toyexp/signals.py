@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: noted, raised where that is safe, and able to act while native code is busy."""
+"""Ctrl-C and SIGTERM: noted, raised where that is safe, and able to act while native code is busy; limits of time."""
 
 from __future__ import annotations
 
@@ -77,6 +77,26 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int):
         super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float, error: Exception) -> Iterator[None]:
+    """Raises `error` once this process has computed for so long in the block; outside the main thread it never does."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    try:
+        previous = signal.signal(signal.SIGVTALRM, handle)
+    except ValueError:  # not the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 _abandoned = False  # whether a thread still works for someone who was interrupted

@@ -411,7 +411,7 @@ def test_ctrl_c_ends_the_line_with_130(endless_file):
     assert process.stdout.read(4) == b"\0" * 4
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out.endswith(b"\n") and err == b"toyexp: interrupted\n"
+    assert process.returncode == 130 and out.endswith(b"\n") and err == b"toyexp: interrupted by SIGINT\n"
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(endless_file):

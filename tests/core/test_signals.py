@@ -138,6 +138,25 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
     assert sorted(p.name for p in tmp_path.iterdir()) in (["book.txt"], ["book.txt", "cache"])
 
 
+SLOW_TEXT = """
+import sys, time
+from pathlib import Path
+import toyexp.generate
+def slow(*_):
+    yield 1
+    Path("there").touch()
+    time.sleep(60)
+toyexp.generate.continuation = slow
+from toyexp.cli import main
+sys.exit(main())
+"""
+
+
+def test_generate_ends_after_the_text_so_far(start):
+    words = ["generate", str(next(DONOR.glob("*.gguf"))), "--prompt", "def ", "--engine", "ggml:threads=1"]
+    ends(start("-c", SLOW_TEXT, *words, wait=reached("there")), signal.SIGTERM, 143)
+
+
 @pytest.mark.parametrize("output", [">&-", "<&- >&- 2>&-", ">/dev/full", "| head -n 1"])
 def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
     if "full" in output and not Path("/dev/full").exists():

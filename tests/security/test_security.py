@@ -259,29 +259,45 @@ def test_a_list_of_labels_leads_nowhere_else(line, told, capsys):
     assert told in refused(capsys, NOOP[0], "engine=noop", *words, "data.image_size=4", "model.patch=2")
 
 
-def test_a_chat_template_reaches_nothing_of_python():
-    pytest.importorskip("jinja2")
-    from toyexp.tokenizer import Bytes
-    from toyexp_data.chat import BadExample, ChatTemplate, Message
+ATTACKS = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('touched', 'w') }}",
+    "{{ cycler.__init__.__globals__.os.system('touch touched') }}",
+    "{% for i in range(999999999) %}{% endfor %}",
+    "{{ messages.append(1) }}",
+    "{% include 'book.txt' %}",
+    "{% import 'os' as os %}",
+    "{{ ''.join(['x' * 1000000] * 20) }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+]
 
-    for attack in (
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__['__builtins__']['open']('touched', 'w') }}",
-        "{{ cycler.__init__.__globals__.os.system('touch touched') }}",
-        "{% for i in range(999999999) %}{% endfor %}",
-        "{{ messages.append(1) }}",
-        "{% include 'book.txt' %}",
-        "{% import 'os' as os %}",
-        "{{ ''.join(['x' * 1000000] * 20) }}",
-        "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
-    ):
-        template = ChatTemplate(attack, Bytes(), Path("model.gguf"))
-        with pytest.raises(BadExample):
-            template.parts([Message("user", "hello"), Message("assistant", "world")])
-    assert not Path("touched").exists()
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
+    pytest.importorskip("jinja2")
+    from toyexp import chat
+    from toyexp.tokenizer import Bytes
+
+    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    messages = [{"role": "user", "content": "hello"}]
+    began = time.monotonic()
+    template = chat.Template(attack, Bytes(), "model.gguf")
+    with pytest.raises(chat.BadChat):
+        template.render(messages, answer=True)
+    assert time.monotonic() - began < 10 and not Path("touched").exists()
+    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True) == "hello", "nothing lingers"
+
+
+def test_a_chat_template_is_not_long():
+    pytest.importorskip("jinja2")
+    from toyexp.chat import Template
+    from toyexp.tokenizer import Bytes
+
     with pytest.raises(UserError, match="more than 65536 characters"):
-        ChatTemplate("x" * 70_000, Bytes(), Path("model.gguf"))
+        Template("x" * 70_000, Bytes(), "model.gguf")
 
 
 # -- secrets ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from toyexp.errors import UserError, choose, printable
 from toyexp.experiment import count
 from toyexp.gguf.model import ADAPTER, MODEL, file_of, model_in
 from toyexp.gguf.read import GGUFFile, TensorInfo
-from toyexp.gguf.tokenizer import check_kind
+from toyexp.gguf.tokenizer import check_kind, has_text
 from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.model import Model
 from toyexp.registry import Registry
@@ -299,6 +299,8 @@ def pasted(path: Path) -> str:
 def _unusable_tokenizer(file: GGUFFile) -> str | None:
     try:
         check_kind(file)
+        if not has_text(file):
+            return "it has no tokenizer, but ids alone"
     except UserError as error:
         if "tokenizer.ggml.tokens" not in file.metadata:
             return "it has no tokenizer"

@@ -253,7 +253,7 @@ class Runner:
         plugins = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "plugins"]
         return Order(
             directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
-            [config.setting("resume", directory), *plugins], job.attempts > 1, self._cores,
+            [f"resume={directory}", *plugins], job.attempts > 1, self._cores,
         )  # fmt: skip
 
     def _process(self, job: Job) -> Ended:

@@ -453,7 +453,9 @@ NO_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more heads than features": (
         {"llama__attention__head_count": 64, "llama__rope__dimension_count": None}, {}, "attention.key_length",
     ),
-    "heads that do not fit": ({"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "5"),
+    "heads that do not fit": (
+        {"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "keys say [30",
+    ),
     "key heads that do not fit": ({"llama__attention__head_count_kv": 3}, {}, "blk.0.attn_k.weight has the shape"),
     "absurd key heads": ({"llama__attention__head_count_kv": BIG}, {}, "blk.0.attn_k.weight has the shape"),
     "absurd rope size": ({"llama__rope__dimension_count": BIG}, {}, f"llama.rope.dimension_count is {BIG}"),
@@ -790,8 +792,8 @@ def test_values_are_written_in_the_type_they_have_and_read_back_as_they_were(tmp
         ("f32", math.nan, "holds numbers that are NaN or infinite"),
         ("f16", -math.inf, "holds numbers that are NaN or infinite"),
         ("q4_0", math.nan, "holds numbers that are NaN or infinite"),
-        ("f16", 7e4, "holds numbers up to 7e+04, which F16 cannot: infinity was written"),
-        ("q8_0", -1e7, "holds numbers up to 1e+07, which Q8_0 cannot: infinity was written"),
+        ("f16", 7e4, None),  # which F16 cannot: it stays F32
+        ("q8_0", -1e7, None),
         ("bf16", 7e4, None),
         ("q8_0", 7e4, None),
     ],
@@ -801,7 +803,10 @@ def test_numbers_that_a_file_cannot_hold_are_written_and_named(tmp_path, kind, v
     tensors["output.weight"][4999, 0] = value
     problems = write_model(tmp_path / "m.gguf", Tiny(vocab=5000), tensors, Bytes(), kind)
     assert problems == ([f"output.weight {said}"] if said else [])
-    assert read_all(tmp_path / "m.gguf").keys() == tensors.keys()
+    written = read_all(tmp_path / "m.gguf")
+    assert written.keys() == tensors.keys()
+    if said is None:
+        assert written["output.weight"][4999, 0] == pytest.approx(value, rel=1e-2)
 
 
 def test_writing_takes_little_memory_beside_the_model(tmp_path):

@@ -16,12 +16,13 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
-from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable, loop
+from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.config import Config
 from toyexp.experiment import prepare
 from toyexp.gguf.encode import K_QUANTS, check_type
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import export_tensors, write_model
+from toyexp.loop import Training
 from toyexp.optim import Optim
 from toyexp.recipe import start
 from toyexp.schema import Settings
@@ -188,7 +189,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     batch["weights"][:, -1] = 0  # the last target of each window has no place in llama.cpp
     with start(recipe, config.engine, plan) as session:
         run = Run("judged", directory, 0, 80, 0.02, {}, "cpu", plan, session, dataset, bus=bus)
-        loop.train(run, bus, prepared.batches, prepared.adamw, eval_every=0)
+        Training(run, bus, prepared.batches, prepared.adamw, eval_every=0).train()
         assert bus.end(run, "completed", None) == []
         return Trained(
             path=directory / "model.gguf",

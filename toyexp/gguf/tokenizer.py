@@ -63,7 +63,7 @@ def read_chat_template(file: GGUFFile) -> str:
 def has_text(file: GGUFFile) -> bool:
     """Whether the file's ids stand for text: a model of ids alone has no vocabulary, or placeholders in its place."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    return isinstance(tokens, list) and tokens != [placeholder(i) for i in range(len(tokens))]
+    return isinstance(tokens, list) and any(token != placeholder(i) for i, token in enumerate(tokens))
 
 
 class _Reader:

@@ -14,7 +14,7 @@ from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
 from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import print_result, print_table, say
+from toyexp.terminal import complain, print_result, print_table, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -38,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return show_version()
         return run(words)
     except ToyexpError as error:
-        print(f"toyexp: error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(f"toyexp: {error or 'interrupted'}", file=sys.stderr)
+        complain(str(error) or "interrupted")
         return getattr(error, "exit_code", 130)
     except BrokenPipeError:  # `toyexp plugins | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as error:
-        print(f"toyexp: error: out of memory{f' ({error})' if str(error) else ''}", file=sys.stderr)
+        complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
         return 1
     except OSError as error:  # a disk that is full, a directory that went away, too many open files
-        print(f"toyexp: error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
         return 1
 
 
@@ -214,7 +214,7 @@ def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str]
         except Exception as error:
             rows.append((label, error))
             report = error if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-            print(f"toyexp: error in job {number}: {report}", file=sys.stderr)
+            complain(f"error in job {number}: {report}")
             log.debug("job failed", exc_info=error)
         else:
             rows.append((label, result))

@@ -33,7 +33,9 @@ def bench(tmp_path_factory):
         try:
             for model in (*LIKE_LLAMA, "gpt2"):
                 settings = words("scratch", model, "ggml")
-                assert main([*settings, "steps=1", "checkpoint_every=0", "eval_every=0", f"hydra.run.dir=b/{model}"]) == 0
+                assert (
+                    main([*settings, "steps=1", "checkpoint_every=0", "eval_every=0", f"hydra.run.dir=b/{model}"]) == 0
+                )
                 (root / "b" / model / "model.gguf").rename(root / f"base-{model}.gguf")
         finally:
             os.chdir(before)

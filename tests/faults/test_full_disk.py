@@ -29,7 +29,9 @@ WORDS = [*words("scratch", "gpt2", "ggml"), "callbacks.gguf_export.every=5"]
 def disk(tmp_path_factory):
     """A small file system of its own."""
     place = tmp_path_factory.mktemp("disk")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", place], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", place], capture_output=True, text=True
+    )
     if made.returncode:
         pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
     yield place
@@ -46,7 +48,9 @@ def empty(disk):
 def fill(disk, leaving):
     """Leaves so many bytes free, or whole pages of them."""
     with contextlib.suppress(OSError), open(disk / "filler", "ab") as file:
-        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, max(shutil.disk_usage(disk).free - leaving, 1))
+        os.posix_fallocate(
+            file.fileno(), os.fstat(file.fileno()).st_size, max(shutil.disk_usage(disk).free - leaving, 1)
+        )
 
 
 @dataclass(eq=False)
@@ -160,7 +164,7 @@ def survive(disk, moments, capfd, seed):
 
 
 def test_some_moments(here, empty, capfd):
-    survive(empty, 8, capfd, 1)
+    survive(empty, 4, capfd, 1)
 
 
 @pytest.mark.faults
@@ -172,6 +176,7 @@ def test_many_moments(here, empty, capfd):
 # -- other disks, and other troubles with files -----------------------------------------------------------------------
 
 
+@pytest.mark.faults
 def test_a_disk_that_can_only_be_read(here, empty, capsys):
     run = empty / "run"
     execute(run)
@@ -200,10 +205,14 @@ class Stopper(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+@pytest.mark.faults
 def test_files_that_may_no_longer_grow(here, capsys):
     directory, before = here / "frozen", resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with capsys.disabled(), pytest.raises(RunFailed, match=r"checkpoint of step 12: not written \(.*\); the last one"):
+        with (
+            capsys.disabled(),
+            pytest.raises(RunFailed, match=r"checkpoint of step 12: not written \(.*\); the last one"),
+        ):
             execute(directory, Stopper())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -231,6 +240,7 @@ def test_files_that_may_not_grow(limit, here):
     require_readable(directory)
 
 
+@pytest.mark.faults
 def test_output_that_goes_to_a_full_disk(here):
     with open("/dev/full", "w") as full:
         command = python("-m", "toyexp", *WORDS, "callbacks=[default]", "steps=3", f"hydra.run.dir={here}/quiet")
@@ -265,6 +275,7 @@ def test_a_run_whose_directory_is_removed(here, capfd):
     assert not directory.exists(), "it is not made anew"
 
 
+@pytest.mark.faults
 def test_a_run_whose_checkpoints_are_removed(here):
     directory = here / "bare"
     execute(directory, Vandal().prepare(7, directory / "checkpoints"))
@@ -308,19 +319,29 @@ def test_few_open_files(limit, engine, here):
         require_readable(directory)
 
 
-NAMES = ["with space", "a=b", "ü ñ 漢字 🦆", "it's", 'say "x"', "{brace},[list]", "$HOME ${name}", "back\\slash", "#1", "~",
-         "x" * 200]  # fmt: skip
+NAMES = [
+    "with space", "a=b", "ü ñ 漢字 🦆", "it's", 'say "x"', "{brace},[list]", "$HOME ${name}", "back\\slash", "#1", "~",
+    "x" * 200,
+]  # fmt: skip
 
 
+def test_a_directory_of_an_odd_name(here, capsys):
+    require_a_run_in(here / "names" / "a = 'ü'", capsys)
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 def test_a_directory_of_any_name(name, here, capsys):
+    require_a_run_in(here / "names" / name, capsys)
+
+
+def require_a_run_in(directory, capsys):
     """Quoted as Hydra wants it, a name is a name; and resume takes it as it is."""
-    quoted = "'" + name.replace("'", "\\'").replace("${", "\\${") + "'"
-    directory = here / "names" / name
-    assert main([*WORDS, "steps=4", f"hydra.run.dir={quoted.replace(chr(39), chr(39) + str(here) + '/names/', 1)}"]) == 0
+    quoted = str(directory).replace("'", "\\'").replace("${", "\\${")
+    assert main([*WORDS, "steps=4", f"hydra.run.dir='{quoted}'"]) == 0
     assert (directory / "model.gguf").exists(), capsys.readouterr().err
     assert main([f"resume={directory}", "steps=6"]) == 0, capsys.readouterr().err
-    assert [s for s in checkpoint.steps(directory / "checkpoints")][0] == 6
+    assert max(checkpoint.steps(directory / "checkpoints")) == 6
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "x/" * 3000])

@@ -13,10 +13,9 @@ from toyexp.cli import main
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 SUPPORT = str(Path(__file__).parent.parent / "support")
-COUNTS = {  # of the short form and of the long one
-    "describe": (150, 6000), "base": (60, 4000), "donor": (60, 4000), "tokenizer": (60, 4000), "eval": (20, 1500),
-    "tokens": (100, 6000), "jsonl": (60, 3000), "images": (100, 6000), "events": (10, 600), "manifest": (10, 1000),
-    "arrays": (10, 1000), "state": (20, 1500), "config": (3, 250),
+COUNTS = {  # of the long form
+    "describe": 12_000, "base": 8_000, "donor": 8_000, "tokenizer": 8_000, "eval": 2_000, "tokens": 8_000,
+    "jsonl": 5_000, "images": 8_000, "events": 400, "manifest": 400, "arrays": 600, "state": 1_000, "config": 250,
 }  # fmt: skip
 
 
@@ -58,13 +57,13 @@ def fuzz(material, what, count, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", COUNTS)
-def test_some_broken_inputs(what, material):
-    fuzz(material, what, COUNTS[what][0], 1)
+def test_some_broken_inputs(material):
+    """Of every kind but those that take long."""
+    fuzz(material, "describe,base,donor,tokenizer,tokens,jsonl,images,state", 20, 1)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("what", COUNTS)
 def test_many_broken_inputs(what, material):
-    fuzz(material, what, COUNTS[what][1], 2)
+    fuzz(material, what, COUNTS[what], 2)

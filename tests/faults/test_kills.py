@@ -35,13 +35,13 @@ def kill_until_done(here, name, settings, limit, seconds, dice, capsys):
             args = [*settings, f"hydra.run.dir={directory}", *auto] if auto else [f"resume={directory}"]
         if kills >= limit:
             done = toyexp(args, here)
-            assert done.returncode == 0, done.stderr
+            assert done.returncode == 0 or "is complete, " in done.stderr, done.stderr  # killed after its last word
             return directory, kills
         sent = dice.choice(SIGNALS)
         moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
         ended = killed(args, here, sent, moment * seconds)
         if not ended.sent or ended.code == 0:  # it was done before, or while the signal came
-            assert ended.code == 0, ended.errors
+            assert ended.code == 0 or "is complete, " in ended.errors, ended.errors
             return directory, kills
         kills += 1
         FIGURES[f"kills: tried, {sent.name}"] += 1
@@ -100,6 +100,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("pair", "engine"), ALL, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value)
+@pytest.mark.parametrize(
+    ("pair", "engine"), ALL, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
+)
 def test_every_recipe_survives_being_killed(pair, engine, here, capsys):
     survives(here, *pair, engine, KILLS, capsys, seed=1)

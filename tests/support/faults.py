@@ -83,7 +83,9 @@ def python(*args: str) -> list[str]:
 def toyexp(args: Sequence[str], cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own, to its end."""
     command = python("-m", "toyexp", *args)
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment(cwd), **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment(cwd), **options
+    )  # type: ignore[call-overload, no-any-return]
 
 
 def environment(cwd: Path) -> dict[str, str]:

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Two processes: more do not fit into the memory of small machines, and the tests of one use more than one core at times.
+PYTEST ?= --numprocesses=2 --dist=loadgroup
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
 # OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.
@@ -10,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test faults check donor bench wheel clean
+.PHONY: run test faults check donor bench table wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -32,6 +34,9 @@ donor: $(INSTALLED)  ## train the shipped donor again and put it into the packag
 bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engines side by side
 	$(BIN)/python tests/benchmarks/overhead.py
 	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
+
+table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the README's table
+	$(BIN)/python tests/support/make_table.py
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

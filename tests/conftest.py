@@ -2,7 +2,16 @@
 
 import os
 
+import pytest
+
 # Tests share two cores with whatever else runs: a waiting thread that spins costs the others their time, up to a
 # factor of ten. Read by OpenMP when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def pytest_collection_modifyitems(items):
+    """Under xdist the tests that ask llama.cpp share a process: several servers at a time get in one another's way."""
+    for item in items:
+        if item.get_closest_marker("judge"):
+            item.add_marker(pytest.mark.xdist_group("judge"))

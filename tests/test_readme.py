@@ -6,6 +6,7 @@ from pathlib import Path
 
 import environments
 import pytest
+from cells import CELLS, ticked
 
 from toyexp.hooks import Registration, RunHooks
 
@@ -72,3 +73,8 @@ def test_every_file_of_the_core_is_in_the_readmes_tree():
     for path in Path(__file__).parent.parent.joinpath("toyexp").glob("*.py"):
         if not path.name.startswith("__") and path.name not in ("errors.py", "init.py"):
             assert path.name in README, path.name
+
+
+def test_the_table_of_files_has_the_cells_that_are_tested():
+    """Its figures are those of the last `make table`."""
+    assert ticked(README) == CELLS

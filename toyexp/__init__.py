@@ -5,6 +5,7 @@ This is what plugin authors import. It loads numpy and pluggy, and no framework.
 
 from toyexp.bus import Bus, Callback, Run, Schedule
 from toyexp.data import Batches, Data, Dataset, TokenBatches, TokenDataset
+from toyexp.decoder import Decoder
 from toyexp.engine import Batch, Engine, Session, State, StepMetrics
 from toyexp.errors import RunFailed, SessionError, ToyexpError, Unavailable, UserError, choose, nearest, printable
 from toyexp.hooks import Register, hookimpl
@@ -29,6 +30,7 @@ __all__ = [
     "Constant",
     "Data",
     "Dataset",
+    "Decoder",
     "Engine",
     "FromGGUF",
     "Given",

@@ -38,6 +38,9 @@ class Callback(ABC):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
 
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
         return {}
@@ -77,6 +80,7 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Bus | None = field(default=None, repr=False)
     resumed: int = 0  # the step it continues from, of a run that was resumed
+    stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""
@@ -99,11 +103,15 @@ class Bus:
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self.artifacts: list[Path] = []
+        self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Delivers an event; one of kind `export` also notes its path as a result of the run."""
+        """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
+        if kind == "warning":
+            log.warning("%s", fields["text"])
+            self.tell(f"toyexp: warning: {fields['text']}")
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
     def end(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toyexp.describe import SPLIT_NAME, find_model, in_bytes, pasted, types_of, unfit_donor
+from toyexp.describe import find_model, in_bytes, pasted, types_of, unfit_donor
 from toyexp.errors import UserError, choose, printable
 from toyexp.experiment import count
 from toyexp.gguf.read import GGUFFile
@@ -40,6 +40,7 @@ ENTRIES = 20_000  # of directories, looked at in one place
 DEPTH = 5  # of directories below the one that is searched
 PASSED_OVER = {"node_modules", "site-packages", "__pycache__"}  # large, and nobody keeps models there
 MANIFEST_LIMIT = 1 << 20  # bytes of an Ollama manifest
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
 OLLAMA_LAYERS = ("application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter")
 
 

@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import UserError, printable
+from toyexp.engine import MOMENTS
+from toyexp.errors import UserError, choose, printable
+from toyexp.model import falls
 from toyexp.run import dump_json, sync_directory, write_synced
 
 log = logging.getLogger("toyexp")
@@ -194,6 +196,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """The first weight of a snapshot that holds a number that is not finite; moments may, and the run lives on."""
+    return next((n for n, a in arrays.items() if not n.endswith(MOMENTS) and not np.isfinite(a).all()), None)
+
+
 # -- a run's checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -233,12 +240,19 @@ class Keeper:
         """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
         if not self._interval or step == self._last_step:
             return False
-        best = min(self.scores.values(), default=math.inf)
-        score = scores.get(self._best) if self._best else None
-        if score is not None:
-            self.scores[step] = score
-        better = score is not None and score < best
+        better = False
+        if self._best and scores:
+            if self._best not in scores:
+                raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
+            if math.isfinite(scores[self._best]):
+                self.scores[step] = scores[self._best]
+                better = self._best_of(self.scores) == step
         return last or better or self._interval.due(step, time.monotonic() - self._last_time)
+
+    def _best_of(self, scores: Mapping[int, float]) -> int:
+        """The step with the best of `scores`, the first of several."""
+        sign = 1 if falls(str(self._best)) else -1
+        return min(sorted(scores), key=lambda step: sign * scores[step])
 
     def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint, once the one before it is written."""
@@ -250,6 +264,8 @@ class Keeper:
     def _write(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
         began = time.perf_counter()
         try:
+            if bad := bad_weight(arrays):
+                raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             path = write(self._folder, step, arrays, state)
             size = sum(p.stat().st_size for p in path.iterdir())
             self._outcomes.append(Saved(step, path, size, time.perf_counter() - began))
@@ -268,7 +284,7 @@ class Keeper:
         kept = set(list(have)[: self._keep])
         scored = {s: v for s, v in self.scores.items() if s in have}
         if scored:
-            kept.add(min(scored, key=scored.__getitem__))
+            kept.add(self._best_of(scored))
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
-from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import complain, print_result, print_table, say
+from toyexp.signals import end_process, stop_signals
+from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
+from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -23,28 +23,29 @@ if TYPE_CHECKING:
     from toyexp.experiment import Result
     from toyexp.schema import Source
 
-log = logging.getLogger("toyexp")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    follow_the_sweep()
+    hold_standard_files()
     try:
-        if words and words[0] in COMMANDS:
-            return COMMANDS[words[0]](words[1:])
-        if "-h" in words or "--help" in words:
-            return show_help()
-        if "--version" in words:
-            return show_version()
-        return run(words)
+        with stop_signals():
+            if words and words[0] in COMMANDS:
+                return COMMANDS[words[0]](words[1:])
+            if "-h" in words or "--help" in words:
+                return show_help()
+            if "--version" in words:
+                return show_version()
+            return run(words)
     except ToyexpError as error:
         complain(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as error:
         complain(str(error) or "interrupted")
-        return getattr(error, "exit_code", 130)
+        return end_process(getattr(error, "exit_code", 130))
     except BrokenPipeError:  # `toyexp plugins | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except MemoryError as error:
         complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
@@ -79,6 +80,7 @@ SHELLS = ("bash", "fish", "zsh")
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     flags, settings = split(words)
+    settings = in_our_words(settings)
     resume = None
     if "--multirun" not in flags:
         settings, resume = take_resume(settings)
@@ -95,8 +97,11 @@ def run(words: Sequence[str]) -> int:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
     if flags.keys() & {"--cfg", "--info", "--shell-completion", "--hydra-help"}:
         return inspect(flags, settings, registry, source)
-    if "--multirun" in flags:
-        return sweep(parsed, registry, modules, source)
+    of_sweeps = {o.key_or_group: str(o.input_line) for o in parsed if o.key_or_group.split(".")[0] == "sweep"}
+    if "--multirun" in flags or "sweep.resume" in of_sweeps:
+        return sweep(parsed, flags, registry, modules, source)
+    for line in of_sweeps.values():
+        raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
         source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
@@ -175,56 +180,27 @@ def experiment(
     `directory` is asked once everything was checked.
     """
     from toyexp.config import build
-    from toyexp.experiment import execute, prepare, stop_signals
+    from toyexp.experiment import execute, prepare
     from toyexp.memory import running_out
     from toyexp.resume import load as load_run
 
-    with stop_signals() as signals:
-        with running_out():
-            prepared = prepare(build(cfg, registry, modules))
-            resumed = load_run(resume, prepared) if resume else None
-        if interrupted := signals.last_word():  # one that some library swallowed
-            raise interrupted
-        return execute(prepared, resume or directory(), say, resumed)
+    with running_out():
+        prepared = prepare(build(cfg, registry, modules))
+        resumed = load_run(resume, prepared) if resume else None
+    return execute(prepared, resume or directory(), say, resumed)
 
 
-def sweep(parsed: Sequence[Override], registry: Registry, modules: Sequence[str], source: Source) -> int:
-    """Runs every combination of the values, one after another; a job that fails is reported and the others go on."""
-    from toyexp import config, mistakes
+def sweep(
+    parsed: Sequence[Override], flags: dict[str, str], registry: Registry, modules: Sequence[str], source: Source
+) -> int:
+    """Runs every combination of the values, or goes on with a sweep."""
+    from toyexp.jobs import Asked
+    from toyexp.jobs import sweep as run_jobs
 
-    for override in parsed:  # what is wrong in every job is told once, before the first
-        if not override.is_sweep_override():
-            mistakes.check_override(override, registry, source)
-    parsed = [*own_sweep(parsed, registry, source), *parsed]
-    fixed = [o for o in parsed if not o.is_sweep_override()]
-    rows: list[tuple[str, Result | Exception]] = []
-    root: list[Path] = []
+    def one(cfg: DictConfig, directory: Path) -> Result:
+        return experiment(cfg, registry, modules, lambda: directory)
 
-    def directory(cfg: DictConfig) -> Path:
-        if not root:  # the time in its name is that of the first job
-            root.append(config.directory(cfg, "hydra.sweep.dir"))
-        return config.directory(cfg, "hydra.sweep.subdir", below=root[0])
-
-    for number, varied in enumerate(combinations(parsed)):
-        label = " ".join(varied)
-        say(f"\n[{number}] {label}".rstrip())
-        try:
-            cfg = config.compose([*(str(o.input_line) for o in fixed), *varied], registry, source, number)
-            result = experiment(cfg, registry, modules, lambda cfg=cfg: directory(cfg))  # type: ignore[misc]
-        except Exception as error:
-            rows.append((label, error))
-            report = error if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-            complain(f"error in job {number}: {report}")
-            log.debug("job failed", exc_info=error)
-        else:
-            rows.append((label, result))
-            print_result(result)
-    failed = [r for _, r in rows if isinstance(r, Exception)]
-    if len(rows) > 1:
-        print_table(rows)
-    if not failed:
-        return 0
-    return 2 if all(isinstance(e, UserError) for e in failed) else 1
+    return run_jobs(Asked(flags, parsed, modules, registry, source, one, run))
 
 
 def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, source: Source) -> int:

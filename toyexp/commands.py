@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from toyexp.errors import Unavailable, UserError, choose
 from toyexp.matrix import table
 from toyexp.registry import KINDS, Registry, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import say
+from toyexp.terminal import say, write_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -67,8 +69,10 @@ def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
     if "--graph" in words:
         return _graphs([w for w in words if w != "--graph"])
+    if "--numerics" in words:
+        return _numerics([w for w in words if w != "--numerics"])
     if words:
-        raise UserError(f"doctor {words[0]}: takes --graph and settings behind it, or nothing")
+        raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
 
     registry = load()
@@ -90,6 +94,25 @@ def doctor(words: Sequence[str]) -> int:
     for problem in registry.problems:
         print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     return 0
+
+
+def _numerics(settings: Sequence[str]) -> int:
+    """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
+    from toyexp.numerics import engines, examine, expectations, table, trainings
+
+    listed = {key: [v for s in settings if s.startswith(f"{key}=") for v in s.partition("=")[2].strip("[]").split(",")]
+              for key in ("engine", "plugins")}  # fmt: skip
+    strange = next((s for s in settings if s.partition("=")[0] not in listed), None)
+    if strange is not None:
+        raise UserError(f"doctor --numerics {strange}: takes engine=name[:key=value],... and plugins=[...]")
+    chosen = engines(listed["engine"], load(listed["plugins"]))
+    ops, runs = expectations(), trainings()
+    passed = True
+    for label, engine in chosen:
+        lines = list(examine(engine, ops, runs))
+        passed = passed and all(line.passed for line in lines)
+        say("\n".join(table(label, engine, lines)))
+    return 0 if passed else 1
 
 
 def _graphs(settings: Sequence[str]) -> int:
@@ -161,17 +184,63 @@ def evaluate(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(HELP)
         return 0
-    file, *settings = [w for w in words if w != "--json"] or [""]
-    strange = next((w for w in settings if "=" not in w), file if file[:1] in ("", "-") else None)
-    if strange is not None:
-        raise UserError(
-            f"eval {strange}: takes one file, settings behind it, and --json: toyexp eval model.gguf seed=1"
-        )
+    file, settings = _file_and_settings([w for w in words if w != "--json"])
+    from toyexp.gguf.model import file_of
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(Path(file), settings, registry, modules)
+    found = run(file_of(Path(file)), settings, registry, modules)
     print(dump_json(found.plain(), indent=2) if "--json" in words else "\n".join(found.lines()))
+    return 0
+
+
+def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The file that eval is asked about and the settings behind it, with what --data stands for; else UserError."""
+    files, settings, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "--data":
+            value = value if equals else left.pop(0) if left else ""
+            if not value:
+                raise UserError("eval --data: needs a file or folder of text: --data book.txt")
+            # Hydra's quoting: a quote and the backslashes before it are escaped, and those at the end.
+            quoted = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
+            settings += ["data=text", f"data.path='{quoted}'"]
+        elif word.startswith("-"):
+            raise UserError(f"eval {word}: there is no such option; {choose(flag, ('--data', '--json', '--help'))}")
+        else:
+            (settings if equals else files).append(word)
+    if len(files) != 1:
+        raise UserError(
+            f"eval {files[-1] if files else ''}: takes one file or run directory, settings behind it, --data and "
+            "--json: toyexp eval model.gguf seed=1"
+        )
+    return files[0], settings
+
+
+def generate(words: Sequence[str]) -> int:
+    """Text from a model in a file, as it comes; how fast it came goes to standard error."""
+    from toyexp.generate import HELP, split
+    from toyexp.generate import generate as run
+
+    if "-h" in words or "--help" in words:
+        print(HELP)
+        return 0
+    options = split(words)
+    from toyexp import schema
+    from toyexp.run import dump_json
+
+    registry = load(options.plugins)
+    schema.store_schemas(registry)
+    try:
+        found = run(options, registry, (lambda text: None) if options.json else write_text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print(dump_json(found.plain()) if options.json else "", flush=True)
+    if not options.json:
+        print(found.line(), file=sys.stderr)
     return 0
 
 
@@ -206,6 +275,14 @@ def models(words: Sequence[str]) -> int:
     return 0
 
 
+def export(words: Sequence[str]) -> int:
+    """A model's file again in another type."""
+    from toyexp.export import HELP, show
+
+    print(HELP if "-h" in words or "--help" in words else show(words, load()))
+    return 0
+
+
 def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -234,17 +311,21 @@ def show_help(words: Sequence[str] = ()) -> int:
         textwrap.dedent("""\
         usage: toyexp [key=value ...]        run one experiment
                toyexp -m key=v1,v2 ...       sweep over values
+               toyexp sweep.resume=DIR       go on with a sweep
                toyexp COMMAND
 
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
           plugins --matrix  which recipe trains which model on which engine
           doctor            which engines work here, and why the others do not
+          doctor --numerics whether they compute every op and a short training as float64 does; exit 1 if not
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml
           parity [...]      whether several engines compute the same numbers: toyexp parity --help
           eval FILE [...]   the held-out loss of a model in a GGUF file: toyexp eval --help
           describe FILE     what is in a GGUF file, and what can be done with it: toyexp describe --help
           models [DIR ...]  the GGUF files on this machine, and what each is good for here: toyexp models --help
+          generate FILE ... text from a model in a GGUF file: toyexp generate --help
+          export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
           help              this page
 
@@ -263,10 +344,15 @@ def show_help(words: Sequence[str] = ()) -> int:
         listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
         print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
     print("\ntop-level keys (conf/config.yaml)")
+    under: list[str] = []
     for line in (conf_dir() / "config.yaml").read_text().splitlines():
         key, _, comment = line.partition("#")
-        if comment and ":" in key and not key.startswith((" ", "-")):
-            print(f"  {key.strip().replace(': ', '='):<34} {comment.strip()}")
+        name, colon, value = key.strip().partition(":")
+        if not comment or not colon or name.startswith("-"):
+            continue
+        under[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        if value.strip():
+            print(f"  {'.'.join(under) + '=' + value.strip():<34} {comment.strip()}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
     print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
     return 0
@@ -288,5 +374,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "describe": describe,
     "models": models,
+    "generate": generate,
+    "export": export,
     "help": show_help,
 }

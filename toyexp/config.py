@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -31,7 +32,21 @@ from toyexp.model import Model
 from toyexp.optim import Optim
 from toyexp.recipe import Recipe
 from toyexp.registry import Registry
-from toyexp.schema import AUTO, PARTS, Settings, Source, class_of, compose_raw, schema, yaml_error
+from toyexp.schema import (
+    AUTO,
+    PARTS,
+    Settings,
+    Source,
+    Submitit,
+    Sweep,
+    class_of,
+    compose_raw,
+    schema,
+    yaml_error,
+)
+
+if typing.TYPE_CHECKING:
+    pass
 
 
 @dataclass
@@ -65,7 +80,7 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         path = source.directory / f"{source.name}.yaml"
         raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
     with open_dict(cfg):
-        cfg.hydra.job.num = job
+        cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=job)
         given = {o.key_or_group for o in parsed}
         cfg.hydra.sweeper.params = {key: values for key, values in sweep_of(cfg).items() if key not in given}
         for key in valid_keys(None, registry, "") - {str(k) for k in cfg}:  # a person's own file may leave keys out
@@ -90,6 +105,21 @@ def directory(cfg: DictConfig, key: str, below: Path = Path()) -> Path:
     if not given.strip():
         raise UserError(f"{key}=: must name a directory")
     return (below / given).absolute()
+
+
+def setting(key: str, value: object) -> str:
+    """`key=value` as it is read back, whatever characters are in the value."""
+    text = str(value)
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) and "/" in text  # which is neither a number nor null
+    return f"{key}={text if plain else QuotedString(text, Quote.double).with_quotes()}"
+
+
+def sweep_settings(cfg: DictConfig) -> Sweep:
+    """How the jobs of a sweep are run; UserError for what cannot be."""
+    node = _typed(Sweep, _resolved(OmegaConf.masked_copy(cfg, ["sweep"]))["sweep"], "sweep")
+    settings = Sweep(**{**node, "submitit": Submitit(**node["submitit"])})
+    settings.check()
+    return settings
 
 
 def require_node(cfg: DictConfig, key: str) -> None:
@@ -117,6 +147,7 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     check_keys(cfg, registry)
     base = take_base(cfg, typed, registry)
     plain = _typed(Settings, _resolved(cfg), "")
+    del plain["sweep"]  # is about many runs, and no part of any
     for kind in PARTS:
         plain[kind] = _typed(class_of(kind, plain[kind], registry), plain[kind], kind)
     for name, node in plain["callbacks"].items():
@@ -160,7 +191,7 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     path = recipe.base_file()
     if path is None:
         return None
-    base = model_of(path, recipe.reads, registry)
+    base = model_of(path, registry, recipe.reads)
     held = base.settings()
     for override in typed:
         kind, _, key = override.key_or_group.partition(".")
@@ -194,7 +225,9 @@ def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`node` with the types and defaults of `cls`: a person's own config file may have come without its schema."""
     dot = f"{where}." if where else ""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls if where == "" else schema(cls, str(node["name"]))), node)
+        merged = OmegaConf.merge(
+            OmegaConf.structured(cls if where in ("", "sweep") else schema(cls, str(node["name"]))), node
+        )
         values = typing.cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
@@ -214,6 +247,21 @@ def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callbac
     callback = make(registry.get("callbacks", name), node)
     callback.check()
     return typing.cast("Callback", callback)
+
+
+def engine_of(label: str, registry: Registry) -> Engine:
+    """The engine that `name` or `name:key=value:...` means, which works here; UserError, or Unavailable."""
+    name, *own = label.split(":")
+    cls = registry.get("engine", name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    pairs = [setting.partition("=") for setting in own]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"engine={label}: an engine's own settings are written {name}:key=value")
+        if key not in known:
+            raise UserError(f"engine={label}: {name} has no setting {printable(key)}; {choose(key, known)}")
+    node = {"name": name, **{key: value for key, _, value in pairs}}
+    return pick_engine(_typed(cls, node, "engine"), registry)[0]
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:

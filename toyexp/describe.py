@@ -19,9 +19,9 @@ import numpy as np
 
 from toyexp.errors import UserError, choose, printable
 from toyexp.experiment import count
-from toyexp.gguf.model import file_of, model_in
+from toyexp.gguf.model import ADAPTER, MODEL, file_of, model_in
 from toyexp.gguf.read import GGUFFile, TensorInfo
-from toyexp.gguf.tokenizer import check_kind
+from toyexp.gguf.tokenizer import check_kind, has_text
 from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.model import Model
 from toyexp.registry import Registry
@@ -46,7 +46,6 @@ matrix products and attention for one token (or image), with attention looking a
 FLAGS = ("--metadata", "--tensors", "--json")
 WIDTH = 110  # of a line, where one is broken
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
-SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
 PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
 TRAINING_WINDOW = 64  # the default of model.context, which must not be longer than the file's
 
@@ -185,7 +184,7 @@ class Description:
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
-    path = file_of(path)
+    path = file_of(path, (MODEL, ADAPTER))
     with GGUFFile(path) as file:
         architecture = _text(file, "general.architecture")
         kind = _text(file, "general.type") or "model"
@@ -198,7 +197,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
                 refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
         part = _part(file)
         return Description(
-            file=str(path), bytes=total_bytes(file), version=file.version, kind=kind, architecture=architecture,
+            file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
             family=model.name if model else None, refused=refused,
             sizes=model.settings() if model else _sizes(file, architecture),
             parameters=_parameters(file.tensors.values()), outside=_outside(file.tensors.values()),
@@ -215,9 +214,8 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
 
 def find_model(file: GGUFFile, registry: Registry) -> tuple[Model | None, str | None]:
     """The file's model, or why it is none that toyexp can compute."""
-    kinds = sorted({offer.cls.reads for offer in registry.offers["model"].values()})  # type: ignore[attr-defined]
     try:
-        return model_in(file, kinds, registry), None
+        return model_in(file, registry), None
     except UserError as error:
         return None, str(error).removeprefix(f"{file.path}: ")
     except Exception as error:  # whatever a plugin raises, the header can still be shown
@@ -301,6 +299,8 @@ def pasted(path: Path) -> str:
 def _unusable_tokenizer(file: GGUFFile) -> str | None:
     try:
         check_kind(file)
+        if not has_text(file):
+            return "it has no tokenizer, but ids alone"
     except UserError as error:
         if "tokenizer.ggml.tokens" not in file.metadata:
             return "it has no tokenizer"
@@ -309,17 +309,6 @@ def _unusable_tokenizer(file: GGUFFile) -> str | None:
 
 
 # -- what a header says -----------------------------------------------------------------------------------------------
-
-
-def total_bytes(file: GGUFFile) -> int:
-    """The size of the file; of a split one, of all its parts that are there."""
-    found = SPLIT_NAME.fullmatch(file.path.name)
-    parts = _part(file)
-    if not found or not parts:
-        return file.size
-    names = (f"{found[1]}-{i:05}-of-{found[3]}.gguf" for i in range(1, min(parts["of"], 99_999) + 1))
-    paths = [file.path.with_name(name) for name in names]
-    return sum(p.stat().st_size for p in paths if p.is_file())
 
 
 def types_of(file: GGUFFile) -> dict[str, dict[str, int]]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
+from toyexp.decoder import Decoder, Recompute
 from toyexp.errors import SessionError, choose, printable
 from toyexp.plan import Plan, PlanTensor
 
@@ -37,9 +38,12 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
+MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+
+
 def state_names(name: str) -> tuple[str, str, str]:
     """Under which names a snapshot holds a tensor's values and its two moments."""
-    return name, f"{name}@m", f"{name}@v"
+    return name, name + MOMENTS[0], name + MOMENTS[1]
 
 
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
@@ -70,6 +74,10 @@ class Engine(ABC):
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
 
+    def rounds_to(self) -> str:
+        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        return "float32"
+
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
         """A session whose tensors hold the plan's initial values."""
@@ -81,6 +89,7 @@ class Session(ABC):
     def __init__(self, plan: Plan):
         self.plan = plan
         self.state = State.REALIZED
+        self.version = 0  # counts what makes a decoder's memory of earlier positions worthless
         self._by_name = {t.name: t for t in plan.tensors}
         self._moments_are_set = False
         for tensor in plan.tensors:
@@ -102,7 +111,10 @@ class Session(ABC):
 
     @final
     def build(self) -> None:
-        """Closes the warm window and bakes forward, loss, backward and AdamW into the training step."""
+        """Closes the warm window and bakes forward, loss, backward and AdamW into the training step.
+
+        A plan that trains nothing has no step: its session only looks.
+        """
         self._require(State.REALIZED, "build()")
         self.do_build()
         self.state = State.BUILT
@@ -110,7 +122,7 @@ class Session(ABC):
     @final
     def step(self, batch: Batch, hp: np.ndarray) -> StepMetrics:
         """One AdamW step on `batch` with the seven numbers `hp`; the first call starts from zero moments."""
-        self._require(State.BUILT, "step()")
+        self._require_training("step()")
         if hp.shape != (7,):
             raise SessionError(f"step(): hp has the shape {list(hp.shape)}, expected [7]")
         if not np.isfinite(hp).all():
@@ -121,6 +133,7 @@ class Session(ABC):
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
         self._prepare_moments()
+        self.version += 1
         return self.do_step(micros, hp)
 
     @final
@@ -150,9 +163,18 @@ class Session(ABC):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @final
+    def decoder(self) -> Decoder:
+        """What reads a sequence of tokens piece by piece, with the present weights; raises for other models."""
+        self._require(State.BUILT, "decoder()")
+        tokens, targets = (self.plan.inputs.get(name) for name in ("tokens", "targets"))
+        if tokens is None or targets is None or tokens.shape != targets.shape:
+            raise SessionError(f"decoder(): model={self.plan.model.name} does not continue a sequence of tokens")
+        return self.do_decoder()
+
+    @final
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """The gradient of the batch's loss for every trainable tensor, before clipping; changes nothing."""
-        self._require(State.BUILT, "gradients()")
+        self._require_training("gradients()")
         return self.do_gradients(self._micro_batches(batch))
 
     @final
@@ -184,6 +206,7 @@ class Session(ABC):
         if misfit:
             raise SessionError(f"restore(): {misfit}")
         self._prepare_moments()
+        self.version += 1
         for tensor in self.plan.trainable:
             values, m, v = (np.ascontiguousarray(arrays[n]) for n in state_names(tensor.name))
             self.do_restore(tensor, values, m, v)
@@ -193,6 +216,7 @@ class Session(ABC):
         """Frees everything; closing twice is harmless."""
         if self.state is not State.CLOSED:
             self.state = State.CLOSED
+            self.version += 1
             self.do_close()
 
     def __enter__(self) -> Session:
@@ -238,6 +262,10 @@ class Session(ABC):
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         """The logits of the first `rows` rows of a micro-batch."""
 
+    def do_decoder(self) -> Decoder:
+        """A decoder; an engine that can keep what it computed of earlier positions has a faster one."""
+        return Recompute(self)
+
     @abstractmethod
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         """The summed gradient of every trainable tensor, by name."""
@@ -270,6 +298,11 @@ class Session(ABC):
             return
         advice = "; call build() first" if self.state is State.REALIZED else ""
         raise SessionError(f"{call}: the session is {self.state.value}, expected {state.value}{advice}")
+
+    def _require_training(self, call: str) -> None:
+        self._require(State.BUILT, call)
+        if not self.plan.trainable:
+            raise SessionError(f"{call}: the plan trains nothing")
 
     def _tensor(self, name: str, what: str) -> PlanTensor:
         try:

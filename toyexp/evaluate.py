@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import UserError
-from toyexp.init import FromGGUF
-from toyexp.plan import Plan, PlanTensor
+from toyexp.frozen import frozen_plan
+from toyexp.gguf.model import model_of
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 
 HELP = """\
-usage: toyexp eval FILE.gguf [key=value ...] [--json]
+usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
 
 How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
+MODEL is a GGUF file, or the directory of a run that left a model.gguf.
   toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
-  toyexp eval model.gguf data=text data.path=book.txt engine=ggml
+  toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
   toyexp eval digits.gguf data=digits
 
 Sizes and tokenizer come from the file. model.context=N takes windows of N tokens, batch_size=N so many at a time."""
@@ -67,8 +68,7 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
     from toyexp import config
     from toyexp.schema import Source
 
-    kinds = sorted({offer.cls.reads for offer in registry.offers["model"].values()})  # type: ignore[attr-defined]
-    model = config.model_of(path, kinds, registry)
+    model = model_of(path, registry)
     typed = [s.partition("=")[0].lstrip("+~") for s in settings]
     for key in typed:
         if key.split(".")[0] in ("recipe", "optim", "callbacks", "model") and key != "model.context":
@@ -86,7 +86,7 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     setup = Setup(batches.inputs, built.settings.batch_size)
     held_out = batches.held_out()
-    with built.engine.realize(_plan(setup, model, path)) as session:
+    with built.engine.realize(frozen_plan(model, path, setup)) as session:
         session.build()
         loss, scores = session.evaluate(held_out), model.scores(session, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
@@ -97,15 +97,6 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
         perplexity=math.exp(min(loss, 700)) if text else None,
         bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,
     )  # fmt: skip
-
-
-def _plan(setup: Setup, model: Any, path: Path) -> Plan:
-    """Everything frozen, but for the smallest tensor: a session bakes a training step, though none is taken."""
-    smallest = min(model.tensors(), key=lambda t: math.prod(t.shape)).name
-    return setup.plan(
-        model,
-        [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), t.name == smallest) for t in model.tensors()],
-    )
 
 
 def _window(settings: Sequence[str], model: Any) -> int | None:

@@ -6,13 +6,11 @@ import contextlib
 import hashlib
 import json
 import logging
-import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toyexp.bus import Bus, Run
@@ -29,6 +27,7 @@ from toyexp.plan import Plan
 from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
+from toyexp.signals import Signals, stop_signals
 
 if TYPE_CHECKING:
     from toyexp.config import Config
@@ -88,6 +87,8 @@ def prepare(config: Config) -> Prepared:
         settings.nonfinite == "skip",
     )  # fmt: skip
     plan = recipe.plan(model, setup)
+    for callback in config.callbacks.values():
+        callback.check_plan(plan)
     check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
@@ -100,7 +101,8 @@ def execute(
     resumed: Resumed | None = None,
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
-    config = prepared.config
+    config, bus = prepared.config, prepared.bus
+    bus.tell = say
     with stop_signals() as signals:
         run_dir = RunDir(directory, config.plain, continued=resumed is not None)
         try:
@@ -109,7 +111,7 @@ def execute(
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
             with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
-                run = _run(prepared, directory, session, resumed)
+                run = _run(prepared, directory, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
             return _judge(prepared, run_dir, outcome, failures, signals)
         except BaseException as error:
@@ -147,7 +149,7 @@ def _judge(
     return result
 
 
-def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed | None) -> Run:
+def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -163,6 +165,7 @@ def _run(prepared: Prepared, directory: Path, session: Session, resumed: Resumed
         facts=facts(prepared, session.describe()),
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
+        stops=signals.count,
     )
 
 
@@ -172,7 +175,7 @@ def _live(
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     reason = "errored"
-    saver = RunSaver(run, prepared, say, resumed)
+    saver = RunSaver(run, prepared, resumed)
     try:
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
@@ -190,8 +193,12 @@ def _live(
         error, reason = caught, _reason(caught)
         raise
     finally:
-        unsaved = saver.finish()
-        failures = [*([unsaved] if unsaved else []), *bus.end(run, reason, error or unsaved, signals.last_word)]
+        unsaved = None
+        try:
+            unsaved = saver.finish()
+        finally:  # which a second signal ends
+            failures = bus.end(run, reason, error or unsaved, signals.last_word)
+        failures = [*([unsaved] if unsaved else []), *failures]
     if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
@@ -204,9 +211,9 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, say: Callable[[str], None], resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
         settings = prepared.config.settings
-        self._run, self._prepared, self._say = run, prepared, say
+        self._run, self._prepared = run, prepared
         self._folder = run.dir / "checkpoints"
         self._keeper = Keeper(
             self._folder,
@@ -250,8 +257,7 @@ class RunSaver(Saver):
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
             if not last:  # which is an error
-                self._say(f"toyexp: warning: {self._keeper.trouble}; training goes on, the next one is tried")
-            self._run.emit("warning", text=self._keeper.trouble)
+                self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
 
 
@@ -308,62 +314,5 @@ def config_hash(plain: dict[str, Any]) -> str:
 
 
 # Top-level keys that change no number of a run.
-NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best")
-
-
-class Signals:
-    """The first SIGINT or SIGTERM: raised as Interrupted, or once steps are taken, noted until the step is done.
-
-    A second one acts at once.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._patient = False
-        self._last_word: tuple[Interrupted | None] | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
-        again, self._number = bool(self._number), self._number or number
-        if again or not self._patient:
-            raise Interrupted(number)
-
-    def wait_for_the_step(self) -> None:
-        """From now on a signal is only noted."""
-        self._patient = True
-
-    def caught(self) -> bool:
-        """Whether one came."""
-        return bool(self._number)
-
-    def last_word(self) -> Interrupted | None:
-        """The one that came before this was first asked: a later one finds the run over, and changes no more of it."""
-        if self._last_word is None:
-            self._last_word = (Interrupted(self._number) if self._number else None,)
-        return self._last_word[0]
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Gives SIGINT and SIGTERM to a Signals; outside the main thread they belong to someone else and are left alone."""
-    signals = Signals()
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, signals.handle)
-    except ValueError:  # not the main thread
-        yield signals
-        return
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run."""
-
-    def __init__(self, number: int):
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
+               "sweep")  # fmt: skip

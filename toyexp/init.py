@@ -78,7 +78,7 @@ def draw(values: Values, shape: tuple[int, ...], seed: int, name: str) -> Array:
         return np.full(shape, values.value, np.float32)
     if isinstance(values, Given):
         return np.ascontiguousarray(values.array, np.float32)
-    return opened(values.path).read(values.tensor, rows=values.rows)
+    return opened(values.path).weights(values.tensor, rows=values.rows)
 
 
 def opened(path: str) -> GGUFFile:

@@ -115,7 +115,7 @@ class Training:
         run, outcome = self.run, self.outcome
         try:
             loss = run.session.evaluate(self._until_stopped())
-            scores = run.plan.model.scores(run.session, self._held_out)
+            scores = run.plan.model.scores(run.session, self._until_stopped())
         except _Stopped:  # the look is taken again when the run is resumed
             outcome.reason = "interrupted"
             return
@@ -153,7 +153,8 @@ class Training:
         what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
         if run.plan.skip_nonfinite and in_a_row < SKIPPED_IN_A_ROW:
             outcome.skipped += 1
-            run.emit("skipped", step=outcome.steps, loss=metrics["loss"], grad_norm=metrics["grad_norm"])
+            numbers = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+            run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
         given_up = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
         first = first_bad_tensor(run.session, batch)
@@ -177,4 +178,4 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
             bad = int((~np.isfinite(values(tensor.name))).sum())
             if bad:
                 return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
-    return "all weights and gradients are finite, so the loss itself overflowed"
+    return "all weights and gradients are finite, so the loss or the norm itself overflowed"

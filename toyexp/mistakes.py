@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -13,9 +14,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.errors import UserError, choose, nearest
+from toyexp.foreign import CODE, NAMES_CODE, names_code
 from toyexp.optim import Optim
 from toyexp.registry import Registry
-from toyexp.schema import AUTO, GROUPS, PARTS, Settings, Source, class_of, compose_raw, conf_dir
+from toyexp.schema import (
+    AUTO,
+    GROUPS,
+    LAUNCHERS,
+    PARTS,
+    Settings,
+    Source,
+    Submitit,
+    Sweep,
+    class_of,
+    compose_raw,
+    conf_dir,
+)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -52,8 +66,14 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     key, line = override.key_or_group, str(override.input_line)
     kind, *rest = key.split(".")
+    code = next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(_value(override))
+    if code is not None:
+        raise UserError(f"{line}: {code} {CODE}")
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
-        raise UserError(f"{line}: toyexp runs the jobs of a sweep itself, one after another: -m key=a,b")
+        raise UserError(
+            f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with sweep.launcher={', '.join(LAUNCHERS)} "
+            "and sweep.jobs=4"
+        )
     if override.package is not None:
         raise UserError(f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}")
     if override.is_sweep_override():
@@ -79,8 +99,32 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         if rest[-1] == "name":
             named = "callbacks=[...]" if kind == "callbacks" else f"{kind}={override.get_value_element_as_str()}"
             raise UserError(f"{line}: cannot be set; choose by name: {named}")
+    elif kind == "sweep":
+        _check_sweep(key, line)
     elif rest and kind in valid_keys(None, registry, ""):
         raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+
+
+def _check_sweep(key: str, line: str) -> None:
+    if key in ("sweep", "sweep.submitit"):
+        raise UserError(f"{line}: give its settings one by one: {key}.<setting>=...")
+    if key not in _sweep_keys():
+        raise _unknown_sweep_key(key)
+
+
+def _sweep_keys() -> set[str]:
+    of_submitit = {f"sweep.submitit.{f.name}" for f in dataclasses.fields(Submitit)}
+    return {f"sweep.{f.name}" for f in dataclasses.fields(Sweep)} - {"sweep.submitit"} | of_submitit
+
+
+def _unknown_sweep_key(key: str) -> UserError:
+    keys = _sweep_keys()
+    best = next((k for k in keys if k.endswith("." + key.rpartition(".")[2])), None) or nearest(key, keys)
+    return UserError(f"unknown key {key}; " + (f"did you mean {best}?" if best else choose("", keys)))
+
+
+def _value(override: Override) -> Any:
+    return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
 def _check_choice(override: Override, line: str, registry: Registry, source: Source) -> None:
@@ -153,16 +197,21 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
     """An error about a key nobody reads, with the nearest one that somebody does."""
     kind, *rest = key.split(".")
     top = valid_keys(cfg, registry, "")
+    if kind == "sweep":
+        return _unknown_sweep_key(key)
     if kind == "hydra":
         return UserError(f"unknown key {key}; of Hydra's settings you may want hydra.run.dir or hydra.sweep.dir")
     if kind not in top:
         homes = [w for w in _places(cfg) if not rest and kind in valid_keys(cfg, registry, w)]
+        homes += [key.rpartition(".")[0] for key in _sweep_keys() if not rest and key.rpartition(".")[2] == kind]
         best = nearest(kind, top)
         if homes or best:
             return UserError(
                 f"unknown key {key}; did you mean {'.'.join([homes[0], key] if homes else [str(best), *rest])}?"
             )
         return UserError(f"unknown key {key}; the keys are: {', '.join(sorted(top))}")
+    if not rest:
+        return UserError(f"{key}: the configuration file has no such key; put 'schema' first in its defaults list")
     if kind == "callbacks":
         if rest[0] not in registry.offers["callbacks"]:
             best = nearest(rest[0], registry.offers["callbacks"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toyexp.data import Batches, Dataset
     from toyexp.engine import Batch, Session
     from toyexp.gguf.read import GGUFFile
+    from toyexp.huggingface import Layout
 
 
 MOST_BLOCKS = 10_000
@@ -30,6 +31,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     init: Values
+
+
+def falls(metric: str) -> bool:
+    """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
+    return metric in ("loss", "ppl")
 
 
 @dataclass
@@ -64,8 +70,8 @@ class Model(ABC):
         """The data's batches as the model reads them."""
         return dataset.batches(getattr(self, "context", 0), rows, seed)
 
-    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches beside the loss, such as {"accuracy": 0.97}."""
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
         return {}
 
     @property
@@ -85,6 +91,10 @@ class Model(ABC):
     def gguf_metadata(self) -> dict[str, Any]:
         """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""
         raise UserError(f"model={self.name} has no GGUF form")
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """What it is in transformers, or UserError; `data`: what the data adds to its GGUF's keys."""
+        raise UserError(f"model={self.name} has no Hugging Face layout")
 
     def parameters(self) -> int:
         """How many numbers the model has."""

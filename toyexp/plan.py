@@ -160,3 +160,12 @@ class Plan:
 def lora_names(target: str) -> list[str]:
     """The names of an adapter's two tensors, as llama.cpp reads them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
+
+
+def one_alpha(plan: Plan) -> float:
+    """Scale times rank, of which a file of adapters holds one; UserError where they differ."""
+    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
+    alphas = {a.scale * plan.tensor(lora_names(a.target)[0]).shape[0] for a in adapters}
+    if len(alphas) != 1:
+        raise UserError(f"a file of adapters holds one alpha, these have {sorted(alphas)}")
+    return alphas.pop()

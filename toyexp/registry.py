@@ -20,6 +20,7 @@ from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import UserError, choose
+from toyexp.foreign import NAMES_CODE
 from toyexp.hooks import Registration, RunHooks
 from toyexp.model import Model
 from toyexp.recipe import Recipe
@@ -184,6 +185,8 @@ def check_class(cls: type, kind: str, base: type) -> None:
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise UserError(f"{label}.{f.name} has no default")
+        if f.name in NAMES_CODE:
+            raise UserError(f"{label}.{f.name} cannot be a setting: elsewhere a key of that name says what to call")
     if issubclass(cls, Callback):
         _check_callback(cls, label)
 

@@ -26,7 +26,7 @@ log = logging.getLogger("toyexp")
 AUTO = "auto"
 # What a resumed run may change; everything else decides what the steps before the checkpoint have computed.
 FREE = ("name", "steps", "lr", "eval_every", "engine", "callbacks", "plugins", "resume", "nonfinite",
-        "checkpoint_every", "checkpoint_keep", "checkpoint_best")  # fmt: skip
+        "checkpoint_every", "checkpoint_keep", "checkpoint_best", "sweep")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from toyexp.errors import RunFailed, UserError, printable
+from toyexp.foreign import escaped
 
 log = logging.getLogger("toyexp")
 
@@ -153,7 +154,7 @@ def runnable(config: Mapping[str, Any]) -> str:
     defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
     text = "# The resolved configuration of one run. Repeat it with:\n"
     text += "#   toyexp --config-path <this directory> --config-name config\n"
-    return text + yaml.safe_dump({"defaults": defaults, **config}, sort_keys=False, allow_unicode=True)
+    return text + yaml.safe_dump({"defaults": defaults, **escaped(config)}, sort_keys=False, allow_unicode=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -182,6 +183,11 @@ def sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of the files in a directory."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:

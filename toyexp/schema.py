@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import math
 import re
+import shutil
 import tempfile
 import typing
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +17,68 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.checkpoint import Interval
 from toyexp.data import read_text
 from toyexp.errors import UserError, choose
+from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry
 
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
 NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
+LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
+
+
+@dataclass
+class Submitit:
+    """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
+
+    cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
+    partition: str | None = None  # of Slurm
+    timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
+    gpus: int = 0  # per job
+    cpus: int | None = None  # cores per job
+    mem_gb: float | None = None  # memory per job
+
+
+@dataclass
+class Sweep:
+    """How -m runs its jobs. No number of a run depends on it."""
+
+    launcher: str = "serial"  # one job after another; joblib: several at once here; submitit: on a cluster
+    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
+    isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
+    fail_fast: bool = False  # the first failure ends the sweep
+    resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
+    retry: bool = False  # with resume: jobs that failed, too
+    submitit: Submitit = field(default_factory=Submitit)
+
+    def check(self) -> None:
+        """Raises UserError for what cannot work together."""
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
+        if self.jobs < 0:
+            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
+        if self.jobs > 1 and self.launcher == "serial":
+            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
+        if not self.isolate and self.launcher != "serial":
+            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
+        if self.retry and self.resume is None:
+            raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
+        for name, least in limits.items():
+            value = getattr(given, name)
+            if value is not None and not least <= value < 2**31:
+                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least}")
 
 
 @dataclass
@@ -47,6 +97,7 @@ class Settings:
     nonfinite: str = "stop"
     resume: str | None = None
     plugins: list[str] = field(default_factory=list)
+    sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
     data: Any = MISSING
     recipe: Any = MISSING
@@ -88,8 +139,30 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A file's contents; UserError for one that says more than settings."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        ours = path.is_relative_to(conf_dir())
+        if not ours and (".." in path.parts or config_path.startswith("hydra/")):
+            raise UserError(f"{config_path}: is not taken from {self.path}")
+        if path.is_file():
+            check_file(path, read_config(path), ours)
+        return super().load_config(config_path)
+
+
+def read_config(path: Path) -> str:
+    """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
+    if path.stat().st_size > SIZE_LIMIT:
+        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
+    return read_text(path)
+
+
 def store_schemas(registry: Registry) -> None:
-    """Makes every plugin's dataclass known to Hydra under its group and name."""
+    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
+    SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
     store.store(name="schema", node=Settings)
     store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
@@ -132,7 +205,6 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
-    temporary: Any = None  # holds `directory` while this is in use
 
     @classmethod
     def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
@@ -142,10 +214,11 @@ class Source:
         saved = _load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
-        temporary = tempfile.TemporaryDirectory(prefix="toyexp-")
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
+        weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         kept = {key: value for key, value in saved.items() if key not in chosen}
-        Path(temporary.name, "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-        return cls(Path(temporary.name), temporary=temporary)
+        (source.directory / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return source
 
     @classmethod
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
@@ -187,8 +260,10 @@ class Source:
 
 
 def _load_yaml(path: Path) -> Any:
+    text = read_config(path)
+    check_file(path, text, path.is_relative_to(conf_dir()))
     try:
-        return yaml.safe_load(read_text(path))
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise yaml_error(error, path) from None
 

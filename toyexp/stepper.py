@@ -137,9 +137,13 @@ def alone(entry: Entry) -> dict[str, float]:
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
-            process.stdout.readline()
-            seconds = time.perf_counter() - began
-            told = process.stdout.read()
+            try:
+                process.stdout.readline()
+                seconds = time.perf_counter() - began
+                told = process.stdout.read()
+            except BaseException:  # interrupted: nobody waits for it any more
+                process.kill()
+                raise
         if process.returncode:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]

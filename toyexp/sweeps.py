@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,22 @@ if TYPE_CHECKING:
 
     from toyexp.registry import Registry
     from toyexp.schema import Source
+
+LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
+# What people know from Hydra, in our words.
+HYDRA = {
+    "hydra/launcher=basic": ["sweep.launcher=serial"],
+    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
+    "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
+    "hydra/sweeper=basic": [],
+}
+
+
+def in_our_words(settings: Sequence[str]) -> list[str]:
+    """The settings, with Hydra's launchers and how many jobs they run at once replaced by ours."""
+    ours = (HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)]) for word in settings)
+    return [word for words in ours for word in words]
 
 
 def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:
@@ -46,3 +66,22 @@ def local_modules(parsed: Sequence[Override]) -> list[str]:
                 raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[my_module]")
             return names
     return []
+
+
+def follow_the_sweep() -> None:
+    """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
+
+    The sweep holds the other end of its standard input and never writes to it.
+    """
+    if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
+        return
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which a cluster sends to all; the launcher on its node answers
+        signal.signal(number, signal.SIG_IGN)
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -13,14 +13,35 @@ from toyexp.errors import for_terminal
 
 if TYPE_CHECKING:
     from toyexp.experiment import Result
+    from toyexp.sweepdir import Job, SweepDir
 
 
 def say(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
     try:
         print(for_terminal(line), flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # or the disk that takes the output is full
+        drop_output()
+
+
+def drop_output() -> None:
+    """Lets whatever is still printed vanish."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def hold_standard_files() -> None:
+    """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def write_text(text: str) -> None:
+    """Text as it comes, without a new line; what the terminal's encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def complain(line: str) -> None:
@@ -32,41 +53,43 @@ def complain(line: str) -> None:
 def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     from toyexp.experiment import count
+    from toyexp.run import bytes_in
 
     outcome = result.outcome
     speed = f" · {count(outcome.tokens_per_second)} {result.reads}/s" if outcome.tokens_per_second else ""
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")
+    if outcome.skipped:
+        say(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
         say(f"held-out {name} {outcome.first_eval_scores[name]:.4f} -> {value:.4f}")
-    say(f"run     {_short(result.dir)}")
+    say(f"run     {short(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        say(f"        {shown}  {path.stat().st_size / 1e6:.2f} MB")
+        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB")
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Relative to here when it is below here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def print_table(rows: Sequence[tuple[str, Result | Exception]]) -> None:
-    """One line per job of a sweep: what was varied, final losses and scores, where it is."""
-    outcomes = [result.outcome for _, result in rows if not isinstance(result, Exception)]
-    scores = list(dict.fromkeys(name for outcome in outcomes for name in outcome.eval_scores))
-    numbers = ["train loss", "held-out loss", *(f"held-out {name}" for name in scores)]
-    table: list[tuple[str, ...]] = [("job", "overrides", "steps", *numbers, "run")]
-    for i, (label, result) in enumerate(rows):
-        if isinstance(result, Exception):
-            table.append((str(i), label, "-", *("-" for _ in numbers), f"failed: {result}"))
-            continue
-        outcome = result.outcome
-        values = [outcome.train_loss, outcome.eval_loss, *map(outcome.eval_scores.get, scores)]
-        shown = [f"{x:.4f}" if x is not None else "-" for x in values]
-        table.append((str(i), label, str(outcome.steps), *shown, _short(result.dir)))
+def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
+    """One line per job of a sweep: what was varied, final losses and scores, where it is or why not."""
+    from toyexp.sweepdir import Status, numbers, scores
+
+    names = scores(jobs)
+    heads = ["steps", "train loss", "held-out loss", *(f"held-out {name}" for name in names)]
+    table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
+    for job in jobs:
+        where = short(folder.run(job)) if folder and job.directory else ""
+        why = str(job.error or "")
+        told = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
+        end = where if job.status == Status.COMPLETED else told
+        table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
     widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
     say("")
     for row in table:

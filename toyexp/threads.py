@@ -9,7 +9,16 @@ from pathlib import Path
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
 
+CORES = "TOYEXP_CORES"  # how many of the machine's cores a process shall use: jobs side by side each have their share
+
+
 def available_cores() -> int:
+    """Cores this process shall use: those it may run on, or fewer where TOYEXP_CORES says so."""
+    given = os.environ.get(CORES, "")
+    return min(int(given), machine_cores()) if given.isdecimal() and int(given) else machine_cores()
+
+
+def machine_cores() -> int:
     """Cores this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
@@ -32,7 +41,7 @@ def crowding(threads: int) -> str:
 
     ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
     """
-    cores = available_cores()
+    cores = machine_cores()
     if threads > cores:
         return f"; {threads} threads on {cores} cores wait for one another, engine.threads={cores} is faster"
     busy = cores

@@ -1,7 +1,8 @@
 """Text to token ids and back, in forms that GGUF and llama.cpp know.
 
-All three kinds are byte-level BPE to llama.cpp: `bytes` has no merges, `characters` has merges only inside the
-UTF-8 form of one character, and `bpe` has what training found. So one export serves them all.
+The three kinds that are made here are byte-level BPE to llama.cpp: `bytes` has no merges, `characters` has merges only
+inside the UTF-8 form of one character, and `bpe` has what training found. So one export serves them all. The tokenizer
+of a GGUF is one of these or a `SentencePiece` (sentencepiece.py), and leaves as it came.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from toyexp.errors import UserError
+from toyexp.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types of llama.cpp; no text produces an UNUSED token
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 
 
 def byte_symbols() -> list[str]:
@@ -32,65 +35,228 @@ BYTE_OF = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
 class Tokenizer(ABC):
-    """Ids 0..vocab-1; `eos` separates documents and starts generation."""
+    """Ids 0..vocab-1; `eos` separates documents.
+
+    Whoever makes one sets what differs from the values here before the first text.
+    """
 
     kind: str
-    pieces: Sequence[str]  # each token's text in byte symbols, except control tokens, which are literal
-    merges: Sequence[tuple[str, str]]
+    pieces: Sequence[str]  # each token's text as GGUF writes it: control tokens are literal
+    merges: Sequence[tuple[str, str]] = ()
     eos: int
-    bos: int | None = None  # the token a model of this tokenizer expects first, if `add_bos`
+    bos: int | None = None  # what a text begins with, if anything; the models of this tokenizer expect it if `add_bos`
     add_bos: bool = False
+    add_eos: bool = False  # whether llama.cpp ends a prompt with `eos`
+    stops: frozenset[int] = frozenset()  # tokens beside `eos` that end generation; see `ends`
     controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
+    user_defined: frozenset[int] = frozenset()  # tokens that are found as they are spelled, before all others
+    silent: frozenset[int] = frozenset()  # tokens that stand for no text, such as those that only fill up rows
     chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
+    source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
 
     @property
     def vocab(self) -> int:
         """How many ids there are."""
         return len(self.pieces)
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which generation stops."""
+        return self.stops | {self.eos}
+
+    # -- text to ids --------------------------------------------------------------------------------------------
+
     @abstractmethod
-    def encode(self, text: str) -> np.ndarray:
-        """int32 ids of the text, without any special token."""
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids of texts in which nothing is special; `starts`: which begin a text or follow a special token."""
+
+    def encode(self, text: str, special: bool = False, after: int | None = None) -> np.ndarray:
+        """int32 ids of the text, where the token `after` stands before it, or nothing.
+
+        With `special`, control tokens that are spelled out in the text are meant; otherwise no text produces one.
+        """
+        return self._encode_all([text], special, after)[0]
+
+    def _encode_all(self, texts: Sequence[str], special: bool = False, after: int | None = None) -> list[np.ndarray]:
+        """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
+        texts_cut = [cut(text, self._literals[special]) for text in texts]
+        begins = after is None or after in self._special
+        starts = [n > 0 or begins for parts in texts_cut for n, part in enumerate(parts) if isinstance(part, str)]
+        plain = [part for parts in texts_cut for part in parts if isinstance(part, str)]
+        found = iter(self._encode(plain, starts))
+        none = np.zeros(0, np.int32)
+        return [
+            np.concatenate([none, *(next(found) if isinstance(p, str) else np.array([p], np.int32) for p in parts)])
+            for parts in texts_cut
+        ]
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return self.controls | self.user_defined | {self.eos}
+
+    @cached_property
+    def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What to look for in a text, and in one whose control tokens are meant: longer ones first."""
+        wanted = (
+            sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
+        )
+        first, second = ({self.pieces[i]: i for i in ids} for ids in wanted)
+        return first, second
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """All texts in one array, each followed by the end-of-text id."""
+        """All texts in one array, each followed by the end-of-text id, and begun as `add_bos` says."""
+        start = np.array([self.bos] if self.add_bos else [], np.int32)
         end = np.array([self.eos], np.int32)
-        return np.concatenate([part for text in texts if text for part in (self.encode(text), end)] or [end[:0]])
+        found = self._encode_all([text for text in texts if text])
+        return np.concatenate([start[:0], *(part for ids in found for part in (start, ids, end))])
 
     def prompt(self, text: str) -> np.ndarray:
-        """int32 ids of a text that a model is to continue: what it expects first, then the text; never none."""
-        start = self.bos if self.bos is not None else self.eos
-        ids = self.encode(text)
-        return np.concatenate([np.array([start], np.int32), ids]) if self.add_bos or not len(ids) else ids
+        """int32 ids of a text that a model is to continue, as llama.cpp hands it over; never none."""
+        ids = [self.bos] * self.add_bos + self.encode(text).tolist() + [self.eos] * self.add_eos
+        return np.array(ids or [self.eos if self.bos is None else self.bos], np.int32)
+
+    # -- ids to text --------------------------------------------------------------------------------------------
 
     def bytes_of(self, i: int) -> bytes:
         """What token `i` stands for in a text: a control token for nothing, another perhaps for part of a character."""
-        return b"" if i == self.eos or i in self.controls else bytes(BYTE_OF[c] for c in self.pieces[i])
+        if i == self.eos or i in self.controls or i in self.silent:
+            return b""
+        return self.pieces[i].encode() if i in self.user_defined else self._bytes_of(i)
+
+    def _bytes_of(self, i: int) -> bytes:
+        """The bytes of an ordinary token."""
+        return bytes(BYTE_OF[c] for c in self.pieces[i])
+
+    def spelling(self, i: int) -> str:
+        """How a chat template writes token `i`."""
+        return self.pieces[i] if i in self._special else self.bytes_of(i).decode("utf-8", errors="replace")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
         return b"".join(self.bytes_of(int(i)) for i in ids).decode("utf-8", errors="replace")
 
+    # -- to files -----------------------------------------------------------------------------------------------
+
     def fingerprint(self) -> str:
-        """16 hex digits that identify the vocabulary and its merges."""
-        text = json.dumps([self.kind, list(self.pieces), [list(m) for m in self.merges]])
+        """16 hex digits that identify whatever decides about the ids of a document."""
+        told: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
+        rest = self._rules()
+        text = json.dumps([*told, rest] if rest else told)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def _rules(self) -> dict[str, Any]:
+        """What decides about ids beside pieces and merges; nothing where all is as in the trained kinds."""
+        rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
+        if self.add_bos:
+            rules["bos"] = self.bos
+        if self.eos != self.vocab - 1:
+            rules["eos"] = self.eos
+        return rules
+
     def gguf_metadata(self) -> dict[str, Any]:
-        """The `tokenizer.ggml.*` keys, without that prefix."""
+        """The `tokenizer.*` keys, without that prefix: those it was read with, if it was."""
+        own = dict(self.source) or self._own_metadata()
+        return {**own, "chat_template": self.chat_template} if self.chat_template else own
+
+    def _own_metadata(self) -> dict[str, Any]:
         # llama.cpp wants a merge list and gguf-py cannot write an empty one. No UTF-8 holds the byte 0xFF, so this
         # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
         merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
-        return {
+        types = np.full(self.vocab, NORMAL, np.int32)
+        types[[*self.user_defined]], types[[self.eos, *self.controls]] = USER_DEFINED, CONTROL
+        keys = {
             "model": "gpt2",
             "pre": "gpt-2",
             "tokens": list(self.pieces),
-            "token_type": [CONTROL if i == self.eos or i in self.controls else NORMAL for i in range(self.vocab)],
+            "token_type": types,
             "merges": [f"{a} {b}" for a, b in merges],
             "bos_token_id": self.eos,
             "eos_token_id": self.eos,
             "add_bos_token": False,
         }
+        return {f"ggml.{key}": value for key, value in keys.items()}
+
+    @abstractmethod
+    def _library(self) -> Any:
+        """A tokenizers.Tokenizer of the same ids that knows every piece."""
+
+    def to_huggingface(self) -> tuple[str, dict[str, Any]]:
+        """What tokenizer.json and tokenizer_config.json hold for the tokenizers and transformers libraries."""
+        from tokenizers import AddedToken  # deferred: only runs that use BPE or export need the library
+
+        engine = self._library()
+        for i in sorted(self._special):
+            token = AddedToken(self.pieces[i], normalized=False, special=i not in self.user_defined)
+            (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
+        bos = None if self.bos is None else self.pieces[self.bos]
+        start, end = [self.bos] * self.add_bos, [self.eos] * self.add_eos
+        whole = json.loads(engine.to_str()) | {"post_processor": _surround(self.pieces, start, end)}
+        padding = self.source.get("ggml.padding_token_id")
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": self.pieces[self.eos],
+            "pad_token": self.pieces[padding if isinstance(padding, int) and padding < self.vocab else self.eos],
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.chat_template:
+            config["chat_template"] = self.chat_template
+        return json.dumps(whole, ensure_ascii=False), config
+
+
+def cut(text: str, literals: Mapping[str, int]) -> list[str | int]:
+    """The text in pieces: every literal found, in the order given and not from left to right, becomes its id."""
+    parts: list[str | int] = [text] if text else []
+    for literal, i in literals.items():
+        if literal in text:
+            parts = [new for part in parts for new in (_split(part, literal, i) if isinstance(part, str) else [part])]
+    return parts
+
+
+def _split(text: str, literal: str, i: int) -> list[str | int]:
+    parts: list[str | int] = [i] * (2 * text.count(literal) + 1)
+    parts[::2] = text.split(literal)
+    return [part for part in parts if part != ""]
+
+
+def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
+    """Puts tokens around a text, as tokenizer.json has it."""
+    tokens = [i for i in (*start, *end) if i is not None]
+    if not tokens:
+        return None
+    marks = [{"SpecialToken": {"id": pieces[i], "type_id": 0}} for i in tokens]
+    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    single = [*marks[: len(start)], one, *marks[len(start) :]]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *marks[: len(start)], two, *marks[len(start) :]],
+        "special_tokens": {pieces[i]: {"id": pieces[i], "ids": [i], "tokens": [pieces[i]]} for i in tokens},
+    }
+
+
+def placeholder(i: int) -> str:
+    """A text for an id that has none."""
+    return f"<{i}>"
+
+
+def ids_only(rows: int) -> dict[str, Any]:
+    """The `tokenizer.*` keys of a model of ids without text, as `gguf_metadata`.
+
+    llama.cpp loads one without a vocabulary too, but its server aborts at the first token it generates.
+    """
+    keys = {
+        "model": "llama",
+        "tokens": [placeholder(i) for i in range(rows)],
+        "token_type": np.full(rows, NORMAL, np.int32),
+        "eos_token_id": rows - 1,
+        "bos_token_id": rows - 1,
+        "add_bos_token": False,
+        "add_space_prefix": False,
+    }
+    return {f"ggml.{key}": value for key, value in keys.items()}
 
 
 class Bytes(Tokenizer):
@@ -100,12 +266,13 @@ class Bytes(Tokenizer):
 
     def __init__(self) -> None:
         self.pieces = [*SYMBOLS, END_OF_TEXT]
-        self.merges = []
-        self.eos = 256
+        self.bos = self.eos = 256
 
-    def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text's UTF-8 form."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def _library(self) -> Any:
+        return BPE(self.pieces, [], self.eos)._library()
 
 
 class Characters(Tokenizer):
@@ -120,7 +287,7 @@ class Characters(Tokenizer):
         # é is two bytes: merging them rebuilds the character. Only a first byte starts a pair, so no merge crosses.
         chains = {(f[:n], f[n]): None for f in forms for n in range(1, len(f))}
         self.merges = list(chains)
-        self.eos = len(forms)
+        self.bos = self.eos = len(forms)
         self._ids = np.full(0x110000, -1, np.int32)
         self._ids[[ord(c) for c in characters]] = np.arange(len(characters))
 
@@ -129,38 +296,52 @@ class Characters(Tokenizer):
         """The vocabulary of all characters in the texts, in code-point order."""
         return cls(sorted(set().union(*map(set, texts))))
 
-    def encode(self, text: str) -> np.ndarray:
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
         """One id per character; UserError for a character the corpus did not have."""
-        ids = self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
-        if (ids < 0).any():
-            raise UserError(f"the character {text[int(np.argmin(ids))]!r} is not in this character tokenizer")
-        return ids
+        found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
+        for text, ids in zip(texts, found, strict=True):
+            if (ids < 0).any():
+                raise UserError(f"the character {text[int(np.argmin(ids))]!r} is not in this character tokenizer")
+        return found
+
+    def _library(self) -> Any:
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Engine
+
+        vocab = {c: i for i, c in enumerate([*self._characters, END_OF_TEXT])}
+        engine = Engine(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
+        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        engine.decoder = decoders.Fuse()
+        return engine
 
 
 class BPE(Tokenizer):
-    """Byte-level BPE with GPT-2's pre-tokenizer, through the tokenizers library."""
+    """Byte-level BPE through the tokenizers library, by default with GPT-2's pre-tokenizer."""
 
     kind = "bpe"
 
-    def __init__(self, pieces: Sequence[str], merges: Sequence[tuple[str, str]], eos: int):
-        from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
-        from tokenizers import models, pre_tokenizers
-
-        self.pieces, self.merges, self.eos = list(pieces), list(merges), eos
-        vocab = {piece: i for i, piece in enumerate(self.pieces)}
-        self._engine = Engine(models.BPE(vocab=vocab, merges=self.merges))
-        self._engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        merges: Sequence[tuple[str, str]],
+        eos: int,
+        pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"],
+        unreachable: Collection[int] = (),
+    ):
+        """`unreachable` are tokens that no text produces, however it is merged."""
+        self.pieces, self.merges, self.bos, self.eos = list(pieces), list(merges), eos, eos
+        self._pre, self._unreachable = pre, unreachable
 
     @classmethod
-    def train(cls, texts: Sequence[str], vocab: int) -> BPE:
+    def train(cls, texts: Sequence[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
         """Learns `vocab` tokens from the texts (Sennrich et al. 2016); the same texts give the same tokens."""
         from tokenizers import Tokenizer as Engine
-        from tokenizers import models, pre_tokenizers, trainers
+        from tokenizers import models, trainers
 
         if vocab < 258:
             raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
         engine = Engine(models.BPE())
-        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        engine.pre_tokenizer = pre.build()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab - 1, initial_alphabet=SYMBOLS, show_progress=False, special_tokens=[]
         )
@@ -168,13 +349,46 @@ class BPE(Tokenizer):
         model = json.loads(engine.to_str())["model"]
         pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
         merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
-        return cls([*pieces, END_OF_TEXT], merges, len(pieces))
+        return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
 
-    def encode(self, text: str) -> np.ndarray:
-        """BPE ids of the text."""
-        return np.array(self._engine.encode(text, add_special_tokens=False).ids, np.int32)
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """BPE ids, of several texts on all cores; UserError for a byte that has no token."""
+        if self._missing:
+            self._check(texts)
+        if len(texts) == 1:
+            encoded = [self._engine.encode(texts[0], add_special_tokens=False)]
+        else:
+            encoded = self._engine.encode_batch(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encoded]
 
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """All texts at once, on all cores, each followed by the end-of-text id."""
-        encoded = self._engine.encode_batch([t for t in texts if t], add_special_tokens=False)
-        return np.array([i for e in encoded for i in (*e.ids, self.eos)], np.int32)
+    @cached_property
+    def _engine(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces) if i not in self._unreachable})
+
+    def _build(self, vocab: dict[str, int]) -> Any:
+        from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
+        from tokenizers import decoders, models
+
+        engine = Engine(models.BPE(vocab=vocab, merges=self.merges, ignore_merges=self._pre.ignore_merges))
+        engine.pre_tokenizer, engine.decoder = self._pre.build(), decoders.ByteLevel()
+        return engine
+
+    def _library(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces)})
+
+    @cached_property
+    def _missing(self) -> frozenset[int]:
+        """The bytes that have no token."""
+        return frozenset(BYTE_OF[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
+
+    def _check(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if not self._missing.isdisjoint(text.encode()):
+                lost = next(c for c in text if not self._missing.isdisjoint(c.encode()))
+                raise UserError(f"the character {lost!r} is not in this tokenizer")
+
+    def _rules(self) -> dict[str, Any]:
+        rules = super()._rules()
+        if self._pre != PRE_TOKENIZERS["gpt-2"]:
+            rules["pre"] = [self._pre.patterns, self._pre.ignore_merges]
+        return rules

@@ -6,7 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded and exported, and what ends a run."""
-    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb
+    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb, watch
 
     for cls in (
         schedules.Constant,
@@ -18,9 +18,11 @@ def register_callbacks(register: Register) -> None:
         wandb.Wandb,
         export.GGUFExport,
         export.SafetensorsExport,
+        export.HuggingFaceExport,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,
         stopping.QualityGate,
+        watch.Watch,
     ):
         register(cls)

@@ -135,7 +135,7 @@ class Events(Callback):
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A step record, with a digest of the batch that shows whether two runs saw the same data."""
-        self._last = {"final_step": step, "final_loss": metrics["loss"]}
+        self._last = {**self._last, "final_step": step, "final_loss": metrics["loss"]}
         if step % self.every == 0:
             self._write("step", phase="train", step=step, **metrics, batch=batch_digest(batch))
 
@@ -146,11 +146,13 @@ class Events(Callback):
 
     @hookimpl
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Whatever another callback said; the quality gate's verdict is kept for run_end."""
+        """Whatever was said; the quality gate's verdict and the count of skipped steps are kept for run_end."""
         if kind == "quality_gate":
             self._gate = dict(fields)
         else:
             self._write(kind, **fields)
+        if kind == "skipped":
+            self._last = {**self._last, "skipped": fields["skipped"]}
 
     @hookimpl
     def on_end(self, reason: str, error: BaseException | None) -> None:

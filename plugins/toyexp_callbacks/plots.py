@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Callback, Run, Unavailable, hookimpl
 
@@ -19,6 +19,7 @@ class Plots(Callback):
     def __post_init__(self) -> None:
         self._steps: list[tuple[int, float, float]] = []
         self._held_out: list[tuple[int, float]] = []
+        self._warned: list[int] = []
 
     def check(self) -> None:
         """Raises Unavailable without matplotlib."""
@@ -36,6 +37,12 @@ class Plots(Callback):
         self._held_out.append((step, metrics["loss"]))
 
     @hookimpl
+    def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Notes where something was warned of."""
+        if kind == "warning" and "step" in fields:
+            self._warned.append(fields["step"])
+
+    @hookimpl
     def on_end(self, run: Run) -> None:
         """Draws what there is."""
         if not self._steps:
@@ -50,6 +57,8 @@ class Plots(Callback):
         loss.plot(steps, losses, linewidth=0.8, alpha=0.6, label="training batch")
         if self._held_out:
             loss.plot(*zip(*self._held_out, strict=True), marker="o", markersize=3, label="held-out")
+        for step in self._warned:
+            loss.axvline(step, color="tab:red", linewidth=0.6, linestyle=":")
         loss.set_ylabel("loss (nats per target)")
         loss.set_title(f"{run.name} on {run.engine}, seed {run.seed}")
         loss.legend(frameon=False)

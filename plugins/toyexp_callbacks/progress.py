@@ -38,7 +38,7 @@ class Progress(Callback):
         self._lines = self.every or -(-run.steps // 10)
         self._redrawn = 0.0
         self._first = run.resumed + 1
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             self._bar = _bar(run.steps, run.resumed)
 
     @hookimpl
@@ -87,11 +87,14 @@ class Progress(Callback):
 
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Shows sampled text and notes, above the bar."""
+        """Shows sampled text, notes and skipped steps, above the bar."""
         if kind == "sample":
             self._print(f"{_place(run, fields['step'])}  sample {fields['prompt']!r} -> {fields['text']!r}")
         elif kind == "note":
             self._print(str(fields["text"]))
+        elif kind == "skipped":
+            what = f"loss {fields['loss']:g}, gradient norm {fields['grad_norm']:g}"
+            self._print(f"{_place(run, fields['step'])}  skipped: {what}")
 
     def _draw(self, **fields: Any) -> None:
         self._bar.update(0, **fields)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any, ClassVar
-
-import numpy as np
 
 from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
 from toyexp.init import stream
+from toyexp.sampling import Sampling, endless
+
+PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 
 
 @dataclass(eq=False)
@@ -23,6 +26,8 @@ class Sample(Callback):
     tokens: int = 48  # tokens to write
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # choose among this many likeliest tokens; 0: all
+    top_p: float = 1.0  # and among the fewest that together have this probability; 1: all
+    min_p: float = 0.0  # and among those with this share of the likeliest one's probability; 0: all
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
@@ -32,6 +37,10 @@ class Sample(Callback):
             raise UserError(f"callbacks.sample.tokens={self.tokens}: must be at least 1")
         if not 0 <= self.temperature < 100:
             raise UserError(f"callbacks.sample.temperature={self.temperature}: must be from 0 to 100")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"callbacks.sample.top_p={self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"callbacks.sample.min_p={self.min_p}: must be from 0 to 1")
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Encodes the prompt, so that one the tokenizer cannot take is refused before anything is built."""
@@ -66,25 +75,13 @@ class Sample(Callback):
     def _write(self, run: Run, step: int) -> str:
         tokenizer = run.dataset.tokenizer
         assert tokenizer is not None
-        words = stream(run.seed, "sample", step)
-        context = run.plan.inputs["tokens"].shape[0]
-        ids = list(self._prompt)
-        for _ in range(self.tokens):
-            window = np.array([ids[-context:]], np.int32)
-            logits = run.session.logits({"tokens": window})[0, -1, : tokenizer.vocab]
-            uniform = float(words.random_raw()) / 2**64
-            token = choose_token(logits, self.temperature, self.top_k, uniform)
-            if token == tokenizer.eos:
-                break
-            ids.append(token)
-        return tokenizer.decode(ids[len(self._prompt) :])
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        words, last = stream(run.seed, "sample", step), tokenizer.ends
+        drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
+        began = time.monotonic()
 
+        def goes_on(token: int) -> bool:
+            return token not in last and not (run.stops() and time.monotonic() - began > PATIENCE)
 
-def choose_token(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> int:
-    """A token drawn from softmax(logits / temperature) over the `top_k` largest, by a number from [0, 1)."""
-    if temperature == 0:
-        return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
-    scaled = logits[order].astype(np.float64) / temperature
-    cumulative = np.exp(scaled - scaled[0]).cumsum()
-    return int(order[min(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), len(order) - 1)])
+        ids = takewhile(goes_on, islice(drawn, self.tokens))
+        return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Run, RunFailed, UserError, hookimpl
+from toyexp import Callback, Dataset, Run, RunFailed, UserError, choose, hookimpl, printable
+from toyexp.model import falls
 
 
 def require_looks(name: str, config: Mapping[str, Any]) -> None:
@@ -16,17 +17,25 @@ def require_looks(name: str, config: Mapping[str, Any]) -> None:
         raise UserError(f"callbacks.{name} needs looks at the held-out data: eval_every must be above 0")
 
 
+def score(name: str, metric: str, metrics: Mapping[str, float]) -> float:
+    """The metric of a look at the held-out data; UserError when the run has none of that name."""
+    if metric not in metrics:
+        raise UserError(f"callbacks.{name}.metric={printable(metric)}: {choose(metric, metrics)}")
+    return metrics[metric]
+
+
 @dataclass(eq=False)
 class EarlyStop(Callback):
-    """Ends the run when the held-out loss no longer falls."""
+    """Ends the run when the held-out loss, or another score, no longer gets better."""
 
     name: ClassVar[str] = "early_stop"
 
+    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
     patience: int = 3  # looks at the held-out data without improvement
     min_delta: float = 0.0  # what counts as improvement
 
     def __post_init__(self) -> None:
-        self._best, self._waited = math.inf, 0
+        self._best, self._waited = math.inf, 0  # the best as a cost: a score that should rise is negative
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
@@ -40,7 +49,7 @@ class EarlyStop(Callback):
         require_looks(self.name, config)
 
     def state(self) -> dict[str, Any]:
-        """The best loss and the looks since."""
+        """The best so far and the looks since."""
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -51,8 +60,10 @@ class EarlyStop(Callback):
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Counts the looks since the last improvement."""
         # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
-        if metrics["loss"] < self._best - self.min_delta:
-            self._best, self._waited = metrics["loss"], 0
+        value = score(self.name, self.metric, metrics)
+        cost = value if falls(self.metric) else -value
+        if cost < self._best - self.min_delta:
+            self._best, self._waited = cost, 0
         else:
             self._waited += 1
 
@@ -61,20 +72,24 @@ class EarlyStop(Callback):
         """Once patience has run out."""
         if self._waited < self.patience:
             return None
-        return f"early_stop: {self._waited} looks without a held-out loss below {self._best - self.min_delta:.4f}"
+        wanted = self._best - self.min_delta
+        better = f"below {wanted:.4f}" if falls(self.metric) else f"above {-wanted:.4f}"
+        return f"early_stop: {self._waited} looks without a held-out {self.metric} {better}"
 
 
 @dataclass(eq=False)
 class QualityGate(Callback):
-    """Fails the run (exit 1) when its held-out loss did not fall enough."""
+    """Fails the run (exit 1) when its held-out loss, or another score, did not get good enough."""
 
     name: ClassVar[str] = "quality_gate"
 
-    max_ratio: float = 0.95  # largest final / initial held-out loss that passes
-    max_loss: float | None = None  # largest final held-out loss that passes; null: any
+    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
+    max_ratio: float = 0.95  # largest final / initial value that passes; of a metric that should rise, initial / final
+    max_loss: float | None = None  # with metric=loss: largest final value that passes; null: any
+    least: float | None = None  # with a metric that should rise: smallest final value that passes; null: any
 
     def __post_init__(self) -> None:
-        self._losses: list[float] = []
+        self._values: list[float] = []
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
@@ -82,36 +97,45 @@ class QualityGate(Callback):
             raise UserError(f"callbacks.quality_gate.max_ratio={self.max_ratio}: must be above 0")
         if self.max_loss is not None and not self.max_loss > 0:
             raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
+        for key, given, fits in (
+            ("max_loss", self.max_loss, self.metric == "loss"),
+            ("least", self.least, not falls(self.metric)),
+        ):
+            if given is not None and not fits:
+                raise UserError(f"callbacks.quality_gate.{key}={given}: does not go with metric={self.metric}")
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: there would be nothing to judge."""
         require_looks(self.name, config)
 
     def state(self) -> dict[str, Any]:
-        """The first loss and the last."""
-        return {"losses": [self._losses[0], self._losses[-1]]} if self._losses else {}
+        """The first value and the last."""
+        return {"values": [self._values[0], self._values[-1]]} if self._values else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes them back."""
-        first, last = state["losses"]
-        self._losses = [float(first), float(last)]
+        self._values = list(state["values"])
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Notes the held-out loss."""
-        self._losses.append(metrics["loss"])
+        """Notes the value."""
+        self._values.append(score(self.name, self.metric, metrics))
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
         """Judges a finished run; raises RunFailed when it misses the gate."""
         if reason not in ("completed", "aborted"):
             return
-        first, last = self._losses[0], self._losses[-1]
-        judged = [("loss_ratio", last / first, self.max_ratio)]
+        first, last = self._values[0], self._values[-1]
+        above, below = (last, first) if falls(self.metric) else (first, last)
+        judged = [(f"{self.metric}_ratio", above / below if below else math.inf, self.max_ratio)]
         if self.max_loss is not None:
-            judged.append(("loss", last, self.max_loss))
+            judged.append((self.metric, last, self.max_loss))
         metric, value, threshold = max(judged, key=lambda j: j[1] / j[2])
-        passed = value <= threshold
+        passed, limit = value <= threshold, "at most"
+        if passed and self.least is not None:
+            metric, value, threshold, limit = self.metric, last, self.least, "at least"
+            passed = value >= threshold
         run.emit("quality_gate", passed=passed, metric=metric, value=value, threshold=threshold)
         if not passed:
-            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be at most {threshold:g}")
+            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be {limit} {threshold:g}")

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,16 @@ class Wandb(Callback):
     def __post_init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._trouble: str | None = None  # what the thread gave up on, until the run has been told
+        self._id = secrets.token_hex(4)  # W&B's name of the run, which stays when the run is resumed
+        self._resumed = False
+
+    def state(self) -> dict[str, Any]:
+        """The run's id."""
+        return {"id": self._id}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the same W&B run."""
+        self._id, self._resumed = str(state["id"]), True
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
@@ -68,6 +79,8 @@ class Wandb(Callback):
             record = wandb.init(
                 project=self.project,
                 group=self.group,
+                id=self._id,
+                resume="allow" if self._resumed and self.mode == "online" else None,  # offline, the id says enough
                 name=f"{run.name}-{run.seed}",
                 dir=str(run.dir),
                 mode="online" if self.mode == "online" else "offline",

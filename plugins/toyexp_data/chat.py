@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from toyexp import Tokenizer, Unavailable, UserError, printable
-
-TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
-RENDERED_LIMIT = 1 << 24  # characters of a conversation it has rendered
+from toyexp import Tokenizer, UserError, printable
+from toyexp.chat import BadChat, Template, control_pattern
 
 # What `plain` does, for those who run the exported model.
 PLAIN_TEMPLATE = (
@@ -68,27 +64,14 @@ def plain(messages: Sequence[Message]) -> list[Part]:
 
 
 class ChatTemplate:
-    """A GGUF's own chat template (Jinja), in Jinja's sandbox; raises UserError for one that cannot be used."""
+    """A GGUF's own chat template, which says what the assistant's words are; UserError for one that cannot be used."""
 
     def __init__(self, template: str, tokenizer: Tokenizer, path: Path):
-        if importlib.util.find_spec("jinja2") is None:
-            raise Unavailable(f"the chat template of {path} needs jinja2: pip install 'toyexp[data]', {_ADVICE}")
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if len(template) > TEMPLATE_LIMIT:
-            raise UserError(f"{path}: its chat template has more than {TEMPLATE_LIMIT} characters; {_ADVICE}")
-        # The settings that chat templates are written for.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(template)
-        except (TemplateError, RecursionError) as error:
-            raise UserError(f"{path}: its chat template is not valid ({printable(str(error))}); {_ADVICE}") from None
+            self._template = Template(template, tokenizer, path)
+        except UserError as error:
+            raise type(error)(f"{error}; {_ADVICE}") from None
         self.text = template
-        self._eos = tokenizer.pieces[tokenizer.eos]
         self._control = control_pattern(tokenizer)
 
     def parts(self, messages: Sequence[Message]) -> list[Part]:
@@ -119,32 +102,13 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], prompt: bool) -> str:
         """The text of the messages; with `prompt`, up to where the assistant's next answer begins."""
-        said = [m._asdict() for m in messages]
-        text = ""
         try:
-            values = {"bos_token": self._eos, "eos_token": self._eos, "add_generation_prompt": prompt}
-            for piece in self._template.generate(messages=said, **values):
-                text += piece
-                if len(text) > RENDERED_LIMIT:
-                    raise BadExample(f"the chat template writes more than {RENDERED_LIMIT} characters")
-        except BadExample:
-            raise
-        except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
-            raise BadExample(f"the chat template refuses it ({printable(str(error), 120)})") from None
-        return text
+            return self._template.render([m._asdict() for m in messages], prompt)
+        except BadChat as reason:
+            raise BadExample(str(reason)) from None
 
 
 _ADVICE = "data.template=plain does without it"
-
-
-def _refuse(message: Any) -> None:
-    raise BadExample(f"the chat template refuses it ({printable(str(message), 120)})")
-
-
-def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches the tokenizer's control tokens as templates spell them."""
-    literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, literals)))
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
@@ -153,15 +117,15 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
     are learned too. Raises UserError for text the tokenizer cannot take.
     """
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    learned = [False] * len(ids)
     split = 0
     before: list[int] = []
     for i, part in enumerate(parts):
-        found = _encode(part, tokenizer)
+        found = _encode(part, tokenizer, ids)
         if i and before and found and not parts[i - 1].end:
             joined = part._replace(text=parts[i - 1].text + part.text)
-            split += _encode(joined, tokenizer) != before + found
+            split += _encode(joined, tokenizer, ids[: len(ids) - len(before)]) != before + found
         ids += found
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
@@ -172,12 +136,5 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     return Example(np.array(ids[:last], np.int32), np.array(learned[:last]), split)
 
 
-def _encode(part: Part, tokenizer: Tokenizer) -> list[int]:
-    if not part.special:
-        return tokenizer.encode(part.text).tolist()
-    ids, at = [], 0
-    controls = {tokenizer.pieces[i]: i for i in (*tokenizer.controls, tokenizer.eos)}
-    for match in control_pattern(tokenizer).finditer(part.text):
-        ids += [*tokenizer.encode(part.text[at : match.start()]).tolist(), controls[match[0]]]
-        at = match.end()
-    return ids + tokenizer.encode(part.text[at:]).tolist()
+def _encode(part: Part, tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+    return tokenizer.encode(part.text, part.special, before[-1] if before else None).tolist()

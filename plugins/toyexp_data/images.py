@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,7 +119,10 @@ class Images(Data):
 
     def _listed(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """The files that `labels` lists, each with its class or with what is wrong with it, and the classes' names."""
-        lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
+        try:
+            lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
+        except csv.Error as error:
+            raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
         wanted = [(Path(self.path, line[0]), _whole_number(line[-1]), line) for line in lines]
         numbers = [number for _, number, _ in wanted if number is not None]
         count = self.classes or max(numbers, default=-1) + 1
@@ -126,7 +130,12 @@ class Images(Data):
         for file, number, line in wanted:
             if len(line) != 2 or number is None:
                 raise UserError(f"data.labels={self.labels}: a line is a file and a class number, not {line}")
+            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - as written
+                listed.append((file, f"lies outside of data.path={self.path}"))
+                continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
+        if count > len(lines):
+            raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
         return listed, [str(number) for number in range(count)]
 
 

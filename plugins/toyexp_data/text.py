@@ -9,6 +9,7 @@ import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
 from toyexp.data import read_text, split_documents, text_files
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.signals import interruptible
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_data.cache import cached_tokens
 
@@ -53,7 +55,7 @@ class TokenizedData(Data):
         if self.tokenizer == "char":
             return Characters.of(texts)
         if self.tokenizer == "bpe":
-            return BPE.train(train, self.bpe_vocab)
+            return interruptible(lambda: BPE.train(train, self.bpe_vocab))
         source = self.source(vocabulary)
         if source is None:
             return Bytes()
@@ -84,7 +86,9 @@ class TextData(TokenizedData):
         tokenizer = self.make_tokenizer(texts, train, vocabulary)
         digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
         key = f"{digest}-{tokenizer.fingerprint()}-{self.val_fraction!r}"
-        parts = cached_tokens(key, lambda: [tokenizer.encode_documents(train), tokenizer.encode_documents(held_out)])
+        parts = cached_tokens(
+            key, lambda: [interruptible(partial(tokenizer.encode_documents, part)) for part in (train, held_out)]
+        )
         facts = {
             "documents": len(texts),
             "text_sha256": digest,

@@ -106,8 +106,13 @@ class GGMLGPU(GGMLEngine):
     """What the GPUs share."""
 
     needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and CMake's flag that builds it in
+    products: ClassVar[str] = "float16"  # what ggml's own kernels for matrix products round to
 
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
+
+    def rounds_to(self) -> str:
+        """The device's."""
+        return "float32" if self.emulate else self.products
 
     @property
     def device(self) -> str:
@@ -157,6 +162,7 @@ class GGMLCUDA(GGMLGPU):
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 15
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
+    products: ClassVar[str] = "tf32"  # of a few rows, whatever cuBLAS does with the others
 
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
 

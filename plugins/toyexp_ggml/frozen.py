@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from toyexp import FromGGUF, Plan
+from toyexp.gguf.read import TensorInfo
 from toyexp.init import opened
 from toyexp_ggml.binding import Backend, MappedFile, Node
 
@@ -16,24 +19,27 @@ class Frozen:
         self.nodes: dict[str, Node] = {}
 
     def find(self, plan: Plan) -> None:
-        """Maps the tensors of the plan; raises GGUFError for a file without them."""
-        wanted: dict[str, list[tuple[str, tuple[int, ...], FromGGUF]]] = {}
+        """Maps the tensors of the plan; raises GGUFError for a file without them, and for numbers that are none."""
+        wanted: dict[Path, list[tuple[str, tuple[int, ...], TensorInfo]]] = {}
         for tensor in plan.tensors:
-            if not tensor.trainable and isinstance(tensor.values, FromGGUF):
-                wanted.setdefault(tensor.values.path, []).append((tensor.name, tensor.shape, tensor.values))
+            values = tensor.values
+            if tensor.trainable or not isinstance(values, FromGGUF):
+                continue
+            header = opened(values.path)
+            info = header.tensors.get(values.tensor)
+            if info is None:
+                raise header.error(f"has no tensor {values.tensor}")
+            rows = info.shape[0] if values.rows is None else values.rows
+            # Whatever is not as the plan says is left to the reader, which says what is wrong.
+            if tensor.shape == (rows, *info.shape[1:]) and (len(info.shape) == 2 or info.type == "F32"):
+                header.check_finite(values.tensor, values.rows)
+                wanted.setdefault(info.path, []).append((tensor.name, tensor.shape, info))
         for path, tensors in wanted.items():
-            header = opened(path)
-            file = MappedFile(self._backend, path, len(tensors))
+            file = MappedFile(self._backend, str(path), len(tensors))
             self._files.append(file)
-            for name, shape, values in tensors:
-                info = header.tensors.get(values.tensor)
-                if info is None:
-                    raise header.error(f"has no tensor {values.tensor}")
-                rows = info.shape[0] if values.rows is None else values.rows
-                # Whatever is not as the plan says is left to the reader, which says what is wrong.
-                if shape == (rows, *info.shape[1:]) and (len(shape) == 2 or info.type == "F32"):
-                    nbytes = info.nbytes // info.shape[0] * rows
-                    self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
+            for name, shape, info in tensors:
+                nbytes = info.nbytes // info.shape[0] * shape[0]
+                self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
             file.allocate()
 
     def close(self) -> None:

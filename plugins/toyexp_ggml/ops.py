@@ -405,8 +405,9 @@ class GGMLOps(Ops):
         p = g.softmax(g.reshape(logits, n, classes))
         picked = g.get_rows(g.reshape(p, n * classes, 1), places)  # [n, 1]
         column = g.reshape(weights, n, 1)
-        # A probability that underflows to 0 counts as 1e-37: a loss of 85, where float32 ends anyway.
-        log = g.log(g.clamp(g.scale(picked, 1.0), 1e-37, 1.0))
+        # A probability that underflows to 0 counts as 1e-37: a loss of 85, where float32 ends anyway. ggml's clamp
+        # makes a number of NaN, so 0 times what was clamped is added: a model that is no number has no loss either.
+        log = g.add(g.log(g.clamp(g.scale(picked, 1.0), 1e-37, 1.0)), g.scale(picked, 0.0))
         loss = g.scale(g.total(g.mul(log, column)), -1.0)
 
         def gradient() -> Node:

@@ -66,14 +66,19 @@ class GGMLSession(Session):
             self._inputs.add(name, spec, plan.rows)
 
     def describe(self) -> dict[str, Any]:
-        """Device, threads, and the training step's graph: its size, and what of it runs where."""
-        graph = self._graphs["accumulate" if self._apart else "step"]
-        residency = graph.residency()
-        return {
+        """Device, threads, and the training step's graph, if there is one: its size, and what of it runs where."""
+        facts = {
             "framework": f"ggml {version()}",
             "device": self._engine.device,
             "profile": self._profile.label,
             "threads": self._engine.thread_count(),
+        }
+        if not self.plan.trainable:
+            return facts
+        graph = self._graphs["accumulate" if self._apart else "step"]
+        residency = graph.residency()
+        return {
+            **facts,
             "nodes": sum(sum(ops.values()) for ops in residency.values()),
             "residency": residency,
             "off_device": graph.off_device(residency),
@@ -96,6 +101,8 @@ class GGMLSession(Session):
         return self.plan.initial(tensor) if node.packed else get(node)
 
     def do_build(self) -> None:
+        if not self.plan.trainable:
+            return
         if not self._apart:
             self._graph("step", self._build_step)
             return
@@ -217,8 +224,6 @@ class GGMLSession(Session):
 
     def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
         """The global norm, [1]."""
-        if not gradients:
-            raise GraphError("the plan trains nothing")
         squares = [graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients.values()]
         total = squares[0]
         for square in squares[1:]:

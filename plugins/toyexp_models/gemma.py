@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from toyexp import Ops, UserError
+from toyexp.huggingface import Layout
 from toyexp.ops import Tensor
 from toyexp_models.rotary import RotaryModel
 
@@ -33,3 +35,14 @@ class Gemma(RotaryModel):
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up (Shazeer 2020)."""
         return ops.mul(ops.gelu(gate), up)
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """GemmaForCausalLM, which adds 1 to the weights of its norms."""
+        layout = super().huggingface(data)
+        activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # its name changed
+        norms = {
+            name: replace(place, form=lambda weight: weight - 1)
+            for name, place in layout.tensors.items()
+            if name.endswith("_norm.weight")
+        }
+        return replace(layout, config={**layout.config, **activation}, tensors={**layout.tensors, **norms})

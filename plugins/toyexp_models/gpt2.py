@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from toyexp import Constant, Normal, Ops, Params, TensorSpec
+from toyexp.huggingface import Layout, Place, unchanged
 from toyexp.ops import Tensor
 from toyexp.optim import LORA
 from toyexp_models.language import Keys, LanguageModel
+
+# Where tensors stand in transformers.
+NAMES = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "output": "lm_head", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
 
 
 @dataclass
@@ -85,3 +95,27 @@ class GPT2(LanguageModel):
     def gguf_metadata(self) -> dict[str, Any]:
         """The keys llama.cpp reads for architecture gpt2."""
         return {**super().gguf_metadata(), "attention.layer_norm_epsilon": self.norm_eps}
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """GPT2LMHeadModel, whose linears are [in, out]."""
+        config = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": self.vocab,
+            "n_positions": self.context,
+            "n_embd": self.d_model,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "n_inner": self.d_ff,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        }
+        places = {}
+        for spec in self.tensors():
+            *block, name, kind = spec.name.split(".")
+            at = f"transformer.h.{block[1]}." if block else ""
+            is_linear = block and len(spec.shape) == 2
+            places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}", form=np.transpose if is_linear else unchanged)
+        return Layout(config, places)

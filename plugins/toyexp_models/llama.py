@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Rotary, UserError
+from toyexp.huggingface import Layout
 from toyexp_models.language import Keys, decimal
 from toyexp_models.rotary import RotaryModel
 
@@ -67,3 +68,12 @@ class Llama(RotaryModel):
     def constants(self) -> Mapping[str, np.ndarray]:
         """Llama 3's frequency factors."""
         return {FREQS: np.array(self.rope_factors, np.float32)} if self.rope_factors else {}
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """LlamaForCausalLM; UserError for heads that it does not take."""
+        if self.d_model % self.n_heads:
+            raise UserError(
+                f"transformers' llama takes a number of heads that divides d_model; {self.n_heads} do not divide "
+                f"{self.d_model}"
+            )
+        return super().huggingface(data)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import UserError
-from toyexp_models.rotary import RotaryModel
+from toyexp_models.rotary import ATTENTION, RotaryModel
 
 
 @dataclass
@@ -27,6 +27,10 @@ class Qwen2(RotaryModel):
                 f"model.head_dim={self.head_dim}: in llama.cpp's qwen2 heads have d_model / n_heads features; "
                 "leave it at 0, or use model=qwen3"
             )
+
+    def huggingface_biases(self) -> tuple[str, ...]:
+        """The linears of a block that have a bias in transformers."""
+        return ATTENTION[:3]
 
 
 @dataclass

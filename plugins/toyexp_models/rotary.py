@@ -8,8 +8,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
+from toyexp.huggingface import Layout, Numbers, Place, unchanged
 from toyexp.ops import Tensor
 from toyexp_models.language import Keys, LanguageModel
+from toyexp_models.scaling import rope_scaling
+
+# Where tensors stand in transformers.
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+ATTENTION, FEED_FORWARD = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
 
 
 @dataclass
@@ -51,13 +63,13 @@ class RotaryModel(LanguageModel):
         """What llama.cpp reads, with its defaults; of rope's scalings the linear one."""
         common = super().sizes(keys)
         usual = common["d_model"] // common["n_heads"]
-        size, value = (keys.whole(f"attention.{kind}_length", usual) for kind in ("key", "value"))
+        size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
         if size != value:
             raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
         keys.expect("rope.dimension_count", size)
         return common | {
             "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
-            "head_dim": 0 if size == usual else size,
+            "head_dim": 0 if size * common["n_heads"] == common["d_model"] else size,
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
             "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "rope_base": keys.number("rope.freq_base", 10000.0),
@@ -145,6 +157,50 @@ class RotaryModel(LanguageModel):
         if self.rope_scale != 1:
             keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": self.rope_scale}
         return keys
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """The same model there: LlamaForCausalLM and so on, whose rope turns halves of a head."""
+        biases, there = self.biases(), self.huggingface_biases()
+        config = {
+            "architectures": [f"{self.name.capitalize()}ForCausalLM"],
+            "model_type": self.name,
+            "vocab_size": self.vocab,
+            "hidden_size": self.d_model,
+            "intermediate_size": self.d_ff,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.context,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_base,
+            "rope_scaling": rope_scaling(self.rotary(), self.head_size, self.context),
+            "tie_word_embeddings": self.tied,
+            "attention_bias": ATTENTION[0] in there,
+            "mlp_bias": FEED_FORWARD[0] in there,
+        }
+        places, zeros = {}, {}
+        for spec in self.tensors():
+            *block, name, kind = spec.name.split(".")
+            at = f"model.layers.{block[1]}." if block else ""
+            places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}", self._row_order(name))
+            if kind == "weight" and name in there and name not in biases:
+                zeros[f"{at}{NAMES[name]}.bias"] = spec.shape[:1]
+        return Layout(config, places, zeros)
+
+    def huggingface_biases(self) -> tuple[str, ...]:
+        """The linears of a block that have a bias in transformers: all those of a layer, or none."""
+        return tuple(
+            n for layer in (ATTENTION, FEED_FORWARD) for n in layer if not self.biases().keys().isdisjoint(layer)
+        )
+
+    def _row_order(self, name: str) -> Numbers:
+        """How the outputs of a linear stand where rope turns halves of a head."""
+        heads = {"attn_q": self.n_heads, "attn_k": self.n_kv_heads}.get(name)
+        if self.halves or heads is None:
+            return unchanged
+        return lambda rows: rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _linear_scaling(keys: Keys) -> float:

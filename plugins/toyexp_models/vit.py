@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -28,11 +28,19 @@ from toyexp import (
     choose,
 )
 from toyexp.gguf.read import GGUFFile
+from toyexp.huggingface import Layout, Place
 from toyexp.ops import Tensor
 
 ARCHITECTURE = "toyexp-vit"
 # form of the blocks: the GGUF key of its norms' eps
 BLOCKS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
+# Where tensors stand in transformers.
+NAMES = {
+    "patch_embd": "vit.embeddings.patch_embeddings.projection", "post_ln": "vit.layernorm", "head": "classifier",
+    "ln1": "layernorm_before", "ln2": "layernorm_after",
+    "attn_q": "attention.attention.query", "attn_k": "attention.attention.key", "attn_v": "attention.attention.value",
+    "attn_out": "attention.output.dense", "ffn_up": "intermediate.dense", "ffn_down": "output.dense",
+}  # fmt: skip
 
 
 @dataclass
@@ -155,7 +163,7 @@ class ViT(Model):
         x = norm(ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
         return linear(x, v, "head")
 
-    def scores(self, session: Session, batches: Sequence[Batch]) -> dict[str, float]:
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
         """The share of images whose likeliest class is theirs."""
         right = total = 0.0
         for batch in batches:
@@ -163,6 +171,54 @@ class ViT(Model):
             right += float(batch["weights"][chosen == batch["targets"]].sum())
             total += float(batch["weights"].sum())
         return {"accuracy": right / total}
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """ViTForImageClassification, of the classic blocks; with the data's classes and the way it takes images."""
+        if self.block != "layernorm_gelu":
+            raise UserError(f"model.block={self.block} has no Hugging Face layout; transformers' ViT is layernorm_gelu")
+        config = {
+            "architectures": ["ViTForImageClassification"],
+            "model_type": "vit",
+            "hidden_size": self.d_model,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "intermediate_size": self.d_ff,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": self.norm_eps,
+            "image_size": self.image_size,
+            "patch_size": self.patch,
+            "num_channels": self.channels,
+            "qkv_bias": True,
+        }
+        classes = list(data.get("classes", ()))
+        classes += [f"LABEL_{i}" for i in range(len(classes), self.classes)]
+        config["id2label"] = {str(i): name for i, name in enumerate(classes)}
+        config["label2id"] = {name: i for i, name in enumerate(classes)}
+        kernel = (self.d_model, self.channels, self.patch, self.patch)
+        places = {
+            "v.class_embd": Place("vit.embeddings.cls_token", form=lambda x: x[None, None]),
+            "v.position_embd.weight": Place("vit.embeddings.position_embeddings", form=lambda x: x[None]),
+            "v.patch_embd.weight": Place(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
+        }
+        for spec in self.tensors():
+            if spec.name not in places:
+                _, *block, name, kind = spec.name.split(".")
+                at = f"vit.encoder.layer.{block[1]}." if block else ""
+                places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}")
+        return Layout(config, places, files={"preprocessor_config.json": self._preprocessor(data)})
+
+    def _preprocessor(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Scaled until the shorter side fits, cut to the centre, normalised: what CLIP's does and ViT's does not."""
+        size = self.image_size
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": self.channels == 3,
+            "size": {"shortest_edge": size},
+            "crop_size": {"height": size, "width": size},
+            "resample": 3,  # bicubic
+            "image_mean": [float(x) for x in data.get("image_mean", ())] or [0.0] * self.channels,
+            "image_std": [float(x) for x in data.get("image_std", ())] or [1.0] * self.channels,
+        }
 
     @property
     def architecture(self) -> str:

@@ -104,7 +104,7 @@ class Warm(Recipe):
         with _open(self.path) as file:
             _check_table(file, vocab, width)
             try:
-                rows = file.read(TABLE, rows=vocab)
+                rows = file.weights(TABLE, rows=vocab)
             except GGUFError as error:
                 raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
         bad = int((~np.isfinite(rows)).sum())

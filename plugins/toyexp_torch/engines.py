@@ -40,6 +40,10 @@ class TorchEngine(Engine):
         if self.dtype not in DTYPES:
             raise UserError(f"engine.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
 
+    def rounds_to(self) -> str:
+        """Its dtype."""
+        return self.dtype
+
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
         self.check()
@@ -77,6 +81,10 @@ class TorchCUDA(TorchEngine):
     priority: ClassVar[int] = 40
 
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
+
+    def rounds_to(self) -> str:
+        """Its dtype, or TF32."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     def check(self) -> str:
         """The version and the GPU's name."""

@@ -14,6 +14,7 @@ class TorchOps(Ops):
     """Every op on torch tensors of one device."""
 
     start = 0  # the position that rope counts from
+    longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
 
     def __init__(self) -> None:
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
@@ -61,10 +62,11 @@ class TorchOps(Ops):
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         end = self.start + x.shape[1]
-        key = (end, x.shape[3], rotary, x.dtype == torch.float64)
+        length = max(end, self.longest)
+        key = (length, x.shape[3], rotary, x.dtype == torch.float64)
         if key not in self._rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            self._rotations[key] = _rotations(end, rotary.frequencies(x.shape[3]), x.device, dtype)
+            self._rotations[key] = _rotations(length, rotary.frequencies(x.shape[3]), x.device, dtype)
         cos, sin = (table[self.start : end] for table in self._rotations[key])
         if rotary.halves:
             a, b = x.chunk(2, dim=-1)  # [B, T, H, D/2] each

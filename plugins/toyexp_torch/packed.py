@@ -30,7 +30,8 @@ class Packed:
         info = file.tensors.get(values.tensor)
         if info is None or len(info.shape) != 2 or info.type == "F32":
             return None
-        raw = torch.tensor(file.read_raw(values.tensor, values.rows), device=device)
+        file.check_finite(values.tensor, values.rows)
+        raw = torch.from_numpy(file.read_raw(values.tensor, values.rows)).to(device)
         return cls(raw, info.type_id, dtype)
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:

@@ -10,14 +10,16 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, FromGGUF, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp.threads import available_cores
+from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
@@ -174,6 +176,18 @@ class TorchSession(Session):
         with torch.no_grad():
             for flat, array in ((self._flat, values), (self._m, m), (self._v, v)):
                 flat[here].copy_(torch.from_numpy(array).flatten())
+
+    def do_decoder(self) -> Decoder:
+        # Dropout is of training: a plan without it needs no mask of what follows.
+        whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
+        params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)
+
+        def forward(ops: TorchOps, ids: np.ndarray) -> np.ndarray:
+            with self._settings.applied(), torch.no_grad(), self._autocast():
+                tokens = {"tokens": torch.from_numpy(ids).to(self._device)}
+                return _host(self.plan.model.forward(ops, params, tokens)[0, -1])
+
+        return CachedDecoder(self, forward)
 
     def do_close(self) -> None:
         self._tensors.clear()

@@ -1,11 +1,15 @@
+import sys
+
 import numpy as np
 import pytest
 
+from toyexp.gguf.encode import pieces_of
 from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import Writer
 
 # Largest error relative to the largest number of a block of 32: half a unit in the last place of the type; Q8_0 also
 # rounds each block's scale to an F16.
-ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}
+ROUNDING = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q5_1": 1 / 31 + 2**-10, "q4_0": 1 / 8 + 2**-10}
 
 
 def tensors(path):
@@ -31,7 +35,7 @@ def test_the_file_names_the_run_it_came_from(train):
     assert keys["general.config_sha256"] == run.events[0]["config_sha256"]
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q5_1", "q4_0"])
 def test_a_smaller_type_rounds_matrices_and_keeps_norms(train, kind):
     exact = tensors(train(to="exact", engine="noop").dir / "model.gguf")
     rounded = tensors(train(f"callbacks.gguf_export.type={kind}", to="rounded", engine="noop").dir / "model.gguf")
@@ -45,6 +49,36 @@ def test_a_smaller_type_rounds_matrices_and_keeps_norms(train, kind):
         blocks = values.reshape(-1, min(32, values.shape[-1]))
         largest = np.abs(blocks).max(axis=1, keepdims=True)
         assert (error.reshape(blocks.shape) <= ROUNDING[kind] * largest + 1e-8).all(), name
+
+
+def test_a_model_that_its_type_cannot_hold_is_written_all_the_same(train, tmp_path):
+    """A run of a night must not end without its numbers: the tensor that is too large for float16 stays float32."""
+    first = train("model.tied=false").dir / "model.gguf"
+    writer = Writer()
+    with GGUFFile(first) as file:
+        for key, value in file.metadata.items():
+            writer.add(key, value, file.kinds[key])
+        for t in file.tensors.values():
+            values = file.read(t.name)
+            if t.name == "token_embd.weight":
+                values[250] = 7e4  # a byte that the text does not have
+            writer.add_numbers(t.name, t.shape, "F32", pieces_of(values))
+    writer.save(tmp_path / "base.gguf")
+    words = ("recipe=full", f"recipe.base={tmp_path / 'base.gguf'}", "callbacks.gguf_export.type=f16", "lr=1e-4")
+    run = train(*words, to="on")
+    assert run.code == 0
+    with GGUFFile(run.dir / "model.gguf") as file:
+        types = {name: t.type for name, t in file.tensors.items()}
+        assert types["token_embd.weight"] == "F32" and types["output.weight"] == "F16"
+        assert file.read("token_embd.weight")[250, 0] == pytest.approx(7e4, rel=1e-3)
+
+
+def test_k_quants_without_llama_cpp_are_refused_before_the_run(train, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    run = train("callbacks.gguf_export.type=q4_k_m", engine="noop")
+    assert run.code == 2 and "callbacks.gguf_export.type=q4_k_m is written by llama.cpp, which is not here" in run.err
+    assert not run.dir.exists()
 
 
 def test_every_writes_a_file_on_the_way_and_no_second_one_at_the_end(train):
@@ -75,6 +109,6 @@ def test_an_export_that_cannot_be_written_fails_the_run_and_leaves_the_other_res
 
 
 def test_a_type_nobody_can_write_is_refused(train):
-    run = train("callbacks.gguf_export.type=q4_k")
-    assert run.code == 2 and "q4_k" in run.err and "q8_0" in run.err
+    run = train("callbacks.gguf_export.type=int4")
+    assert run.code == 2 and "int4" in run.err and "q8_0" in run.err
     assert not run.dir.exists()

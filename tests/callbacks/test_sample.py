@@ -1,51 +1,6 @@
 import numpy as np
 import pytest
 
-from toyexp_callbacks.sample import choose_token
-
-LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 0.0], np.float32)
-
-
-def softmax(logits):
-    shares = np.exp(logits.astype(np.float64) - logits.max())
-    return shares / shares.sum()
-
-
-def drawn(logits, temperature, top_k, count=20_000):
-    """How often each token is chosen by numbers spread evenly over [0, 1)."""
-    chosen = [choose_token(logits, temperature, top_k, (i + 0.5) / count) for i in range(count)]
-    return np.bincount(chosen, minlength=len(logits)) / count
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_are_chosen_with_the_shares_of_the_softmax(temperature):
-    # Even spacing puts each share within one draw of its value at either border.
-    assert drawn(LOGITS, temperature, 0) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 20_000)
-
-
-def test_top_k_chooses_among_the_likeliest_alone():
-    kept = np.array([0, 2.0, 0, 1.0, 0])
-    expected = np.where(kept > 0, np.exp(kept), 0)
-    assert drawn(LOGITS, 1.0, 2) == pytest.approx(expected / expected.sum(), abs=2 / 20_000)
-
-
-def test_temperature_zero_is_always_the_likeliest():
-    assert {choose_token(LOGITS, 0, k, u) for k in (0, 3) for u in (0.0, 0.5, 0.999)} == {1}
-
-
-def test_a_tiny_temperature_neither_overflows_nor_changes_the_choice():
-    assert {choose_token(1000 * LOGITS, 1e-6, 0, u) for u in (0.0, 0.5, 0.999)} == {1}
-
-
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
-def test_the_ends_of_the_unit_interval_choose_a_token(uniform):
-    assert choose_token(LOGITS, 1.0, 0, uniform) in range(5)
-    assert choose_token(LOGITS, 1.0, 100, uniform) in range(5), "top_k may be more than there are"
-
-
-def test_equal_logits_are_chosen_equally():
-    assert drawn(np.zeros(4, np.float32), 1.0, 0) == pytest.approx([0.25] * 4, abs=2 / 20_000)
-
 
 def texts(run):
     return [(e["step"], e["text"]) for e in run.of("sample")]
@@ -104,7 +59,17 @@ def test_data_without_a_tokenizer_is_refused_before_anything_is_written(train, t
 
 
 @pytest.mark.parametrize(
-    "word", ["every=-1", "top_k=-1", "tokens=0", "temperature=-0.1", "temperature=100", "temperature=nan"]
+    "word",
+    [
+        "every=-1",
+        "top_k=-1",
+        "tokens=0",
+        "temperature=-0.1",
+        "temperature=100",
+        "temperature=nan",
+        "top_p=0",
+        "min_p=2",
+    ],
 )
 def test_numbers_that_cannot_work_are_refused(train, word):
     run = train("callbacks=[sample]", f"callbacks.sample.{word}")

@@ -1,6 +1,10 @@
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from toyexp_callbacks.stopping import EarlyStop
+from toyexp import RunFailed
+from toyexp_callbacks.stopping import EarlyStop, QualityGate
 
 NO_LEARNING = "lr=0"  # the held-out loss then never falls
 
@@ -114,3 +118,53 @@ def test_numbers_that_cannot_work_are_refused(train, word):
     run = train(f"callbacks=[{word.partition('.')[0]}]", f"callbacks.{word}")
     assert run.code == 2 and f"callbacks.{word.partition('=')[0]}" in run.err
     assert not run.dir.exists()
+
+
+# -- other scores than the loss ---------------------------------------------------------------------------------------
+
+
+def test_early_stop_knows_that_an_accuracy_should_rise():
+    stop = EarlyStop(metric="accuracy", patience=2, min_delta=0.01)
+    for accuracy in (0.1, 0.5, 0.9, 0.905):
+        stop.on_eval({"loss": 9.0, "accuracy": accuracy})  # the loss does not matter
+        assert stop.stop_reason() is None
+    restored = EarlyStop(metric="accuracy", patience=2, min_delta=0.01)
+    restored.resume(json.loads(json.dumps(stop.state())))
+    restored.on_eval({"loss": 0.0, "accuracy": 0.9})
+    assert restored.stop_reason() == "early_stop: 2 looks without a held-out accuracy above 0.9100"
+
+
+def judge(values, **settings):
+    """The verdict on a run whose looks at the held-out data gave these accuracies."""
+    said = []
+    gate = QualityGate(metric="accuracy", **settings)
+    gate.check()
+    for value in values:
+        gate.on_eval({"loss": 1.0, "accuracy": value})
+    try:
+        gate.on_end(SimpleNamespace(emit=lambda kind, **fields: said.append(fields)), "completed")
+    except RunFailed as error:
+        return said[0]["passed"], str(error)
+    return said[0]["passed"], ""
+
+
+def test_the_quality_gate_knows_that_an_accuracy_should_rise():
+    assert judge([0.1, 0.9]) == (True, "")
+    assert judge([0.9, 0.9]) == (False, "quality gate: held-out accuracy_ratio is 1.0000, it must be at most 0.95")
+    assert judge([0.5, 0.0])[0] is False
+    assert judge([0.0, 0.5], least=0.5) == (True, "")
+    assert judge([0.1, 0.9], least=0.95) == (
+        False, "quality gate: held-out accuracy is 0.9000, it must be at least 0.95"
+    )  # fmt: skip
+
+
+def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):
+    for name in ("early_stop", "quality_gate"):
+        run = train(f"callbacks=[default,{name}]", f"callbacks.{name}.metric=los", to=name)
+        assert run.code == 2 and f"callbacks.{name}.metric=los: did you mean loss?" in run.err
+
+
+@pytest.mark.parametrize("words", [["metric=accuracy", "max_loss=1"], ["metric=ppl", "max_loss=1"], ["least=0.9"]])
+def test_limits_that_do_not_go_with_the_metric_are_refused(train, words):
+    run = train("callbacks=[default,quality_gate]", *(f"callbacks.quality_gate.{w}" for w in words))
+    assert run.code == 2 and "does not go with metric=" in run.err

@@ -1,8 +1,13 @@
 import importlib.util
 import json
+import os
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from toyexp.cli import main
 
 # A wandb that misbehaves as it is told; it stands first on the path of the child process.
 FAKE = """
@@ -131,3 +136,34 @@ def test_without_wandb_the_run_is_refused_with_what_to_install(train, monkeypatc
     assert run.code == 2
     assert run.err == "toyexp: error: callbacks.wandb needs wandb: pip install 'toyexp[wandb]'\n"
     assert not run.dir.exists()
+
+
+@pytest.mark.parametrize(("mode", "asked"), [("offline", None), ("online", "allow")])
+def test_a_resumed_run_stays_the_same_wandb_run(train, tmp_path, monkeypatch, mode, asked):
+    started = []
+
+    class Record:
+        def log(self, fields, step):
+            started[-1]["steps"].append(step)
+
+        def finish(self):
+            pass
+
+    def init(**options):
+        started.append({**options, "steps": []})
+        return Record()
+
+    fake = SimpleNamespace(Settings=SimpleNamespace, init=init, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    words = ["callbacks=[default,wandb]", f"callbacks.wandb.mode={mode}"]
+    assert train(*words, engine="noop").code == 0
+    assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
+    assert train(*words, engine="noop", to="other").code == 0
+    first, second, other = started
+    assert first["id"] == second["id"] != other["id"] and len(first["id"]) == 8
+    assert (first["resume"], second["resume"]) == (None, asked)
+    assert first["steps"][-1] == 12 and second["steps"][-1] == 15 and min(second["steps"]) > 12
+    settings = first["settings"]
+    assert settings.init_timeout == 20 and settings.disable_git and not settings.save_code
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+    assert first["dir"] == str(tmp_path / "run")

@@ -93,9 +93,9 @@ KEYS = [
     ("steps.x=5", "steps holds one value"),
     ("model.name=gpt2", "choose by name: model=gpt2"),
     ("hydra.run.dri=x", "unknown key hydra.run.dri", "hydra.run.dir"),
-    ("+model._target_=os.system", "unknown key model._target_"),
-    ("+_target_=os.system", "unknown key _target_"),
-    ("+callbacks.cosine._target_=os.system", "unknown key callbacks.cosine._target_"),
+    ("+model._target_=os.system", "_target_ names code"),
+    ("+_target_=os.system", "_target_ names code"),
+    ("+callbacks.cosine._target_=os.system", "_target_ names code"),
 ]
 
 VALUES = [
@@ -135,7 +135,7 @@ VALUES = [
     ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
     ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.linear'"),
-    ("callbacks.gguf_export.type=q4", "callbacks.gguf_export.type=q4", "q8_0"),
+    ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),
     ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
     ("callbacks=[default,sample] callbacks.sample.every=-1", "callbacks.sample", "every"),
     ("callbacks.cosine.floor=nan", "callbacks.cosine.floor=nan"),
@@ -172,7 +172,7 @@ CHOICES = [
     ("~callbacks.sample", "this run has no such callback"),
     ("~model", "only callbacks can be dropped"),
     ("~steps", "only callbacks can be dropped"),
-    ("hydra/launcher=joblib", "one after another"),
+    ("hydra/launcher=joblib", "sweep.launcher=joblib", "add -m"),
 ]
 
 SYNTAX = [
@@ -201,7 +201,7 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("doctor now", ["takes --graph"]),
+        ("doctor now", ["takes --numerics or --graph"]),
         ("doctor --graph engine=nope", ["none of that name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins warm scratch", ["takes one name"]),
@@ -221,8 +221,24 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("-sc install=powershell", ["bash", "zsh"]),
         ("-sc query=bash", ["install=bash"]),
         ("-m lr=interval(0,1)", ["lr=interval(0,1)", "range"]),
-        ("-m hydra/launcher=joblib", ["one after another"]),
-        ("-m hydra.sweeper.max_batch_size=5", ["one after another"]),
+        ("-m hydra/launcher=ray", ["sweep.launcher=serial, joblib, submitit"]),
+        ("-m hydra.sweeper.max_batch_size=5", ["runs the jobs of a sweep itself"]),
+        ("-m seed=1,2 sweep.jbos=2", ["did you mean sweep.jobs?"]),
+        ("-m seed=1,2 sweep.timeout_min=5", ["did you mean sweep.submitit.timeout_min?"]),
+        ("-m seed=1,2 sweep=joblib", ["sweep=joblib: give its settings one by one"]),
+        ("-m seed=1,2 sweep.jobs=1,2", ["sweep.jobs=1,2: takes one value"]),
+        ("-m seed=1,2 sweep.jobs=x", ["sweep.jobs=x: must be a whole number"]),
+        ("-m seed=1,2 sweep.jobs=-1", ["sweep.jobs=-1: must be 0 or above"]),
+        ("-m seed=1,2 sweep.jobs=2", ["sweep.launcher=joblib"]),
+        ("-m seed=1,2 sweep.launcher=jobib", ["did you mean joblib?"]),
+        ("-m seed=1,2 sweep.launcher=joblib sweep.isolate=false", ["without joblib"]),
+        ("-m seed=1,2 sweep.submitit.gpus=-1", ["sweep.submitit.gpus=-1: must be a number from 0"]),
+        ("-m seed=1,2 sweep.retry=true", ["sweep.retry=true: goes with sweep.resume=DIR"]),
+        ("-m seed=1,2 resume=auto", ["a sweep goes on with sweep.resume=DIR"]),
+        ("sweep.jobs=2", ["sweep.jobs=2: is about many runs; add -m"]),
+        ("jobs=2", ["did you mean sweep.jobs?"]),
+        ("sweep.resume=nowhere", ["sweep.resume=nowhere: not found"]),
+        ("sweep.resume=.", ["holds no sweep"]),
         ("-m recipe=wram seed=1,2", ["did you mean warm?"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -421,7 +437,7 @@ def config_file(directory: Path, text: str) -> None:
         ("step: 5", ["unknown key step;", "did you mean steps?"]),
         ("steps: abc", ["steps=abc: must be a whole number"]),
         ("model: {d_modle: 5}", ["did you mean model.d_model?"]),
-        ("model: {_target_: os.system}", ["unknown key model._target_"]),
+        ("model: {_target_: os.system}", ["config.yaml, line 2: _target_ names code"]),
         ("callbacks: {sample: {every: 5}}", ["sample is not among this run's callbacks"]),
         ("steps: [1\nb: : c", ["config.yaml, line", "not valid YAML"]),
     ],
@@ -466,25 +482,25 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_was(refused, tmp
 
 
 def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys):
-    code = main(["-m", *BOOK, "engine=cpu", "lr=0.1,x,-1", "callbacks=[events]"])
+    code = main(["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "lr=0.1,x,-1", "callbacks=[events]"])
     out, err = capsys.readouterr()
     assert code == 2
     assert err.splitlines() == [
         "toyexp: error in job 1: lr=x: must be a number",
         "toyexp: error in job 2: lr=-1.0: must be a number, 0 or above",
     ]
-    assert [p.name for p in tmp_path.glob("outputs/sweeps/*/*")] == ["0-scratch-llama"]
+    assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["0-scratch-llama"]
     table = out.splitlines()[-3:]
     assert "lr=0.1" in table[0] and "outputs" in table[0]
-    assert "lr=x" in table[1] and "failed" in table[1]
-    assert "lr=-1" in table[2] and "failed" in table[2]
+    assert "lr=x" in table[1] and "refused" in table[1]
+    assert "lr=-1" in table[2] and "refused" in table[2]
 
 
 def test_a_sweep_of_bad_names_runs_the_good_one(tmp_path, capsys):
-    code = main(["-m", *BOOK, "engine=cpu", "recipe=wram,scratch", "callbacks=[events]"])
+    code = main(["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "recipe=wram,scratch", "callbacks=[events]"])
     assert code == 2
     assert "error in job 0: recipe=wram: there is none of that name; did you mean warm?" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.glob("outputs/sweeps/*/*")] == ["1-scratch-llama"]
+    assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["1-scratch-llama"]
 
 
 def test_a_sweep_of_bad_input_alone_leaves_nothing(tmp_path, capsys):
@@ -509,7 +525,7 @@ def test_a_job_that_crashes_makes_the_sweep_exit_1(tmp_path, capsys):
         "    def on_step(self):\n"
         "        raise ZeroDivisionError('on purpose')\n"
     )
-    line = ["-m", *BOOK, "engine=cpu", "plugins=[crashing]", "steps=0,1", "callbacks=[crash]"]
+    line = ["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "plugins=[crashing]", "steps=0,1", "callbacks=[crash]"]
     assert main(line) == 1
     err = capsys.readouterr().err
     assert "error in job 0: steps=0" in err and "error in job 1: ZeroDivisionError: on purpose" in err

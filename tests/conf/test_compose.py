@@ -144,8 +144,8 @@ def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, c
 
 
 def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_path, capsys):
-    line = ["-m", *SMALL, "engine=cpu", "steps=1", "callbacks=[]", "model.n_layers=1,2", "seed=3,4"]
-    assert main(line) == 0
+    line = ["-m", "sweep.isolate=false", *SMALL, "engine=cpu", "steps=1", "callbacks=[]"]
+    assert main([*line, "model.n_layers=1,2", "seed=3,4"]) == 0
     jobs = sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))
     configs = [yaml.safe_load(p.read_text()) for p in jobs]
     assert [(c["model"]["n_layers"], c["seed"]) for c in configs] == [(1, 3), (1, 4), (2, 3), (2, 4)]
@@ -168,14 +168,14 @@ def sweep_configs(tmp_path):
 
 
 def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
-    assert main(["-m", *tiny_sweep]) == 0
+    assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 0
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
     assert "seed=4 model.n_layers=2" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):
-    assert main(["-m", *tiny_sweep, "model.n_layers=1", "lr=0.1,0.2", "seed=5"]) == 0
+    assert main(["-m", "sweep.isolate=false", *tiny_sweep, "model.n_layers=1", "lr=0.1,0.2", "seed=5"]) == 0
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(5, 1, 0.1), (5, 1, 0.2)]
 
@@ -187,8 +187,8 @@ def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_
     assert main([*tiny_sweep, "seed=1", "lr=1"]) == 2
     assert capsys.readouterr().err == error.format("model.n_layers")
     others = [word for word in tiny_sweep if word != "experiment=sweeping"]
-    assert main(["-m", *others, "experiment=sweeping,nothing", "seed=1", "lr=1"]) == 2
-    assert error.format("model.n_layers").partition("error: ")[2] in capsys.readouterr().err
+    assert main(["-m", "sweep.isolate=false", *others, "experiment=sweeping,nothing", "seed=1", "lr=1"]) == 2
+    assert error.format("model.n_layers").partition("error: ")[2].rstrip() in capsys.readouterr().err
     assert not list(tmp_path.rglob("config.yaml"))
     assert main([*tiny_sweep, "seed=1", "lr=1", "model.n_layers=1"]) == 0
     assert len(list(tmp_path.rglob("config.yaml"))) == 1
@@ -197,7 +197,7 @@ def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_
 def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tmp_path, capsys):
     path = tmp_path / "own" / "experiment" / "sweeping.yaml"
     path.write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '3,[4'}}}\n")
-    assert main(["-m", *tiny_sweep]) == 2
+    assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 2
     assert "'seed=3,[4': a bracket is not closed" in capsys.readouterr().err
 
 

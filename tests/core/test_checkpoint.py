@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -146,6 +147,41 @@ def test_the_last_ones_are_kept(tmp_path):
 def test_the_best_is_kept_too(tmp_path):
     scores = {5: 3.0, 12: 1.0, 20: 2.0, 30: 1.5}
     assert keep(tmp_path, 40, scores, best="loss", keep=1) == [12, 40]
+
+
+def test_the_best_of_a_score_that_should_rise_is_the_highest(tmp_path):
+    scores = {5: 0.3, 12: 0.9, 20: 0.5, 30: 0.9}
+    keeper = Keeper(tmp_path, Interval(10), keep=1, best="accuracy")
+    for step in range(1, 41):
+        looked = {"loss": 1.0, "accuracy": scores[step]} if step in scores else {}
+        if keeper.due(step, looked, last=step == 40):
+            keeper.save(step, ARRAY, {})
+    keeper.wait()
+    assert sorted(steps(tmp_path)) == [12, 40]
+
+
+def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_not_the_best(tmp_path):
+    keeper = Keeper(tmp_path, Interval(10), keep=1, best="acuracy")
+    with pytest.raises(UserError, match="checkpoint_best=acuracy: did you mean accuracy"):
+        keeper.due(5, {"loss": 1.0, "accuracy": 0.5}, last=False)
+    keeper = Keeper(tmp_path, Interval(10), keep=1, best="loss")
+    assert keeper.due(5, {"loss": 1.0}, last=False) and not keeper.due(6, {"loss": math.nan}, last=False)
+    assert keeper.due(7, {"loss": 0.5}, last=False) and not keeper.due(8, {"loss": 0.5}, last=False)
+
+
+def test_weights_that_are_no_numbers_are_never_written(tmp_path):
+    keeper = Keeper(tmp_path, Interval(10), keep=2)
+    keeper.save(10, ARRAY, {})
+    keeper.save(20, {**ARRAY, "w": ARRAY["w"] * np.nan}, {})
+    keeper.wait()
+    assert [s.step for s in keeper.published()] == [10] and sorted(steps(tmp_path)) == [10]
+    assert keeper.trouble == (
+        "checkpoint of step 20: not written (w is not finite; the one before it stays the newest)"
+    )
+    # A moment that overflowed slows its weight down for good, and no more: such a run can go on.
+    keeper.save(30, {**ARRAY, "w@m": np.array([np.inf])}, {})
+    keeper.wait()
+    assert sorted(steps(tmp_path)) == [10, 30]
 
 
 def test_a_time_passes(tmp_path):

@@ -293,7 +293,7 @@ def test_blocks_that_are_not_there_are_not_looked_for(capsys):
     data = Path("model.gguf").read_bytes()
     at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
     Path("model.gguf").write_bytes(data[:at] + struct.pack("<I", 2**31 - 1) + data[at + 4 :])
-    assert told(capsys, "model.gguf")["refused"] == "says it has 2147483647 blocks, with 3 tensors"
+    assert told(capsys, "model.gguf")["refused"] == "claims 2147483647 blocks, and has 3 tensors"
 
 
 def test_the_first_part_of_a_split_file_counts_them_all(capsys):
@@ -329,7 +329,7 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_stands(capsys):
 
 
 def test_special_tokens_out_of_range_have_no_text(capsys):
-    keys = {"model": "llama", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
+    keys = {"model": "bert", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
     write_foreign(Path("model.gguf"), keys={f"tokenizer.ggml.{k}": v for k, v in keys.items()})
     found = told(capsys, "model.gguf")["tokenizer"]
     assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}

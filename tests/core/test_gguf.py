@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -18,12 +19,15 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp import Constant, Model, Normal, TensorSpec, UserError
-from toyexp.gguf.read import TYPES, GGUFError, GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.gguf.write import write_model
+from toyexp import Constant, FromGGUF, Model, Normal, TensorSpec, UserError
+from toyexp.gguf.model import model_of
+from toyexp.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
+from toyexp.gguf.tokenizer import has_text, read_tokenizer
+from toyexp.gguf.write import FILE_TYPES, Writer, size_label, write_model
 from toyexp.init import draw
+from toyexp.registry import load
 from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp_models.llama import Llama
 
 # -- files by hand ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "string that is not UTF-8": (gguf_file((key("k", STRING, text(b"\xc3")),)), "value of k is not UTF-8"),
     "tensor name that is not UTF-8": (gguf_file(tensors=(tensor(b"\xc3", (8,)),)), "tensor name is not UTF-8"),
     "tensor without a name": (gguf_file(tensors=(tensor("", (8,)),)), "without a name"),
-    "tensor name of 65 bytes": (gguf_file(tensors=(tensor("a" * 65, (8,)),)), "claims 65 bytes"),
+    "tensor name of 64 bytes": (gguf_file(tensors=(tensor("a" * 64, (8,)),)), "claims 64 bytes"),
     "tensor name with NUL": (gguf_file(tensors=(tensor("a\0b", (8,)),)), "NUL"),
     "no dimensions": (gguf_file(tensors=(tensor("a", ()),)), "0 dimensions"),
     "five dimensions": (gguf_file(tensors=(tensor("a", (1, 1, 1, 1, 1)),)), "5 dimensions"),
@@ -236,6 +240,40 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "alignment 2^31": (gguf_file((key("general.alignment", U32, u32(2**31)),)), "general.alignment=2147483648"),
     "alignment that is a word": (gguf_file((key("general.alignment", STRING, text("32")),)), "general.alignment=32"),
     "alignment that is a list": (gguf_file((key("general.alignment", ARRAY, array(U32, [u32(32)])),)), "[32]"),
+    "alignment below 0": (gguf_file((key("general.alignment", I32, struct.pack("<i", -32)),)), "general.alignment=-32"),
+    "alignment 32.0": (gguf_file((key("general.alignment", F32, struct.pack("<f", 32)),)), "general.alignment=32.0"),
+    "key of 65536 bytes": (gguf_file((key("k" * 65_536, U8, b"1"),)), "claims 65536 bytes"),
+    "absurd value type": (gguf_file((key("k", 2**32 - 1, u64(0)),)), f"value type {2**32 - 1}"),
+    "absurd string behind good ones": (
+        gguf_file((key("k", ARRAY, array(STRING, [text("a"), text("b"), u64(HUGE)])),)),
+        f"claims {HUGE} bytes",
+    ),
+    "string past the end behind good ones": (
+        gguf_file((key("k", ARRAY, array(STRING, [text("a"), text("b"), u64(9_999)])),)),
+        "does not fit into the file",
+    ),
+    "string in an array that is not UTF-8": (
+        gguf_file((key("k", ARRAY, array(STRING, [text("a"), text(b"\xed\xa0\x80"), text("c")])),)),
+        "a string of k is not UTF-8",
+    ),
+    "no columns": (gguf_file(tensors=(tensor("a", (0, 4)),)), "shape [4, 0]"),
+    "rows that are no whole blocks of 256": (gguf_file(tensors=(tensor("a", (32, 8), 12),)), "multiple of 256"),
+    "whole numbers as weights": (gguf_file(tensors=(tensor("a", (8,), 26),)), "tensor a is of type I32, which is not"),
+    "float64 weights": (gguf_file(tensors=(tensor("a", (4,), 28),)), "tensor a is of type F64, which is not supported"),
+    "gap before the first tensor": (
+        gguf_file(tensors=(tensor("a", (8,), 0, 32),), data=bytes(64)),
+        "32 bytes of nothing before tensor a",
+    ),
+    "gap between tensors": (
+        gguf_file(tensors=(tensor("a", (8,)), tensor("b", (8,), 0, 96)), data=bytes(128)),
+        "64 bytes of nothing before tensor b",
+    ),
+    "left over bytes": (gguf_file(data=bytes(64)), "32 bytes of nothing after its last tensor"),
+    "left over bytes without a tensor": (gguf_file(tensors=(), data=bytes(32)), "bytes of nothing after its last"),
+    "part number that is a word": (gguf_file((key("split.no", STRING, text("0")),)), "split.* key that is no whole"),
+    "part 7 of 3": (gguf_file((key("split.no", U16, b"\6\0"), key("split.count", U16, b"\3\0"))), "part 7 of 3"),
+    "absurd count of parts": (gguf_file((key("split.count", U64, u64(HUGE)),)), f"part 1 of {HUGE}"),
+    "part under another name": (gguf_file((key("split.count", U16, b"\2\0"),)), "must end in -00001-of-00002.gguf"),
 }
 
 
@@ -260,9 +298,266 @@ def test_a_broken_file_is_an_error_with_its_path_and_one_cause(put, name):
     assert peak < 4 << 20
 
 
+def sparse(path: Path, head: bytes, size: int) -> Path:
+    """A file that begins with `head` and goes on with zeros."""
+    path.write_bytes(head)
+    os.truncate(path, size)
+    return path
+
+
+def test_a_header_that_would_fill_the_memory_is_refused_before_it_does(tmp_path):
+    """Things that are short in the file and long in Python, as many as fit into 40 MB."""
+    empty = key("k", ARRAY, u32(STRING) + u64(3_900_000))
+    for head, cause in (
+        (b"GGUF" + u32(3) + u64(0) + u64(2_900_000), "2900000 keys: its header takes more than 256 MiB"),
+        (b"GGUF" + u32(3) + u64(1_200_000) + u64(0), "1200000 tensors: its header takes more than 256 MiB"),
+        (b"GGUF" + u32(3) + u64(0) + u64(60_000) + empty, "3900000 strings in k: its header takes more"),
+    ):
+        path = sparse(tmp_path / "file.gguf", head, 40_000_000)
+        tracemalloc.start()
+        with pytest.raises(GGUFError) as caught:
+            GGUFFile(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert str(caught.value).startswith(f"{path}: {cause}")
+        assert peak < 4 << 20
+
+
+# -- split models -----------------------------------------------------------------------------------------------------
+
+
+def part(number: int, count: int, total: int | None = None, tensors: tuple[bytes, ...] = ()) -> bytes:
+    """A part of a split model, numbered from 0, with tensors of 8 numbers that say where they are."""
+    keys = (key("split.no", U16, struct.pack("<H", number)), key("split.count", U16, struct.pack("<H", count)))
+    if total is not None:
+        keys += (key("split.tensors.count", I32, struct.pack("<i", total)),)
+    data = b"".join(np.full(8, 10 * number + i, "<f4").tobytes() for i in range(len(tensors)))
+    return gguf_file((*((ARCHITECTURE,) if number == 0 else ()), *keys), tensors, data)
+
+
+A, B, C = tensor("a", (4, 2)), tensor("b", (4, 2)), tensor("c", (4, 2), 0, 32)
+WHOLE = {0: part(0, 3, 3), 1: part(1, 3, 3, (A,)), 2: part(2, 3, 3, (B, C))}
+
+
+def put_parts(directory: Path, parts: dict[int, bytes]) -> list[Path]:
+    paths = [directory / f"m-{i + 1:05}-of-00003.gguf" for i in range(3)]
+    for i, data in parts.items():
+        paths[i].write_bytes(data)
+    return paths
+
+
+def test_a_split_model_is_read_as_one(tmp_path):
+    paths = put_parts(tmp_path, WHOLE)
+    with GGUFFile(paths[0]) as file:
+        assert file.paths == paths
+        assert file.size == sum(p.stat().st_size for p in paths)
+        assert file.architecture == "llama"
+        assert {n: t.path for n, t in file.tensors.items()} == {"a": paths[1], "b": paths[2], "c": paths[2]}
+        assert {n: file.read(n, rows=1).tolist() for n in file.tensors} == {
+            "a": [[10.0] * 4], "b": [[20.0] * 4], "c": [[21.0] * 4],
+        }  # fmt: skip
+    with pytest.raises(GGUFError, match=rf"{paths[2]}: is closed"):
+        file.read("c")
+
+
+def test_what_gguf_py_splits_is_read_as_one(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=1)
+    values = {name: np.random.default_rng(i).normal(size=(3, 5)).astype(np.float32) for i, name in enumerate("abc")}
+    for name, array in values.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_all(tmp_path / "m-00001-of-00003.gguf")
+    assert found.keys() == values.keys()
+    assert all(np.array_equal(found[name], values[name]) for name in values)
+
+
+SPLIT: dict[str, tuple[dict[int, bytes], int, str]] = {
+    "a part that is not there": ({**WHOLE, 1: None}, 1, "not found (part 2 of 3 of m-00001-of-00003.gguf)"),
+    "a part that is no GGUF": ({**WHOLE, 2: b"PK"}, 2, "is not a GGUF file (2 bytes) (part 3 of 3 of m-"),
+    "two parts in each other's place": ({**WHOLE, 1: WHOLE[2], 2: WHOLE[1]}, 1, "is not part 2 of 3 of m-00001-of"),
+    "a part of a model of more parts": ({**WHOLE, 1: part(1, 4, 3, (A,))}, 1, "is not part 2 of 3 of m-00001-of"),
+    "a part of another model": ({**WHOLE, 1: part(1, 3, 9, (A,))}, 1, "is not part 2 of 3 of m-00001-of-00003.gguf"),
+    "a file that is no part": ({**WHOLE, 1: gguf_file()}, 1, "is not part 2 of 3 of m-00001-of-00003.gguf"),
+    "a tensor in two parts": ({**WHOLE, 2: part(2, 3, 3, (A, C))}, 2, "has the tensor a, as has m-00002-of-00003.gguf"),
+    "too few tensors": ({**WHOLE, 2: part(2, 3, 3, (B,))}, 0, "split.tensors.count is 3, its parts have 2 tensors"),
+    "a part cut short": ({**WHOLE, 2: WHOLE[2][:-8]}, 2, "tensor c ends 8 bytes after the end of the file (part 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_broken_split_model_is_an_error_with_the_part_and_one_cause(tmp_path, name):
+    parts, blamed, cause = SPLIT[name]
+    paths = put_parts(tmp_path, {i: data for i, data in parts.items() if data is not None})
+    with pytest.raises(GGUFError) as caught:
+        GGUFFile(paths[0])
+    assert str(caught.value).startswith(f"{paths[blamed]}: {cause}")
+    assert "\n" not in str(caught.value)
+
+
+def test_another_part_says_which_to_give(tmp_path):
+    paths = put_parts(tmp_path, WHOLE)
+    with pytest.raises(GGUFError) as caught:
+        GGUFFile(paths[1])
+    assert str(caught.value) == f"{paths[1]}: is part 2 of 3 of a model; give the first one, {paths[0].name}"
+
+
+# -- files that are no model ------------------------------------------------------------------------------------------
+
+
+def llama_keys(**changes: Any) -> dict[str, Any]:
+    """The keys of a small llama with a tokenizer of bytes, some of them changed or, with None, left out."""
+    model = Llama(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64, vocab=257)
+    tokens = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*SYMBOLS, END_OF_TEXT],
+        "merges": ["a b"],
+        "eos_token_id": 256,
+    }
+    keys = {f"llama.{k}": v for k, v in model.gguf_metadata().items()}
+    keys |= {f"tokenizer.ggml.{k}": v for k, v in tokens.items()}
+    return {k: v for k, v in (keys | {k.replace("__", "."): v for k, v in changes.items()}).items() if v is not None}
+
+
+def put_llama(path: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None, kind: str = "F32") -> Path:
+    """A small llama with these keys; tensors of zeros, but for those given, of which None is left out."""
+    writer = Writer()
+    for name, value in {"general.architecture": "llama", **keys}.items():
+        writer.add(name, value)
+    model = Llama(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64, vocab=257)
+    arrays = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()} | (tensors or {})
+    for name, array in arrays.items():
+        if array is not None:
+            writer.add_numbers(name, array.shape, kind if array.ndim == 2 else "F32", [array.ravel()])
+    writer.save(path)
+    return path
+
+
+def with_one(value: float) -> np.ndarray:
+    """A matrix of zeros with one such number."""
+    array = np.zeros((32, 32), np.float32)
+    array[7, 9] = value
+    return array
+
+
+BIG = 2**31 - 1
+Q = "blk.0.attn_q.weight"
+NO_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no head": ({"llama__attention__head_count": 0}, {}, "llama.attention.head_count is 0"),
+    "absurd head count": ({"llama__attention__head_count": 2**31}, {}, f"llama.attention.head_count is {2**31}"),
+    "heads below 0": ({"llama__attention__head_count": -4}, {}, "llama.attention.head_count is -4"),
+    "heads in a list": ({"llama__attention__head_count": [4]}, {}, "llama.attention.head_count is [4]"),
+    "more heads than features": (
+        {"llama__attention__head_count": 64, "llama__rope__dimension_count": None}, {}, "attention.key_length",
+    ),
+    "heads that do not fit": (
+        {"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "keys say [30",
+    ),
+    "key heads that do not fit": ({"llama__attention__head_count_kv": 3}, {}, "blk.0.attn_k.weight has the shape"),
+    "absurd key heads": ({"llama__attention__head_count_kv": BIG}, {}, "blk.0.attn_k.weight has the shape"),
+    "absurd rope size": ({"llama__rope__dimension_count": BIG}, {}, f"llama.rope.dimension_count is {BIG}"),
+    "rope of no size": ({"llama__rope__dimension_count": 0}, {}, "llama.rope.dimension_count is 0"),
+    "rope base NaN": ({"llama__rope__freq_base": math.nan}, {}, "nan"),
+    "rope base 0": ({"llama__rope__freq_base": 0.0}, {}, "0.0"),
+    "rope base below 0": ({"llama__rope__freq_base": -1e4}, {}, "-10000.0"),
+    "rope base that is a word": ({"llama__rope__freq_base": "1e4"}, {}, "llama.rope.freq_base is 1e4"),
+    "absurd block count": ({"llama__block_count": BIG}, {}, f"claims {BIG} blocks, and has 12 tensors"),
+    "blocks that are not there": ({"llama__block_count": 2}, {}, "lacks the tensor blk.1."),
+    "absurd width": ({"llama__embedding_length": BIG}, {}, "llama"),
+    "context that is a float": ({"llama__context_length": 64.0}, {}, "llama.context_length is 64.0"),
+    "no width": ({"llama__embedding_length": None}, {}, "has no llama.embedding_length"),
+    "norm of NaN": ({"llama__attention__layer_norm_rms_epsilon": math.nan}, {}, "nan"),
+    "fewer tokens than rows": ({"tokenizer__ggml__tokens": SYMBOLS}, {}, "has 256 tokens, its embedding 257 rows"),
+    "more tokens than rows": (
+        {"tokenizer__ggml__tokens": [*SYMBOLS, END_OF_TEXT, "<more>"]}, {}, "has 258 tokens, its embedding 257 rows",
+    ),
+    "a tensor missing": ({}, {"blk.0.ffn_up.weight": None}, "lacks the tensor blk.0.ffn_up.weight"),
+    "a tensor that nobody knows": ({}, {"blk.0.extra.weight": np.zeros((2, 2), np.float32)}, "blk.0.extra.weight"),
+    "a tensor of another shape": ({}, {Q: np.zeros((32, 16), np.float32)}, f"{Q} has the shape [32, 16]"),
+    "an adapter": ({"general__type": "adapter"}, {}, "holds no model (general.type is adapter)"),
+    "a type that is a list": ({"general__type": [1]}, {}, "holds no model (general.type is [1])"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return load()
+
+
+def test_the_model_that_those_spoil_is_one(tmp_path, registry):
+    model = model_of(put_llama(tmp_path / "m.gguf", llama_keys()), registry, ["tokens"])
+    assert (model.vocab, model.n_heads, model.n_kv_heads) == (257, 4, 2)
+
+
+@pytest.mark.parametrize("name", NO_MODEL)
+def test_a_file_that_is_no_model_is_an_error_with_its_path_and_one_cause(tmp_path, registry, name):
+    keys, tensors, cause = NO_MODEL[name]
+    path = put_llama(tmp_path / "m.gguf", llama_keys(**keys), tensors)
+    began = time.perf_counter()
+    with pytest.raises(GGUFError) as caught:
+        model_of(path, registry, ["tokens"])
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert cause in message
+    assert message.isprintable()
+    assert time.perf_counter() - began < 2
+
+
+SPOILT = {
+    "NaN in F32": ("F32", math.nan),
+    "infinity in F16": ("F16", 1e6),
+    "infinity in BF16": ("BF16", -math.inf),
+    "NaN in Q8_0": ("Q8_0", math.nan),
+    "infinity in Q4_1": ("Q4_1", 1e30),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_weight_that_is_no_number_is_named_when_a_run_reads_it(tmp_path, name):
+    kind, value = SPOILT[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # rounding to infinity is no news to numpy
+        path = put_llama(tmp_path / "m.gguf", llama_keys(), {Q: with_one(value)}, kind)
+    spec = {t.name: t for t in Llama(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64, vocab=257).tensors()}
+    cause = f"{path}: {Q} holds numbers that are NaN or infinite"
+    for tensor_name, info in spec.items():
+        values = FromGGUF(str(path), tensor_name)
+        if tensor_name != Q:
+            assert not draw(values, info.shape, 0, tensor_name).any()
+            continue
+        with pytest.raises(GGUFError, match=re.escape(cause)):
+            draw(values, info.shape, 0, tensor_name)
+        with GGUFFile(path) as file:
+            file.check_finite(Q, rows=7)
+            with pytest.raises(GGUFError, match=re.escape(cause)):
+                file.check_finite(Q, rows=8)
+            assert not np.isfinite(file.read(Q)[7]).all()  # as it stands there
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda k: TYPES[k][0])
+def test_scales_tell_whether_a_types_numbers_are_finite(kind):
+    """Against dequantising, on blocks of any bytes at all."""
+    raw = np.random.default_rng(kind).integers(0, 256, (400, TYPES[kind][2]), dtype=np.uint8)
+    raw[::2] &= 0x3B  # half of them without infinite scales
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for block in raw:
+            expected = bool(np.isfinite(gguf.quants.dequantize(block, gguf.GGMLQuantizationType(kind))).all())
+            assert encodes_finite(block, kind) == expected
+
+
+def test_more_than_sixty_kinds_of_broken_files_are_told_apart():
+    assert len(BROKEN) >= 62  # by the header alone
+    assert len(SPLIT) + len(NO_MODEL) + len(SPOILT) >= 40
+    assert len({cause for _, cause in BROKEN.values()}) > 50
+
+
 def test_a_file_cut_anywhere_is_an_error(put):
     assert set(read_all(put(GOOD))) == {"matrix", "quantised", "vector"}
-    for size in range(len(GOOD)):
+    for size in range(len(GOOD)):  # its last tensor ends where the file does
         path = put(GOOD[:size])
         with pytest.raises(GGUFError) as caught:
             GGUFFile(path)
@@ -288,12 +583,35 @@ def test_a_changed_byte_is_read_or_an_error_but_never_a_crash(put, value):
     assert errors > 20
 
 
-def test_a_header_of_many_strings_takes_seconds_not_minutes(put):
-    words = key("words", ARRAY, array(STRING, [text(f"word{i}") for i in range(200_000)]))
-    began = time.perf_counter()
-    with GGUFFile(put(gguf_file(keys=(ARCHITECTURE, words)))) as file:
-        assert file.metadata["words"][-1] == "word199999"
-    assert time.perf_counter() - began < 5
+def test_a_large_vocabulary_takes_no_second(put):
+    """128,000 tokens and 280,000 merges, some longer than what is read at once; 0.2 s where it was made."""
+    words = [f"wörd{i}" if i % 50_000 else "long" * 400_000 for i in range(408_000)]
+    tokens = key("tokens", ARRAY, array(STRING, [text(w) for w in words[:128_000]]))
+    merges = key("merges", ARRAY, array(STRING, [text(w) for w in words[128_000:]]))
+    scores = key("scores", ARRAY, u32(F32) + u64(128_000) + np.arange(128_000, dtype="<f4").tobytes())
+    path = put(gguf_file(keys=(ARCHITECTURE, tokens, merges, scores)))
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with GGUFFile(path) as file:
+            seconds.append(time.perf_counter() - began)
+            assert file.metadata["tokens"] + file.metadata["merges"] == words
+            assert file.metadata["scores"].tolist() == list(range(128_000))
+    assert min(seconds) < 1
+
+
+def test_reading_takes_little_more_memory_than_what_is_read(put):
+    """gguf-py would take five times the result for its own use."""
+    raw = np.random.default_rng(0).integers(0, 0x3C, (4096, 144 * 8), dtype=np.uint8)  # Q4_K, 8M numbers
+    path = put(gguf_file(tensors=(tensor("a", (2048, 4096), 12),), data=raw.tobytes()))
+    with GGUFFile(path) as file:
+        file.read("a", rows=1)  # imports what it needs
+        tracemalloc.start()
+        found = file.read("a")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert found.nbytes == 32 << 20
+    assert peak < found.nbytes + (12 << 20)
 
 
 def test_what_is_no_file_is_an_error_at_once(tmp_path):
@@ -381,6 +699,7 @@ def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
         "general.type": ("model", "STRING"),
         "general.file_type": (1, "UINT32"),
         "general.quantization_version": (2, "UINT32"),
+        "general.size_label": ("39K", "STRING"),
         "general.name": ("größe", "STRING"),
         "general.step": (12, "UINT32"),
         "general.flag": (False, "BOOL"),
@@ -404,21 +723,105 @@ def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
     assert {k: fields[k].types[-1].name for k in expected} == {k: kind for k, (_, kind) in expected.items()}
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
-def test_every_type_holds_what_gguf_py_reads_and_rounds_to(tmp_path, kind):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", FILE_TYPES)
+def test_every_type_holds_what_gguf_py_reads_and_rounds_to(tmp_path, kind, tied):
     path, tensors = tmp_path / "m.gguf", weights(Tiny())
+    if tied:
+        del tensors["output.weight"]
     write_model(path, Tiny(), tensors, Bytes(), kind)
-    upper = kind.upper()
-    types = dict.fromkeys(tensors, "F32") | {"token_embd.weight": upper, "output.weight": upper}
-    types["blk.0.ffn_down.weight"] = "F16" if kind == "q8_0" else upper  # rows of 80 are no whole blocks of 32
+    upper, blocks = kind.upper(), kind.startswith("q")
+    output = "Q8_0" if blocks else upper  # what the logits come from is rounded less
+    types = dict.fromkeys(tensors, "F32") | {"output.weight": output, "token_embd.weight": output if tied else upper}
+    types["blk.0.ffn_down.weight"] = "F16" if blocks else upper  # rows of 80 are no whole blocks of 32
     found = read_all(path)
-    for other in gguf.GGUFReader(path).tensors:
+    reader = gguf.GGUFReader(path)
+    assert gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name.removeprefix("ALL_").removeprefix(
+        "MOSTLY_"
+    ) == upper  # fmt: skip
+    assert [t.name for t in reader.tensors] == list(tensors)
+    for other in reader.tensors:
         name, values = other.name, tensors[other.name]
         assert other.tensor_type.name == types[name]
         theirs = gguf.quants.dequantize(other.data, other.tensor_type).reshape(values.shape)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, other.tensor_type), other.tensor_type)
         assert found[name].tobytes() == theirs.astype(np.float32).tobytes()
         assert found[name].tobytes() == rounded.astype(np.float32).tobytes()
+
+
+NUMPY = {
+    "u1": U8, "i1": I8, "u2": U16, "i2": I16, "u4": U32, "i4": I32, "f4": F32, "?": BOOL, "u8": U64, "i8": I64,
+    "f8": F64,
+}  # fmt: skip
+
+
+def test_values_are_written_in_the_type_they_have_and_read_back_as_they_were(tmp_path):
+    """numpy's in that of their dtype, Python's in the one llama.cpp insists on; gguf-py reads the types."""
+    arrays = {f"array.{d}": np.array([0, 1, 1], d) for d in NUMPY}
+    single = {f"one.{d}": np.dtype(d).type(1) for d in NUMPY}
+    plain = {
+        "bool": (True, "BOOL"), "text": ("é\0🙂", "STRING"), "no text": ("", "STRING"), "float": (0.1, "FLOAT32"),
+        "int": (2**32 - 1, "UINT32"), "large": (2**32, "UINT64"), "small": (-1, "INT32"), "least": (-(2**40), "INT64"),
+        "words": (["中", "", "a b"], "STRING"), "ints": ([1, -2], "INT32"), "floats": ([0.5, 1.0], "FLOAT32"),
+        "flags": ([True, False], "BOOL"),
+    }  # fmt: skip
+    writer = Writer()
+    for name, value in {**arrays, **single, **{n: v for n, (v, _) in plain.items()}}.items():
+        writer.add(name, value)
+    writer.add("none", np.array([], np.float32))
+    writer.add("no words", [])
+    writer.save(tmp_path / "m.gguf")
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        found, kinds = dict(file.metadata), dict(file.kinds)
+    for name, value in arrays.items():
+        assert (found[name].dtype, found[name].tolist()) == (value.dtype, value.tolist())
+    assert {n: kinds[n] for n in single} == {f"one.{d}": kind for d, kind in NUMPY.items()}
+    assert {n: found[n] for n in single} == dict.fromkeys(single, 1)
+    assert found["float"] == np.float32(0.1)
+    for name, (value, _) in plain.items():
+        if name != "float":
+            assert list(np.ravel(found[name])) == list(np.ravel(value)), name
+    assert (found["none"].dtype, found["none"].size, found["no words"]) == (np.float32, 0, [])
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert {n: fields[n].types[-1].name for n in plain} == {n: kind for n, (_, kind) in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("f32", math.nan, "holds numbers that are NaN or infinite"),
+        ("f16", -math.inf, "holds numbers that are NaN or infinite"),
+        ("q4_0", math.nan, "holds numbers that are NaN or infinite"),
+        ("f16", 7e4, None),  # which F16 cannot: it stays F32
+        ("q8_0", -1e7, None),
+        ("bf16", 7e4, None),
+        ("q8_0", 7e4, None),
+    ],
+)
+def test_numbers_that_a_file_cannot_hold_are_written_and_named(tmp_path, kind, value, said):
+    tensors = weights(Tiny(vocab=5000))  # more than what is encoded at once
+    tensors["output.weight"][4999, 0] = value
+    problems = write_model(tmp_path / "m.gguf", Tiny(vocab=5000), tensors, Bytes(), kind)
+    assert problems == ([f"output.weight {said}"] if said else [])
+    written = read_all(tmp_path / "m.gguf")
+    assert written.keys() == tensors.keys()
+    if said is None:
+        assert written["output.weight"][4999, 0] == pytest.approx(value, rel=1e-2)
+
+
+def test_writing_takes_little_memory_beside_the_model(tmp_path):
+    model = Tiny(vocab=100_000)
+    tensors = weights(model)
+    tracemalloc.start()
+    write_model(tmp_path / "m.gguf", model, tensors, None, "q4_0")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 26 << 20  # of 51 MB that the two large tensors have; 100,000 placeholders take some
+
+
+def test_sizes_are_said_as_in_models_names():
+    sizes = {900: "0.9K", 12_345: "12K", 269_000: "269K", 1_240_000_000: "1.2B", 134_515_008: "135M", 9_960_000: "10M"}
+    assert {n: size_label(n) for n in sizes} == sizes
 
 
 def test_a_type_that_cannot_be_written_is_refused_before_anything_is_written(tmp_path):
@@ -430,9 +833,9 @@ def test_a_type_that_cannot_be_written_is_refused_before_anything_is_written(tmp
 def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
     write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
     with GGUFFile(tmp_path / "m.gguf") as file:
-        words = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
-        assert words == {"tokenizer.ggml.model": "no_vocab"}
-        with pytest.raises(GGUFError, match=r"tokenizer \(no_vocab, .* is not supported"):
+        assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
+        assert not has_text(file)
+        with pytest.raises(GGUFError, match="trained on ids without text: it has no tokenizer"):
             read_tokenizer(file)
 
 
@@ -454,11 +857,8 @@ except RunFailed as error:
 """
 
 
-# numpy writes the tensors, and raises an error that has no cause when not all of one fitted.
-@pytest.mark.parametrize(
-    ("limit", "cause"), [(10, "File too large"), (2_000, "File too large"), (100_000, "the disk may be full")]
-)
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit, cause):
+@pytest.mark.parametrize("limit", [10, 2_000, 100_000])  # bytes: in the header, and in the tensors
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
     run = subprocess.run(
@@ -469,7 +869,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit, ca
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""  # no file was left open
-    assert run.stdout == f"{path}: could not be written: {cause}\n"
+    assert run.stdout == f"{path}: could not be written: File too large\n"
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     assert path.read_bytes() == b"old"
 
@@ -498,6 +898,7 @@ def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
     write_model(tmp_path / "m.gguf", model, weights(model), tokenizer)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert len(file.metadata["tokenizer.ggml.tokens"]) == model.vocab
+        assert has_text(file)
         found = read_tokenizer(file)
     assert (found.kind, found.vocab, found.eos) == (kind, tokenizer.vocab, tokenizer.eos)
     assert found.fingerprint() == tokenizer.fingerprint()
@@ -544,8 +945,7 @@ def test_the_order_of_a_strangers_byte_tokens_is_kept(put):
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"model": "llama"}, "(llama, pre-tokenizer gpt-2) is not supported"),
-        ({"pre": None}, "(gpt2, pre-tokenizer default) is not supported"),
+        ({"model": "no_vocab"}, "(no_vocab, pre-tokenizer gpt-2) is not supported; supported: llama, and gpt2 with "),
         ({"pre": "qwen2\n"}, r"(gpt2, pre-tokenizer qwen2\n) is not supported"),
         ({"tokens": None}, "lacks tokens, merges or eos_token_id"),
         ({"merges": None}, "lacks tokens, merges or eos_token_id"),

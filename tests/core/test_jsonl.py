@@ -213,7 +213,7 @@ def test_conversations_use_the_template_and_pass_it_on(tmp_path, chatml):
     assert flat.describe()["chat_template"] == "plain" and flat.tokenizer.chat_template == PLAIN_TEMPLATE
     assert flat.train.ids[flat.train.learned].tolist() == [*b"ho", 257] * 3
     no_chat = opened(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
-    assert no_chat.describe()["chat_template"] is None and no_chat.tokenizer.chat_template == ""
+    assert no_chat.describe()["chat_template"] is None and no_chat.tokenizer.chat_template == CHATML
 
 
 TALK = [Message("user", "hi"), Message("assistant", "ho"), Message("user", "so"), Message("assistant", "no")]

@@ -280,13 +280,14 @@ AT_HEAD = {
     "hydra": {"schema.py", "mistakes.py", "config.py", "cli.py", "commands.py", "sweeps.py"},  # the last two for types
     "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py"},
     "yaml": {
+        "foreign.py",
         "run.py",
         "config.py",
         "schema.py",
     },  # comes with omegaconf; configs are read and written as Hydra reads them
     "numpy": None,  # anywhere
 }
-INSIDE_FUNCTIONS = {"gguf", "tokenizers", "safetensors"}
+INSIDE_FUNCTIONS = {"gguf", "tokenizers", "safetensors", "jinja2", "xllamacpp", "llama_cpp", "joblib", "submitit"}
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}
 

@@ -48,3 +48,15 @@ def test_fast_settings_follow_float32(name, settings):
 def test_deterministic_runs_repeat_to_the_bit():
     engine = TorchCUDA(deterministic=True)
     assert curve(engine, "llama", 20) == curve(engine, "llama", 20)
+
+
+@pytest.mark.parametrize(("settings", "atol"), [({}, 1e-4), ({"dtype": "float64"}, 1e-5), ({"dtype": "bfloat16"}, 0.1)])
+@pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
+def test_a_decoders_logits_are_the_cpus(name, settings, atol):
+    ids = batches(rows=1).batch(0)["tokens"]
+    with TorchCPU().realize(plan(name)) as cpu, TorchCUDA(**settings).realize(plan(name)) as cuda:
+        cpu.build()
+        cuda.build()
+        expected, decoder = cpu.logits({"tokens": ids})[0], cuda.decoder()
+        found = [decoder.feed(part) for part in np.split(ids[0], [5, 6, 7, 10])]
+    np.testing.assert_allclose(found, expected[[4, 5, 6, 9, 11]], atol=atol * np.abs(expected).max())

@@ -267,7 +267,7 @@ class Base(OfGGUF):
     def use(self):
         for cfg in self.kinds:
             recipe = replace(cfg.recipe, base=str(self.path))
-            base = config.model_of(self.path, recipe.reads, REGISTRY)
+            base = config.model_of(self.path, REGISTRY, recipe.reads)
             model = replace(base, context=min(16, base.context))
             one_step(experiment.prepare(fresh(cfg, recipe=recipe, base=model, model=model)))
 

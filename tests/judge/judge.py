@@ -2,6 +2,11 @@
 
 It runs as a process of its own because llama.cpp aborts on some bad files.
 
+A list of questions about the vocabularies of several files, each {"model": path, "texts": [...], "special": [...],
+"prompts": [...], "chats": [...], "plain": id, "draw": [id, ...]}, is answered with a list of {"tokens", "special",
+"prompts", "chats", "stopped_by"}: the ids of texts in which nothing is special, of texts whose control tokens are
+meant, of texts with what the file says goes around one, of conversations, and what ended generation at each id drawn.
+
 question: {"model": path, "adapter": path or null, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V,
            "plain": id, "eos": id or null, "chats": [[message, ...], ...]}
 answer:   {"tokens": [[id, ...], ...], "pieces": [[byte, ...], ...], "log_probabilities": [[[x] * V] * T] * windows,
@@ -23,6 +28,9 @@ import xllamacpp
 
 # The server answers on this machine: whatever proxy the environment names has no say in it.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+SERVERS = []  # a server stops when it is collected
 
 
 def serve(path, adapter):
@@ -59,6 +67,34 @@ def tokenize(address, text):
     return [t["id"] for t in tokens], list(pieces)
 
 
+def tokenize_many(address, texts, parse_special):
+    """The ids of each text, in one request: an id that is none stands before each."""
+    content = [part for text in texts for part in (-1, text)]
+    body = {"content": content, "add_special": False, "parse_special": parse_special}
+    found = []
+    for token in post(address, "/tokenize", body)["tokens"]:
+        if token == -1:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
+
+
+def vocabulary(question):
+    """What a file's tokenizer makes of texts."""
+    server = serve(question["model"], None)
+    SERVERS.append(server)
+    address = server.listening_address
+    bodies = [{"content": text, "add_special": True, "parse_special": False} for text in question["prompts"]]
+    return {
+        "tokens": tokenize_many(address, question["texts"], False),
+        "special": tokenize_many(address, question["special"], True),
+        "prompts": [post(address, "/tokenize", body)["tokens"] for body in bodies],
+        "chats": [prompt(address, messages) for messages in question["chats"]],
+        "stopped_by": {i: draw(address, [question["plain"]], i, 0)["stop_type"] for i in question["draw"]},
+    }
+
+
 def prompt(address, messages):
     """The ids that a chat hands to the model, in which the template's control tokens are special."""
     text = post(address, "/apply-template", {"messages": messages})["prompt"]
@@ -93,20 +129,27 @@ def distribution(address, ids, forced, vocab):
 
 def main():
     question = json.load(sys.stdin)
+    if isinstance(question, list):
+        tell([vocabulary(one) for one in question])
     server = serve(question["model"], question["adapter"])  # kept in a name: the server stops when it is collected
     address = server.listening_address
     texts = [tokenize(address, text) for text in question["texts"]]
     vocab, plain, eos = question["vocab"], question["plain"], question["eos"]
-    answer = {
-        "tokens": [ids for ids, _ in texts],
-        "pieces": [pieces for _, pieces in texts],
-        "log_probabilities": [
-            [distribution(address, window[: t + 1], plain, vocab) for t in range(len(window))]
-            for window in question["windows"]
-        ],
-        "stopped_by": None if eos is None else draw(address, [plain], eos, 0)["stop_type"],
-        "chats": [prompt(address, messages) for messages in question["chats"]],
-    }
+    tell(
+        {
+            "tokens": [ids for ids, _ in texts],
+            "pieces": [pieces for _, pieces in texts],
+            "log_probabilities": [
+                [distribution(address, window[: t + 1], plain, vocab) for t in range(len(window))]
+                for window in question["windows"]
+            ],
+            "stopped_by": None if eos is None else draw(address, [plain], eos, 0)["stop_type"],
+            "chats": [prompt(address, messages) for messages in question["chats"]],
+        }
+    )
+
+
+def tell(answer):
     json.dump(answer, sys.stdout)
     sys.stdout.flush()
     os._exit(0)  # a server that is stopped right after its start may never end

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
-from toyexp import Model, Plan, Recipe, Run, Tokenizer, loop
+from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.config import Config
 from toyexp.experiment import prepare
+from toyexp.gguf.encode import K_QUANTS, check_type
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import export_tensors, write_model
-from toyexp.init import draw
+from toyexp.loop import Training
 from toyexp.optim import Optim
 from toyexp.recipe import start
 from toyexp.schema import Settings
@@ -46,63 +47,6 @@ pytest.importorskip("torch", reason="the models are trained by the torch engine"
 
 JUDGE = Path(__file__).with_name("judge.py")
 CONTEXT = 32
-PROSE = "The café sold 12 crêpes, didn't it? «Ja», said Zoë: 中文 und 🙂.\n\ndef f(x):\n\treturn x ** 2  # {}\n"
-
-NASTY = [
-    "",
-    " ",
-    "   leading and trailing   ",
-    "tabs\t\tand\n\n\nnew lines\r\nand\rreturns \n",
-    " \n \t \n",
-    "\u00a0no\u2009break\u3000wide\u2028line\u0085next\u200bzero\ufeffmark",
-    "control \x00 \x01 \x00\x01 \x1c \x1f \x7f",
-    "don't I'll we've they're it's I'd I'm 'S 'LL ’s '",
-    "0 1 12 123 1234567890 3.14 -1e-5 1,000 0x1F",
-    "½ ² Ⅷ ٣٤٥ ۵ 〇 𝟘𝟙",
-    "for i in range(10):\n    x[i] += f(a, b=c)['k'] != None  # note\n\treturn {**d}",
-    "naïve café Ünïcödé ÅÄÖ ß ﬁ",
-    "e\u0301 e\u0302\u0323 combining, Z̷̡a̴l̶g̸o̷",
-    "中文分词 日本語のテキスト 한국어 조선말",
-    "עברית العربية \u202eright to left\u202c",
-    "हिन्दी தமிழ் ไทย ကြီး",
-    "🙂 👨‍👩‍👧 🏳️‍🌈 🇩🇪 👍🏽 ❤️",
-    "𐐀𐐁 𠀀𠀁 \U0010fffd",
-    "<|endoftext|> <unused300> </s> [PAD] <|im_end|> is text here",
-    "Ġ Ċ ĉ âĢ Ã©",  # what byte-level BPE writes for blanks and bytes, as text of its own
-    "!!!???...---___===+++ (((nested))) \\\\ \"'`",
-    "a" * 300,
-    " " * 70,
-]
-
-
-def scrambled(seed: int, count: int) -> list[str]:
-    """Texts that mix classes of characters at random: what a pre-tokenizer has to tell apart.
-
-    llama.cpp and the tokenizers library carry tables of different Unicode versions, which differ from version 16 on.
-    Python before 3.14 knows at most 15.1, so what it calls unassigned (Cn) is left out.
-    """
-    rng = random.Random(seed)
-    classes = [
-        *(
-            "abc",
-            " ",
-            "  ",
-            "019",
-            "\t\n\r",
-            "'s'll't",
-            "éüñ",
-            "中文が한",
-            "½²٣Ⅷ",
-            "!?#-_",
-            "🙂👨\u200d👩",
-            "\u0301\u093f",
-        ),
-        "\u00a0\u3000\u2028\u0085\x1c",
-        "".join(
-            c for c in map(chr, rng.sample(range(0x80, 0x2FFFF), 4000)) if unicodedata.category(c) not in ("Cn", "Cs")
-        ),
-    ]
-    return ["".join(rng.choice(rng.choice(classes)) for _ in range(rng.randrange(1, 16))) for _ in range(count)]
 
 
 @dataclass
@@ -176,7 +120,8 @@ class Trained:
     plan: Plan
     tokenizer: Tokenizer
     values: dict[str, np.ndarray]
-    windows: np.ndarray  # [rows, T - 1] ids of held-out text
+    batch: dict[str, np.ndarray]  # held-out text
+    windows: np.ndarray  # [rows, T - 1] its ids
     targets: np.ndarray
     loss: float  # session.evaluate over exactly these targets
     logits: np.ndarray
@@ -185,6 +130,14 @@ class Trained:
         """The same weights exported again, in another type."""
         write_model(path, self.plan.model, export_tensors(self.plan, self.values), self.tokenizer, kind)
         return path
+
+    def read_back(self, path: Path) -> Trained:
+        """The same run as if it had trained the weights of this file, read and dequantised by toyexp."""
+        tensors = tuple(replace(t, values=FromGGUF(str(path), t.name)) for t in self.plan.tensors)
+        with TorchCPU(threads=1).realize(replace(self.plan, tensors=tensors)) as session:
+            session.build()
+            logits = session.logits(self.batch)[:, :-1]
+            return replace(self, path=path, loss=session.evaluate([self.batch]), logits=logits)
 
     def judged(self, path: Path, adapter: Path | None = None) -> tuple[float, float]:
         """The loss by llama.cpp, and the largest difference of a log-probability from the engine's."""
@@ -202,6 +155,7 @@ QWEN2 = Qwen2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500
 QWEN3 = Qwen3(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 GEMMA = Gemma(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, n_kv_heads=1)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; and q8_0 cannot cut rows of 80 into 32s
+WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can cut
 VARIANTS: dict[str, tuple[Model, str]] = {
     "llama": (LLAMA, "bpe"),
     "llama, tied": (replace(LLAMA, tied=True), "byte"),
@@ -235,13 +189,14 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     batch["weights"][:, -1] = 0  # the last target of each window has no place in llama.cpp
     with start(recipe, config.engine, plan) as session:
         run = Run("judged", directory, 0, 80, 0.02, {}, "cpu", plan, session, dataset, bus=bus)
-        loop.train(run, bus, prepared.batches, prepared.adamw, eval_every=0)
+        Training(run, bus, prepared.batches, prepared.adamw, eval_every=0).train()
         assert bus.end(run, "completed", None) == []
         return Trained(
             path=directory / "model.gguf",
             plan=plan,
             tokenizer=tokenizer,
             values={t.name: session.download(t.name) for t in plan.tensors},
+            batch=batch,
             windows=batch["tokens"][:, :-1],
             targets=batch["targets"][:, :-1],
             loss=session.evaluate([batch]),
@@ -280,6 +235,9 @@ def workshop(tmp_path_factory):
 # loss was off by 5e-6 and its log-probabilities by 7e-4, and 1.5e-4 and 5.7e-3 on larger random networks; gemma's were
 # off by 2e-5 and 3e-3, and by less than a tenth with the same table in our place.
 # f16, bf16, q8_0: the weights are rounded, and llama.cpp rounds the activations to the same type.
+# q4_0 to q5_1 and the K-quants are held against the engine on the rounded weights that it reads back, so that what is
+# left is llama.cpp's rounding of the activations to 8 bits: as for q8_0 (seen: 1.2e-3 and 3e-1), and for K-quants with
+# one scale for 256 of them (over all nine kinds 1.6e-3 and 9e-1).
 TOLERANCE = {
     ("llama", "f32"): (1e-5, 1e-4),
     ("gpt2", "f32"): (1.5e-4, 6e-3),
@@ -289,6 +247,7 @@ TOLERANCE = {
     ("gpt2", "bf16"): (1e-3, 1.5e-1),
     ("llama", "q8_0"): (5e-3, 4e-1),
     ("gpt2", "q8_0"): (5e-3, 4e-1),
+    ("llama", "k-quant"): (5e-3, 2.0),
 }
 
 
@@ -307,6 +266,35 @@ def assert_agrees(trained: Trained, path: Path, kind: str, adapter: Path | None 
 def test_llama_cpp_computes_what_the_engine_computed(workshop, name):
     trained = workshop(name)
     assert_agrees(trained, trained.path, "f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("llama", kind) for kind in ("q4_0", "q4_1", "q5_0", "q5_1")),
+        ("llama, tied", "q4_0"),  # whose embedding is q8_0, for it is the output layer too
+        ("gpt2", "q5_1"),
+    ],
+)
+def test_quantised_weights_mean_the_same_to_llama_cpp_and_to_the_reader(workshop, name, kind, tmp_path):
+    trained = workshop(name)
+    path = trained.write(tmp_path / "model.gguf", kind)
+    assert_agrees(trained.read_back(path), path, "q8_0")
+
+
+@pytest.mark.parametrize("kind", ["q2_k", "q4_k_m", "q6_k"])
+def test_k_quants_by_llama_cpp_mean_the_same_to_it_and_to_the_reader(workshop, kind, tmp_path):
+    try:
+        check_type(kind)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    trained = workshop("llama, 256 wide", WIDE)
+    path = trained.write(tmp_path / "model.gguf", kind)
+    with GGUFFile(path) as file, GGUFFile(trained.path) as before:
+        assert kind[:4].upper() in {t.type for t in file.tensors.values()}
+        assert file.metadata["general.file_type"] == K_QUANTS[kind]
+        assert file.metadata["tokenizer.ggml.tokens"] == before.metadata["tokenizer.ggml.tokens"]
+    assert_agrees(trained.read_back(path), path, "k-quant")
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
@@ -397,7 +385,7 @@ def in_q4_k(source: Path, path: Path) -> Path:
 
 def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
     """As on q8_0: llama.cpp's own kernels round what the base is multiplied by to 8 bits."""
-    base = workshop("llama, 256 wide", (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte"))
+    base = workshop("llama, 256 wide", WIDE)
     path = in_q4_k(base.path, tmp_path / "base.gguf")
     with GGUFFile(path) as file:
         assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"Q4_K"}
@@ -457,13 +445,6 @@ def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Path:
-    """A smallest model around a tokenizer."""
-    model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=CONTEXT, vocab=vocab)
-    write_model(path, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, tokenizer)
-    return path
-
-
 TEXTS = [*NASTY, *scrambled(seed=1, count=1500)]
 TOKENIZERS = {
     "byte": Bytes,
@@ -503,12 +484,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TALK = [
-    Message("system", "Be\nbrief:"),
-    Message("user", PROSE),
-    Message("assistant", " Yes, \n it's  12!"),
-    Message("user", "<b> 中文 </b>?  "),
-]
 ANSWER = Message("assistant", "No.")
 
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import yaml
 from gguf import GGUFWriter
-from tiny import MODELS, write_base
+from tiny import MODELS, split, write_base
 
 from toyexp import TensorSpec
 from toyexp.cli import main
 from toyexp.errors import UserError
 from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.gguf.write import Writer, write_model
 from toyexp.tokenizer import Bytes
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
@@ -94,7 +96,7 @@ def test_the_adapter_alone_and_every_so_many_steps(tmp_path):
 def test_ranks_can_be_swept(tmp_path, capsys):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    assert main(["-m", *QUICK, *words]) == 0
+    assert main(["-m", "sweep.isolate=false", *QUICK, *words]) == 0
     files = sorted((tmp_path / "sweep").rglob("adapter.gguf"))
     assert [tensors(f)["blk.0.attn_q.weight.lora_a"].shape[0] for f in files] == [1, 2]
 
@@ -151,6 +153,76 @@ def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said)
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) <= 2, err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=full engine=cpu engine.threads=1",
+        "recipe=lora engine=cpu engine.threads=1 recipe.low_memory=true",
+        "recipe=lora engine=ggml engine.threads=1",
+    ],
+)
+def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, capsys, words, kind):
+    """However the engine takes them: as float32, packed, or mapped in place."""
+    write_base(tmp_path / "base.gguf", "llama", kind, tokenizer=Bytes(), spoil="blk.1.attn_v.weight")
+    assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+
+
+def test_a_split_base_is_one_base(tmp_path):
+    """Its parts hold a tensor each; torch reads them, ggml maps them where they lie."""
+    write_base(tmp_path / "base.gguf", "llama", "q8_0", tokenizer=Bytes())
+    paths = split(tmp_path / "base.gguf")
+    words = ["recipe.targets=[q,down]", "steps=3", "lr=0.01"]
+    for engine in ("cpu", "ggml"):
+        found = []
+        for base in ("base.gguf", paths[0].name):
+            to = tmp_path / f"{engine}-{len(found)}"
+            run(to, "recipe=lora", f"recipe.base={base}", f"engine={engine}", *words)
+            found.append(tensors(to / "adapter.gguf"))
+        assert all(np.array_equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_an_export_says_what_it_was_made_from(tmp_path):
+    write_base(tmp_path / "first.gguf", "llama", tokenizer=Bytes())
+    writer = Writer()
+    with GGUFFile(tmp_path / "first.gguf") as file:
+        told = {"general.license": "apache-2.0", "general.name": "Small One", "general.organization": "Someone"}
+        for key, value in {**file.metadata, **told}.items():
+            writer.add(key, value, file.kinds.get(key))
+        for t in file.tensors.values():
+            writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+        writer.save(tmp_path / "base.gguf")
+    run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "name=mine")
+    for name in ("model.gguf", "adapter.gguf"):
+        with GGUFFile(tmp_path / "run" / name) as file:
+            general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
+        assert general["name"] == "mine" and general["license"] == "apache-2.0"
+        assert {k: v for k, v in general.items() if k.startswith("base_model")} == {
+            "base_model.count": 1,
+            "base_model.0.name": "Small One",
+            "base_model.0.organization": "Someone",
+        }
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bias", "qwen2", "qwen3", "gemma", "gpt2"])
+def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(tmp_path, name):
+    """The held-out loss that a run sees next; later ones differ, for AdamW's moments are not in the file."""
+    write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    words = ["recipe=full", "lr=0.01", "~callbacks.cosine", "eval_every=1"]
+    run(tmp_path / "long", *words, "recipe.base=base.gguf", "steps=6", "callbacks.gguf_export.every=3")
+    run(tmp_path / "on", *words, "recipe.base=long/model-3.gguf", "steps=1")
+
+    def held_out(directory):
+        lines = (directory / "events.jsonl").read_text().splitlines()
+        return [e["loss"] for e in map(json.loads, lines) if e["kind"] == "eval"]
+
+    through_memory, through_file = held_out(tmp_path / "long")[3], held_out(tmp_path / "on")[0]
+    assert through_file == pytest.approx(through_memory, abs=1e-6)
+    assert through_file < held_out(tmp_path / "long")[0] - 0.1
 
 
 def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
@@ -210,7 +282,7 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
         (GPT, {"tensors": ["blk.0.attn_q.weight"]}, "has the tensor blk.0.attn_q.weight"),
         (GPT, {"keys": {"block_count": 0}}, "gpt2.block_count is 0"),
         (GPT, {"keys": {"block_count": 2**31 - 1}}, "claims 2147483647 blocks and has 28 tensors"),
-        (LLAMA, {"keys": {"attention.head_count": 128}}, "llama.attention.key_length is 0"),
+        (LLAMA, {"keys": {"attention.head_count": 128}}, "has no llama.attention.key_length"),
     ],
 )
 def test_what_our_model_cannot_represent_is_named(model, header, said):
@@ -248,6 +320,17 @@ def test_a_model_comes_back_from_its_file(tmp_path, name):
         for name, values in model.constants().items():
             np.testing.assert_array_equal(file.read(name), values)
     assert ("rope_freqs.weight" in model.constants()) is bool(getattr(model, "rope_factors", []))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_read_is_written_as_the_same_bytes(tmp_path, name):
+    """Every tensor and every key, the tokenizer's among them."""
+    write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
+    with GGUFFile(tmp_path / "base.gguf") as file:
+        model = type(MODELS[name]).from_gguf(file)
+        values = {t.name: file.read(t.name) for t in model.tensors()}
+        write_model(tmp_path / "again.gguf", model, values, read_tokenizer(file))
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "base.gguf").read_bytes()
 
 
 def test_rope_factors_are_float32s_that_come_back_exactly(tmp_path):

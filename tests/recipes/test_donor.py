@@ -31,7 +31,7 @@ def test_the_command_that_makes_the_donor_makes_one_like_it(tmp_path, capsys):
         assert {t.name: (t.shape, t.type) for t in ours.tensors.values()} == {
             t.name: (t.shape, t.type) for t in shipped.tensors.values()
         }
-        assert ours.metadata.keys() == shipped.metadata.keys()
+        assert ours.metadata.keys() >= shipped.metadata.keys()  # an export says more today
 
 
 @pytest.mark.slow

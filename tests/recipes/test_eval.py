@@ -48,10 +48,23 @@ def test_images_score_what_the_run_said(capsys):
     assert found["perplexity"] is None
 
 
+def test_a_run_directory_and_data_for_short(capsys):
+    assert main(["model=llama", *TEXT, *TINY, "engine=ggml"]) == 0
+    Path("it's a \\'book\\").write_text(Path("book.txt").read_text())
+    long = evaluated(capsys, "engine=ggml", "data=text", "data.path=book.txt")
+    for words in (["run", "--data", "book.txt"], ["--data=it's a \\'book\\", "run/model.gguf"]):
+        assert main(["eval", *words, "engine=ggml", "engine.threads=1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {**long, "file": "run/model.gguf"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "takes one file"),
+        (["run/model.gguf", "--data"], "--data: needs a file"),
+        (["run/model.gguf", "--data", "none.txt"], "none.txt"),
+        (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
+        ([".", "seed=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["book.txt"], "book.txt"),
         (["run/model.gguf", "more"], "eval more: takes one file"),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from toyexp import Setup
-from toyexp.gguf.write import write_model
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import Writer, write_model
 from toyexp.init import draw
 from toyexp.testing import token_dataset
 from toyexp_models.gemma import Gemma
@@ -49,11 +50,31 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
     return (recipe or Scratch()).plan(model, setup)
 
 
-def write_base(path, name, kind="f32", tokenizer=None, **sizes):
-    """A GGUF of random values to start from, and its model."""
+def write_base(path, name, kind="f32", tokenizer=None, spoil=None, **sizes):
+    """A GGUF of random values to start from, one of them no number in the tensor `spoil`, and its model."""
     model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
     values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
     for name in values.keys() & {"token_embd.weight", "position_embd.weight", "output.weight"}:
         values[name] *= 15  # so that its logits differ
+    if spoil:
+        values[spoil].flat[5] = np.nan
     write_model(path, model, values, tokenizer, kind)
     return model
+
+
+def split(path):
+    """The file once more in parts, as llama.cpp's gguf-split writes them: keys first, then one tensor in each."""
+    with GGUFFile(path) as file:
+        count = len(file.tensors) + 1
+        paths = [path.with_name(f"{path.stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+        for i, part in enumerate(paths):
+            writer = Writer()
+            for key, value in file.metadata.items() if i == 0 else ():
+                writer.add(key, value, file.kinds[key])
+            writer.add("split.no", np.uint16(i))
+            writer.add("split.count", np.uint16(count))
+            writer.add("split.tensors.count", np.int32(count - 1))
+            for t in list(file.tensors.values())[i - 1 : i] if i else ():
+                writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+            writer.save(part)
+    return paths

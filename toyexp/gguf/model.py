@@ -12,36 +12,55 @@ from toyexp.gguf.read import GGUFFile
 from toyexp.model import Model
 from toyexp.registry import Registry
 
-LEAVES = ("model.gguf", "adapter.gguf")  # what a run leaves, the model first
+MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 
-def file_of(path: Path) -> Path:
-    """The file meant by `path`: itself, or of a run's directory the model; UserError when that holds none."""
+def file_of(path: Path, leaves: Sequence[str] = (MODEL,)) -> Path:
+    """The file meant by `path`: itself, or what a run left in that directory; UserError when there is nothing."""
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
-    found = next((path / name for name in LEAVES if (path / name).is_file()), None)
+    found = next((path / name for name in leaves if (path / name).is_file()), None)
     if found is None:
-        raise UserError(f"{path}: is a directory without {' or '.join(LEAVES)}; name a file, or the directory of a run")
+        raise UserError(
+            f"{path}: is a directory without {' or '.join(leaves)}; name a GGUF file, or the directory of a run"
+        )
     return found
 
 
-def model_of(path: Path, reads: Sequence[str], registry: Registry) -> Model:
-    """The model that a GGUF file holds; UserError when none of the kinds `reads` has its architecture."""
+def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None) -> Model:
+    """The model that a GGUF file holds; UserError when none of those that read `reads` (any) has its architecture."""
     with GGUFFile(path) as file:
-        return model_in(file, reads, registry)
+        return model_in(file, registry, reads)
 
 
-def model_in(file: GGUFFile, reads: Sequence[str], registry: Registry) -> Model:
-    """The same of a file that is open."""
+def class_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = None) -> type[Model]:
+    """Who has the architecture of an open file's model; see `model_of`."""
     if file.metadata.get("general.type", "model") != "model":
         raise file.error(f"holds no model (general.type is {printable(str(file.metadata['general.type']))})")
     offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
-    known = {cls().architecture: cls for cls in offered if cls.reads in reads}
+    known = {cls().architecture: cls for cls in offered if reads is None or cls.reads in reads}
     if file.architecture not in known:
         raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
-    blocks = file.metadata.get(f"{file.architecture}.block_count")
-    if isinstance(blocks, int) and blocks > len(file.tensors):  # a block has several; said before any are listed
-        raise file.error(f"says it has {blocks} blocks, with {len(file.tensors)} tensors")
-    model = known[file.architecture].from_gguf(file)
-    model.check()
+    return known[file.architecture]
+
+
+def model_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = None) -> Model:
+    """The same as `model_of`, of a file that is open."""
+    found = class_in(file, registry, reads)
+    _check_counts(file)
+    model = found.from_gguf(file)
+    try:
+        model.check()
+    except UserError as error:
+        raise file.error(str(error)) from None
     return model
+
+
+def _check_counts(file: GGUFFile) -> None:
+    """Raises UserError for more blocks than the file can have, which would take long to list, and unmatched tokens."""
+    blocks, tokens = file.metadata.get(f"{file.architecture}.block_count"), file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(blocks, int) and blocks > len(file.tensors):
+        raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
+        raise file.error(f"its tokenizer has {len(tokens)} tokens, its embedding {embedding.shape[0]} rows")

@@ -1,5 +1,7 @@
 """For plugin authors: suites to inherit, an engine that computes nothing, and float64 references."""
 
+from typing import TYPE_CHECKING, Any
+
 from toyexp.testing.null import NullEngine
 from toyexp.testing.opmodel import OpModel, op_batch, op_plan
 from toyexp.testing.reference import (
@@ -9,15 +11,17 @@ from toyexp.testing.reference import (
     reference_loss,
     reference_slope,
 )
-from toyexp.testing.suites import (
-    CallbackSuite,
-    DataSuite,
-    EngineSuite,
-    RecipeSuite,
-    given,
-    image_dataset,
-    token_dataset,
-)
+
+if TYPE_CHECKING:
+    from toyexp.testing.suites import (
+        CallbackSuite,
+        DataSuite,
+        EngineSuite,
+        RecipeSuite,
+        given,
+        image_dataset,
+        token_dataset,
+    )
 
 __all__ = [
     "CallbackSuite",
@@ -37,3 +41,11 @@ __all__ = [
     "reference_slope",
     "token_dataset",
 ]
+
+
+def __getattr__(name: str) -> Any:  # the suites need pytest, which not everyone who uses the rest has
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from toyexp.testing import suites
+
+    return getattr(suites, name)

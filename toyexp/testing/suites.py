@@ -32,7 +32,7 @@ from toyexp.plan import Plan, PlanTensor
 from toyexp.recipe import Recipe, Setup, start
 from toyexp.registry import KINDS, check_class, settings_of
 from toyexp.testing.null import NullEngine
-from toyexp.testing.opmodel import CASES, OpModel, op_batch, op_plan
+from toyexp.testing.opmodel import CASES, LENGTH, OpModel, op_batch, op_plan
 from toyexp.testing.reference import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.tokenizer import Bytes
 
@@ -238,6 +238,18 @@ class EngineSuite(PluginSuite):
             parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(7)]
         np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
 
+    @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
+    def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
+        """However a sequence is cut, and with the weights that a step has changed."""
+        tokens = op_batch()["tokens"][:1]
+        with self.built(op_plan(case)) as session:
+            for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
+                session.step(op_batch(), AdamW.for_lora().hp_for_step(0))
+                whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
+                for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+                    found = decoder.feed(tokens[0, end - size : end])
+                    np.testing.assert_allclose(found, whole[end - 1], atol=self.rtol * np.abs(whole).max())
+
     # -- the session's life -------------------------------------------------------------------------------------
 
     def test_upload_replaces_values_while_the_window_is_open(self) -> None:
@@ -311,6 +323,10 @@ class EngineSuite(PluginSuite):
         with pytest.raises(SessionError, match="no tensor 'ww'"):
             session.upload("ww", np.zeros((8, 8), np.float32))
         session.build()
+        with self.engine.realize(op_plan("rows", frozen=True)) as frozen:
+            frozen.build()
+            with pytest.raises(SessionError, match="trains nothing"):
+                frozen.step(batch, hp)
         with pytest.raises(SessionError, match="window closed at build"):
             session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
         with pytest.raises(SessionError, match=r"hp has the shape \[6\]"):

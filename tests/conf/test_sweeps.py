@@ -1,0 +1,483 @@
+"""Sweeps survive: whatever becomes of a job, the others run, each failure is told, and sweep.resume does the rest."""
+
+import csv
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from toyexp.cli import main
+from toyexp.config import setting
+from toyexp.errors import UserError
+from toyexp.experiment import config_hash
+from toyexp.mistakes import parse
+from toyexp.run import lock
+from toyexp.sweepdir import Ended, SweepDir
+from toyexp.threads import CORES, available_cores, machine_cores
+
+# What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.
+MISHAP = """
+import os, random, signal, subprocess, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Callback, hookimpl
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Mishap)
+
+
+@dataclass(eq=False)
+class Mishap(Callback):
+    "Goes wrong in several ways."
+
+    name: ClassVar[str] = "mishap"
+
+    raises: int = -1  # of a run of so many steps: before its last one
+    killed: int = -1
+    exits: int = -1
+    leaves: int = -1
+    wait: float = 0.0
+
+    @hookimpl
+    def on_start(self, run):
+        summary = run.dir.parent / "summary.csv"
+        (run.dir / "seen.csv").write_bytes(summary.read_bytes())
+
+    @hookimpl
+    def on_step(self, run, step):
+        if Path("mended").exists():
+            return
+        time.sleep(self.wait)
+        if run.resumed or step != run.steps - 1:
+            return
+        if run.steps == self.raises:
+            raise ZeroDivisionError("on purpose")
+        if run.steps == self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.steps == self.exits:
+            os._exit(7)
+        if run.steps == self.leaves:
+            subprocess.Popen(["sleep", "5"])  # which keeps this process's output open
+"""
+MODULES = "plugins=[toyexp.testing.null,mishap]"
+QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16",
+         "checkpoint_every=1", "eval_every=0", "callbacks=[events,mishap]"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mishap.py").write_text(MISHAP)
+    monkeypatch.delitem(sys.modules, "mishap", raising=False)
+
+
+def jobs(folder):
+    return json.loads((Path(folder) / "sweep.json").read_text())["jobs"]
+
+
+def statuses(folder):
+    return [job["status"] for job in jobs(folder)]
+
+
+def summary(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps_of(run):
+    """The steps that a run's events record."""
+    lines = (Path(run) / "events.jsonl").read_text().splitlines()
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
+
+
+# -- the issue's sweep ------------------------------------------------------------------------------------------------
+
+
+def test_of_twelve_jobs_three_go_wrong_nine_give_results_and_resume_finishes_the_killed_one(tmp_path, capsys):
+    values = [3, 4, 5, 6, 7, 0, 8, 9, 10, 11, 12, 13]
+    sweep = ["-m", *QUICK, f"steps={','.join(map(str, values))}", "hydra.sweep.dir=sweeps/s"]
+    wrong = ["callbacks.mishap.raises=6", "callbacks.mishap.killed=9", "callbacks.mishap.leaves=3"]
+    assert main([*sweep, *wrong]) == 1
+    out, err = capsys.readouterr()
+    expected = ["completed"] * 12
+    expected[3], expected[5], expected[7] = "failed", "refused", "killed"
+    assert statuses("sweeps/s") == expected
+    assert err.splitlines() == [
+        "toyexp: error in job 3: ZeroDivisionError: on purpose (exit code 1; log: sweeps/s/3-scratch-llama/log.txt)",
+        "toyexp: error in job 5: steps=0: must be a whole number from 1 (exit code 2; log: sweeps/s/logs/5.log)",
+        "toyexp: error in job 7: killed by SIGKILL (out of memory?) (log: sweeps/s/7-scratch-llama/log.txt)",
+    ]
+    assert (
+        "9 of 12 jobs are completed; go on: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'" in out
+    )
+    assert "completed after 13 steps" in out  # its output is passed on
+    assert "Traceback" in Path("sweeps/s/logs/3.log").read_text()
+
+    # Before each job all that had ended stood in the summary.
+    for job in jobs("sweeps/s"):
+        seen = Path("sweeps/s", job["directory"], "seen.csv")
+        if seen.exists():
+            before = [row["status"] for row in summary(seen)]
+            assert before[: job["number"]] == expected[: job["number"]]
+            assert set(before[job["number"] + 1 :]) <= {"waiting"}
+    table = summary("sweeps/s/summary.csv")
+    assert [row["steps"] for row in table] == list(map(str, values))
+    assert [row["steps taken"] for row in table if row["status"] == "completed"] == [
+        str(n) for n, status in zip(values, expected, strict=True) if status == "completed"
+    ]
+    assert table[3]["error"] == "ZeroDivisionError: on purpose"
+    assert table[0]["run"] == str(tmp_path / "sweeps/s/0-scratch-llama")
+    markdown = Path("sweeps/s/summary.md").read_text().splitlines()
+    assert len(markdown) == 14 and markdown[9].startswith("| 7 | 9 | killed |")
+
+    untouched = {p: p.read_bytes() for p in Path("sweeps/s").glob("[!7]-*/*") if p.is_file()}
+    assert main(["sweep.resume=sweeps/s", MODULES]) == 1  # two are still failed
+    expected[7] = "completed"
+    assert statuses("sweeps/s") == expected
+    assert [job["attempts"] for job in jobs("sweeps/s")] == [1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1]
+    assert steps_of("sweeps/s/7-scratch-llama") == list(range(1, 10))
+    assert "resumed from step" in capsys.readouterr().out
+    assert {p: p.read_bytes() for p in untouched} == untouched
+
+
+def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys):
+    sweep = [*QUICK, "steps=3,4,5", "hydra.sweep.dir=s", "callbacks.mishap.raises=4", "sweep.isolate=false"]
+    assert main(["-m", *sweep, "sweep.fail_fast=true"]) == 1
+    assert statuses("s") == ["completed", "failed", "waiting"]
+    Path("mended").touch()
+    again = ["sweep.resume=s", MODULES]
+    assert main(again) == 1
+    assert statuses("s") == ["completed", "failed", "completed"]
+    assert main([*again, "sweep.retry=true"]) == 0
+    assert statuses("s") == ["completed"] * 3
+    assert [job["attempts"] for job in jobs("s")] == [1, 2, 1]
+    assert steps_of("s/1-scratch-llama") == [1, 2, 3, 4]
+    assert main(again) == 0  # nothing is left
+
+
+def test_fail_fast_ends_the_jobs_beside_it_which_save(capsys):
+    sweep = ["-m", *QUICK, "checkpoint_every=100", "steps=0,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    assert main([*sweep, "sweep.fail_fast=true", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == 1
+    assert statuses("s") == ["refused", "interrupted"]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_set_aside_and_begun_again(capsys):
+    sweep = ["-m", *QUICK, "checkpoint_every=0", "steps=4", "hydra.sweep.dir=s", "callbacks.mishap.exits=4"]
+    assert main(sweep) == 1
+    assert "error in job 0: ended with exit code 7 (log: s/0-" in capsys.readouterr().err
+    dead = Path("s/0-scratch-llama/events.jsonl").read_bytes()
+    Path("mended").touch()
+    assert main(["-m", "sweep.resume=s", MODULES, "sweep.isolate=false"]) == 0
+    assert steps_of("s/0-scratch-llama") == [1, 2, 3, 4]
+    assert Path("s/0-scratch-llama.1/events.jsonl").read_bytes() == dead
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def start(*words):
+    command = [sys.executable, "-m", "toyexp", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )  # fmt: skip
+
+
+def wait_for(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def has_checkpoint(run):
+    return any(Path(run).glob("checkpoints/step-*"))
+
+
+def owner(run):
+    """The process that writes a run."""
+    return int((Path(run) / "run.lock").read_text().split()[0])
+
+
+def is_free(run):
+    try:
+        os.close(lock(Path(run)))
+    except Exception:
+        return False
+    return True
+
+
+def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
+    folder = 'ä "b" c=d/s'
+    sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
+    sweep.append(setting("hydra.sweep.dir", folder))
+    process = start("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2")
+    first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
+    wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
+    assert main([setting("sweep.resume", folder), MODULES]) == 2  # one at a time
+    assert "is being written by process" in capsys.readouterr().err
+    os.kill(owner(first), signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    Path("mended").touch()
+    assert statuses(folder)[1:] == ["running", "waiting"]
+    wait_for(lambda: is_free(second))  # a job whose sweep is gone saves and ends
+    assert json.loads((second / "result.json").read_text())["reason"] == "interrupted"
+    in_one = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=false"]
+    assert main([setting("sweep.resume", folder), MODULES, *in_one]) == 0
+    assert statuses(folder) == ["completed"] * 3
+    assert capsys.readouterr().out.count("resumed from step") == 2
+    assert steps_of(first) == list(range(1, 1501)) and steps_of(second) == list(range(1, 1502))
+
+
+@pytest.mark.parametrize(("number", "isolate"), [(signal.SIGINT, "false"), (signal.SIGTERM, "true")])
+def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolate):
+    sweep = ["-m", *QUICK, "steps=1000,1001", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    process = start(*sweep, f"sweep.isolate={isolate}")
+    wait_for(lambda: has_checkpoint("s/0-scratch-llama"))
+    began = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + number
+    assert statuses("s") == ["interrupted", "waiting"]
+    taken = steps_of("s/0-scratch-llama")
+    assert (Path("s/0-scratch-llama/checkpoints") / f"step-{taken[-1]}").is_dir()
+    (line,) = err.splitlines()
+    assert line.startswith(
+        f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; go on: toyexp 'sweep.resume="
+    )
+
+
+@pytest.mark.slow
+def test_submitit_runs_jobs_and_takes_them_up_again_when_their_node_is_taken_away(capsys):
+    pytest.importorskip("submitit")
+    sweep = ["-m", *QUICK, "checkpoint_every=50", "steps=800,0", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    process = start(*sweep, "sweep.launcher=submitit", "sweep.submitit.cluster=local")
+    run = Path("s/0-scratch-llama")
+    wait_for(lambda: has_checkpoint(run))
+    parent = Path(f"/proc/{owner(run)}/stat").read_text().rpartition(")")[2].split()[1]
+    Path("mended").touch()
+    os.kill(int(parent), signal.SIGUSR2)  # what Slurm sends when the time is up
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert statuses("s") == ["completed", "refused"]
+    assert "error in job 1: steps=0: must be" in err
+    assert "[0] completed after 800 steps" in out
+    assert "resumed from step" in Path("s/logs/0.log").read_text()
+    assert steps_of(run) == list(range(1, 801))
+
+
+# -- in one process ---------------------------------------------------------------------------------------------------
+
+LEAKY = """
+import logging, os, random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from toyexp import Callback, hookimpl
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Leaky)
+
+
+@dataclass(eq=False)
+class Leaky(Callback):
+    "Changes whatever a process has only one of."
+
+    name: ClassVar[str] = "leaky"
+    fails: bool = False  # after it did
+
+    @hookimpl
+    def on_start(self, run):
+        values = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        (run.dir / "seen.txt").write_text(repr((values, os.environ.get("LEAK"), os.getcwd())))
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        os.environ["LEAK"] = str(run.seed)
+        os.environ.pop("KEPT")
+        os.chdir(run.dir)
+        logging.getLogger().addHandler(logging.FileHandler("stray.txt"))
+        logging.getLogger("toyexp").setLevel(logging.DEBUG)
+        assert not self.fails
+"""
+
+
+def handles():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files by /proc")
+def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    monkeypatch.delitem(sys.modules, "leaky", raising=False)
+    monkeypatch.setenv("KEPT", "1")
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    quick = [w for w in QUICK if not w.startswith(("plugins=", "callbacks="))]
+    line = ["-m", *quick, "plugins=[toyexp.testing.null,leaky]", "callbacks=[default,leaky]", "sweep.isolate=false"]
+
+    def process():
+        found = [len(logging.getLogger(name).handlers) for name in (None, "toyexp")]
+        return handles(), threading.active_count(), found, logging.getLogger("toyexp").level, Path.cwd()
+
+    assert main([*line, "steps=2", "seed=1", "hydra.sweep.dir=warm"]) == 0  # what is loaded once, is
+    before = process()
+    assert main([*line, "steps=3,0", "callbacks.leaky.fails=false,true,false", "seed=1", "hydra.sweep.dir=s"]) == 1
+    assert statuses("s") == ["completed", "failed", "completed"] + ["refused"] * 3
+    assert process() == before
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state
+    assert os.environ["KEPT"] == "1" and "LEAK" not in os.environ
+    assert len({path.read_text() for path in Path("s").glob("*/seen.txt")}) == 1
+    results = [json.loads(path.read_text()) for path in sorted(Path("s").glob("*/result.json"))]
+    assert len({r["train_loss"] for r in results if r["reason"] == "completed"}) == 1
+
+
+# -- what it remembers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A sweep whose second job waits."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "mishap.py").write_text(MISHAP)
+    line = ["-m", *QUICK, "steps=0,3", "hydra.sweep.dir=s", "sweep.isolate=false", "sweep.fail_fast=true"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(line) == 2
+    return folder / "s"
+
+
+@pytest.fixture
+def done(begun):
+    return Path(shutil.copytree(begun, "s")) / "sweep.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 lies outside"),
+        (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 lies outside"),
+        (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
+        (lambda state: state["jobs"][1].update(number=7), "job 1 is none"),
+        (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
+        (lambda state: state["jobs"][1].update(overrides=[3]), "a setting is no text"),
+        (lambda state: state["jobs"][1].pop("code"), "code"),
+        (lambda state: state.update(format=9), "has format 9; this toyexp reads 1"),
+        (lambda state: state.update(settings=None), "is damaged"),
+        (lambda state: state.clear(), "is damaged: 'format'"),
+    ],
+)
+def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told):
+    state = json.loads(done.read_text())
+    change(state)
+    done.write_text(json.dumps(state))
+    with pytest.raises(UserError) as error:
+        SweepDir.open(Path("s"))
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_sweep_json_cannot_load_code(done, capsys):
+    state = json.loads(done.read_text())
+    state["settings"][0] = "plugins=[evil]"
+    done.write_text(json.dumps(state))
+    Path("evil.py").write_text("raise SystemExit('it was loaded')")
+    assert main(["sweep.resume=s", MODULES]) == 2
+    assert "add 'plugins=[evil]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sweep.resume=s"], "add 'plugins=[toyexp.testing.null,mishap]'"),
+        (["sweep.resume=s", MODULES, "lr=1"], "lr=1: a sweep keeps its settings"),
+        (["-m", "sweep.resume=s", MODULES, "seed=1,2"], "seed=1,2: a sweep keeps its settings"),
+        (["sweep.resume=s", MODULES, "--config-dir", "."], "--config-dir: a sweep keeps its settings"),
+        (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; go on with it: sweep.resume="),
+    ],
+)
+def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
+    before = done.read_bytes()
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+    assert done.read_bytes() == before
+
+
+def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
+    line = ["-m", *QUICK, "steps=2,3", "sweep.isolate=false"]
+    assert main([*line, "hydra.sweep.dir=s", "hydra.sweep.subdir=x"]) == 2
+    assert "error in job 1: hydra.sweep.subdir gives jobs 0 and 1 one directory, x" in capsys.readouterr().err
+    assert statuses("s") == ["completed", "refused"]
+    assert main([*line, "hydra.sweep.dir=t", "hydra.sweep.subdir=../x"]) == 2
+    assert "error in job 0: hydra.sweep.subdir leads out of the sweep's directory" in capsys.readouterr().err
+    assert not Path("t").exists() and not Path("x").exists()
+
+
+def test_a_run_knows_nothing_of_the_sweep_it_is_of(done, capsys):
+    assert main(["sweep.resume=s", MODULES, "sweep.jobs=1"]) == 2
+    config = yaml.safe_load(Path("s/1-scratch-llama/config.yaml").read_text())
+    assert "sweep" not in config
+    assert config_hash({**config, "sweep": {"jobs": 3}}) == config_hash(config)
+
+
+def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nsweep: {isolate: false, fail_fast: true}\nhydra: {sweeper: {params: {steps: '0,2'}}}\n"
+    )
+    assert main(["-m", "--config-dir", "own", "experiment=mine", *QUICK, "hydra.sweep.dir=s"]) == 2
+    assert statuses("s") == ["refused", "waiting"]
+    assert not Path("s/logs").exists()
+    assert main(["sweep.resume=s", MODULES, "sweep.fail_fast=false"]) == 2
+    assert statuses("s") == ["refused", "completed"]
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\nsweep: {isolaet: false}\n")
+    assert main(["-m", "--config-dir", "own", "experiment=mine", *QUICK, "seed=1,2"]) == 2
+    assert "unknown key sweep.isolaet; did you mean sweep.isolate?" in capsys.readouterr().err
+
+
+def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for launcher in ("joblib", "submitit"):
+        assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={launcher}"]) == 2
+        assert f"{launcher} is not installed: pip install 'toyexp[{launcher}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["a/b", "a b", 'say "x"', "back\\slash", 'both\\"', "end\\", "ü=ß", "007", "null", "it's"]
+)
+def test_a_path_of_any_characters_is_read_back(text):
+    (override,) = parse([setting("hydra.run.dir", text)])
+    assert override.value() == text and isinstance(override.value(), str)
+
+
+def test_a_share_of_the_cores_is_kept_to(monkeypatch):
+    for given, cores in (("1", 1), ("0", machine_cores()), ("x", machine_cores()), ("999", machine_cores())):
+        monkeypatch.setenv(CORES, given)
+        assert available_cores() == cores
+
+
+def test_how_a_process_ended_is_said_in_words():
+    assert str(Ended(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; its last line: GGML_ASSERT failed"
+    assert str(Ended(3)) == "ended with exit code 3"

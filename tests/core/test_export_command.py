@@ -1,0 +1,271 @@
+"""`toyexp export`: a file again in another type, with every key as it was, or one plain error and nothing written."""
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from tiny import MODELS, split, write_base
+
+from toyexp.cli import main
+from toyexp.gguf.encode import FILE_TYPES, K_QUANTS
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import Writer, write_model
+from toyexp.tokenizer import Bytes
+
+OWN = ("general.file_type", "general.quantization_version")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # where there is no llama-quantize
+
+
+def strange_keys():
+    """Keys of every value type, in an order of their own, some empty."""
+    dtypes = ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?", "u8", "i8", "f8")
+    keys = {f"x.one.{d}": np.dtype(d).type(1) for d in dtypes}
+    keys |= {f"x.all.{d}": np.array([1, 0, 1], d) for d in dtypes}
+    nothing = {"x.empty": "", "x.none": np.array([], np.int32), "x.no words": [], "x.words": ["é", "", "a\nb"]}
+    return keys | nothing | {"general.alignment": np.uint32(64), "x.float": np.float32(0.1)}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A model with strange keys behind its own."""
+    write_base(tmp_path / "plain.gguf", "llama", tokenizer=Bytes())
+    writer = Writer()
+    with GGUFFile(tmp_path / "plain.gguf") as file:
+        for key, value in strange_keys().items():
+            writer.add(key, value)
+        for key, value in file.metadata.items():
+            writer.add(key, value, file.kinds[key])
+        for t in file.tensors.values():
+            writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
+    writer.save(tmp_path / "model.gguf")
+    (tmp_path / "plain.gguf").unlink()
+    return tmp_path / "model.gguf"
+
+
+def fields(path):
+    """Every key with its type and bytes, by gguf-py."""
+    found = gguf.GGUFReader(path).fields.items()
+    return {k: ([t.name for t in f.types], [p.tobytes() for p in f.parts[3:]]) for k, f in found if k[:5] != "GGUF."}
+
+
+def tensors(path):
+    with GGUFFile(path) as file:
+        return {n: (t.type, file.read(n)) for n, t in file.tensors.items()}
+
+
+def test_f32_is_the_same_file_again_in_every_key_and_tensor(source, capsys):
+    assert main(["export", "model.gguf", "--type", "f32", "--to", "again.gguf"]) == 0
+    assert fields("again.gguf") == fields(source)
+    assert list(fields("again.gguf")) == list(fields(source))
+    theirs = {t.name: t for t in gguf.GGUFReader(source).tensors}
+    for t in gguf.GGUFReader("again.gguf").tensors:
+        assert t.tensor_type.name == "F32"
+        assert t.data.tobytes() == theirs[t.name].data.tobytes()
+        assert t.data_offset % 64 == 0  # the alignment of the source
+    assert source.read_bytes() == (source.parent / "again.gguf").read_bytes()
+    assert capsys.readouterr().out.startswith("again.gguf  ")
+
+
+@pytest.mark.parametrize("kind", [k for k in FILE_TYPES if k != "f32"])
+def test_a_type_rounds_as_a_run_would_and_keeps_every_key(source, kind):
+    assert main(["export", "model.gguf", "--type", kind]) == 0
+    before, after = fields(source), fields(f"model-{kind}.gguf")
+    assert {k: v for k, v in before.items() if k not in OWN} == {k: v for k, v in after.items() if k not in OWN}
+    exact = {n: array for n, (_, array) in tensors(source).items()}
+    with GGUFFile(f"model-{kind}.gguf") as file:
+        assert file.metadata["general.file_type"] == FILE_TYPES[kind]
+        model = type(MODELS["llama"]).from_gguf(file)
+    write_model(source.parent / "run.gguf", model, exact, Bytes(), kind)
+    run, ours = tensors("run.gguf"), tensors(f"model-{kind}.gguf")
+    assert {n: t for n, (t, _) in ours.items()} == {n: t for n, (t, _) in run.items()}
+    assert all(np.array_equal(ours[n][1], run[n][1]) for n in exact)
+
+
+def test_back_to_f32_loses_nothing_and_twice_rounded_takes_a_word(source, capsys):
+    assert main(["export", "model.gguf", "--type", "q4_1"]) == 0
+    assert main(["export", "model-q4_1.gguf", "--type", "f32"]) == 0
+    ours, back = tensors("model-q4_1.gguf"), tensors("model-q4_1-f32.gguf")
+    assert {t for t, _ in back.values()} == {"F32"}
+    assert all(np.array_equal(ours[n][1], back[n][1]) for n in ours)
+    assert main(["export", "model-q4_1.gguf", "--type", "q5_0"]) == 2
+    err = capsys.readouterr().err
+    assert "model-q4_1.gguf: is quantised already (13 of 21 tensors: Q4_1)" in err and "--requantize" in err
+    assert not Path("model-q4_1-q5_0.gguf").exists()
+    assert main(["export", "model-q4_1.gguf", "--type", "q5_0", "--requantize"]) == 0
+    assert tensors("model-q4_1-q5_0.gguf")["blk.0.attn_q.weight"][0] == "Q5_0"
+    assert main(["export", "model-q4_1.gguf", "--type", "q4_1", "--to", "same.gguf"]) == 0  # nothing to round
+    assert (source.parent / "same.gguf").read_bytes() == (source.parent / "model-q4_1.gguf").read_bytes()
+
+
+def test_a_split_model_becomes_one_file(source):
+    paths = split(source)
+    assert main(["export", paths[0].name, "--type", "f32"]) == 0
+    assert fields("model-f32.gguf") == fields(source)
+    ours, before = tensors("model-f32.gguf"), tensors(source)
+    assert list(ours) == list(before)
+    assert all(np.array_equal(ours[n][1], before[n][1]) for n in before)
+
+
+def test_a_runs_directory_means_its_model_and_json_says_what_was_written(source, capsys):
+    (source.parent / "run").mkdir()
+    source.rename(source.parent / "run" / "model.gguf")
+    assert main(["export", "run", "--type=q8_0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["path"] == "run/model-q8_0.gguf" and told["source"] == "run/model.gguf" and told["type"] == "q8_0"
+    assert told["bytes"] == Path("run/model-q8_0.gguf").stat().st_size < told["source_bytes"]
+    assert told["tensors"] == {"Q8_0": 14, "F16": 2, "F32": 5} and told["warnings"] == []
+
+
+def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
+    write_base(tmp_path / "nan.gguf", "llama", tokenizer=Bytes(), spoil="blk.0.ffn_up.weight")
+    for kind in ("f32", "f16"):  # copied, and rounded
+        assert main(["export", "nan.gguf", "--type", kind]) == 0
+        assert "warning: blk.0.ffn_up.weight holds numbers that are NaN or infinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.gguf", "takes one file or run directory, and a type: toyexp export model.gguf --type q8_0"),
+        ("--type q8_0", "takes one file or run directory, and a type"),
+        ("model.gguf other.gguf --type q8_0", "takes one file or run directory, and a type"),
+        ("model.gguf --type", "--type needs a value, such as --type q8_0"),
+        ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
+        ("model.gguf --type q8", "did you mean q8_0?"),
+        ("model.gguf --type int4", "there is: bf16, f16, f32, hf, hf-bf16, hf-f16, q2_k"),
+        ("model.gguf --typ q8_0", "there is no such option; did you mean --type?"),
+        (
+            "model.gguf --type q4_k_m",
+            "--type=q4_k_m is written by llama.cpp, which is not here: put its llama-quantize",
+        ),
+        ("nowhere.gguf --type q8_0", "nowhere.gguf: not found"),
+        ("empty --type q8_0", "empty: is a directory without model.gguf"),
+        ("book.txt --type q8_0", "book.txt: is not a GGUF file"),
+        ("model.gguf --type q8_0 --to nowhere/x.gguf", "--to nowhere/x.gguf: there is no directory nowhere"),
+        ("model.gguf --type q8_0 --to empty", "--to empty: is a directory; name a file in it"),
+        (
+            "model.gguf --type q8_0 --to there.gguf",
+            "there.gguf: is already there; write elsewhere with --to, or replace",
+        ),
+        ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is what is read; write elsewhere"),
+        ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
+        ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; there is: gemma, gpt2, llama"),
+        ("vit.gguf --type q4_k_m", "vit.gguf: q4_k_m is written by llama.cpp, which has no toyexp-vit; there is: bf16"),
+    ],
+)
+def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, monkeypatch, words, said):
+    if "vit.gguf" in words:
+        put_program(source.parent, "exit 1")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    (source.parent / "empty").mkdir()
+    (source.parent / "book.txt").write_text("It was a bright cold day in April.")
+    (source.parent / "there.gguf").write_bytes(b"mine")
+    for name, key, value in (
+        ("adapter", "general.type", "adapter"),
+        ("other", "general.architecture", "mamba"),
+        ("vit", "general.architecture", "toyexp-vit"),
+    ):
+        writer = Writer()
+        writer.add("general.architecture", "llama")
+        writer.add(key, value)
+        writer.save(source.parent / f"{name}.gguf")
+    before = sorted(p.name for p in source.parent.rglob("*"))
+    assert main(["export", *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1, err
+    assert sorted(p.name for p in source.parent.rglob("*")) == before
+    assert (source.parent / "there.gguf").read_bytes() == b"mine"
+
+
+def test_force_replaces_the_file_in_one_piece(source):
+    (source.parent / "there.gguf").write_bytes(b"mine")
+    assert main(["export", "model.gguf", "--type", "q8_0", "--to", "there.gguf", "--force"]) == 0
+    assert tensors("there.gguf")["blk.0.attn_q.weight"][0] == "Q8_0"
+    assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
+
+
+FULL_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write past it fails, as on a full disk
+from toyexp.cli import main
+sys.exit(main(["export", "model.gguf", "--type", "f16", "--to", "there.gguf", "--force"]))
+"""
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(source):
+    (source.parent / "there.gguf").write_bytes(b"mine")
+    run = subprocess.run([sys.executable, "-W", "error", "-c", FULL_DISK], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr == "toyexp: error: there.gguf: could not be written: File too large\n"
+    assert (source.parent / "there.gguf").read_bytes() == b"mine"
+    assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
+
+
+# -- K-quants ---------------------------------------------------------------------------------------------------------
+
+
+def put_program(directory, body):
+    """A stand-in for llama-quantize: what toyexp does with its words, its file and its failure."""
+    (directory / "bin").mkdir()
+    program = directory / "bin" / "llama-quantize"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+def test_k_quants_are_asked_of_llama_quantize(source, capsys):
+    put_program(source.parent, 'echo "$@" > words; [ "$1" = --allow-requantize ] && shift; /bin/cp "$1" "$2"')
+    assert main(["export", "model.gguf", "--type", "q4_k_m", "--to", "small.gguf"]) == 0
+    told = (source.parent / "words").read_text().split()
+    assert told[0] == "model.gguf" and told[2] == "Q4_K_M"
+    assert told[1] != "small.gguf" and not (source.parent / told[1]).exists()
+    assert (source.parent / "small.gguf").read_bytes() == source.read_bytes()
+    assert main(["export", "model.gguf", "--type", "q8_0"]) == 0
+    assert main(["export", "model-q8_0.gguf", "--type", "q6_k"]) == 2
+    assert main(["export", "model-q8_0.gguf", "--type", "q6_k", "--requantize"]) == 0
+    assert (source.parent / "words").read_text().startswith("--allow-requantize model-q8_0.gguf ")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('echo "main: loading"; echo "failed to quantize: no room"; exit 1', "failed to quantize: no room"),
+        ("kill -6 $$", "it ended with -6"),
+    ],
+)
+def test_when_llama_cpp_fails_its_words_are_told_and_nothing_is_left(source, capsys, body, said):
+    put_program(source.parent, f': > "$2"; {body}')
+    assert main(["export", "model.gguf", "--type", "q4_k_m", "--to", "small.gguf"]) == 1
+    err = capsys.readouterr().err
+    assert err == f"toyexp: error: small.gguf: llama.cpp could not write it: {said}\n"
+    assert sorted(p.name for p in source.parent.iterdir()) == ["bin", "model.gguf"]
+
+
+def test_a_run_whose_quantising_fails_keeps_its_model(source, tmp_path):
+    put_program(tmp_path, "exit 1")
+    with GGUFFile(source) as file:
+        values = {n: file.read(n) for n in file.tensors}
+        model = type(MODELS["llama"]).from_gguf(file)
+    with pytest.raises(Exception, match=r"could not write it: it ended with 1; the model is in .*run-f32\.gguf"):
+        write_model(tmp_path / "run.gguf", model, values, Bytes(), "q4_k_m")
+    assert not (tmp_path / "run.gguf").exists()
+    found = tensors(tmp_path / "run-f32.gguf")
+    assert all(np.array_equal(found[n][1], values[n]) for n in values)
+    (tmp_path / "bin" / "llama-quantize").write_text('#!/bin/sh\n/bin/cp "$1" "$2"\n')
+    write_model(tmp_path / "run.gguf", model, values, Bytes(), "q4_k_m")
+    assert (tmp_path / "run.gguf").exists() and not (tmp_path / "run-f32.gguf").exists()
+
+
+def test_every_k_quant_is_one_that_llama_cpp_knows():
+    assert {k: gguf.LlamaFileType[f"MOSTLY_{k.upper()}"].value for k in K_QUANTS} == K_QUANTS
+    others = {k: v for k, v in FILE_TYPES.items() if k != "f32"}
+    assert {k: gguf.LlamaFileType[f"MOSTLY_{k.upper()}"].value for k in others} == others

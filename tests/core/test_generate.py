@@ -1,0 +1,436 @@
+"""Text from a model: how tokens are drawn, and what the command line does with them. No framework computes here."""
+
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import plan, write_base
+
+from toyexp import Decoder, RunFailed
+from toyexp.cli import main
+from toyexp.generate import Scribe
+from toyexp.gguf.write import write_adapter, write_model
+from toyexp.init import draw, stream
+from toyexp.sampling import Sampling, continuation, endless, likeliest
+from toyexp.testing import image_dataset
+from toyexp.tokenizer import BPE, Bytes
+from toyexp_models.vit import ViT
+from toyexp_recipes.lora import Lora
+
+LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 0.0], np.float32)
+EVERYTHING = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def softmax(logits):
+    shares = np.exp(logits.astype(np.float64) - logits.max())
+    return shares / shares.sum()
+
+
+def drawn(logits, count=4000, **cuts):
+    """How often each token is chosen by numbers spread evenly over [0, 1)."""
+    sampling = Sampling(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **cuts})
+    chosen = [sampling.choose(logits, (i + 0.5) / count) for i in range(count)]
+    return np.bincount(chosen, minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_are_chosen_with_the_shares_of_the_softmax(temperature):
+    # Even spacing puts each share within one draw of its value at either border.
+    assert drawn(LOGITS, temperature=temperature) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 4000)
+
+
+# The probabilities of LOGITS: 0.126, 0.563, 0.028, 0.207, 0.076.
+@pytest.mark.parametrize(
+    ("cuts", "kept"),
+    [
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 100}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.5}, [1]),
+        ({"top_p": 0.6}, [1, 3]),
+        ({"top_p": 0.89}, [0, 1, 3]),
+        ({"min_p": 0.2}, [0, 1, 3]),
+        ({"min_p": 0.1}, [0, 1, 3, 4]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 2, "top_p": 0.74}, [1, 3]),  # of two tokens, the likelier one has 0.73
+        ({"top_k": 2, "top_p": 0.72}, [1]),
+        ({"top_p": 0.9, "min_p": 0.3}, [1, 3]),
+        ({"top_p": 0.89, "temperature": 3.0}, [0, 1, 3]),  # the cut does not see the temperature
+    ],
+)
+def test_what_is_cut_away_is_never_chosen_and_the_rest_keeps_its_shares(cuts, kept):
+    shares = np.zeros(5)
+    shares[kept] = softmax(LOGITS[kept] / cuts.get("temperature", 1.0))
+    assert drawn(LOGITS, **cuts) == pytest.approx(shares, abs=2 / 4000)
+
+
+@given(st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=30), st.floats(0.01, 1), st.integers(0, 40))
+@settings(deadline=None, max_examples=100)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(numbers, top_p, top_k):
+    logits = np.array(numbers, np.float32)
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    assert likeliest(logits, top_k).tolist() == order[: top_k or None]
+    order = order[: top_k or None]
+    shares = softmax(logits[order])
+    fewest = next((n for n in range(1, len(order) + 1) if math.fsum(shares[:n]) >= top_p), len(order))
+    sampling = Sampling(temperature=50.0, top_k=top_k, top_p=top_p)
+    seen = {sampling.choose(logits, (i + 0.5) / 200) for i in range(200)}
+    if abs(math.fsum(shares[:fewest]) - top_p) > 1e-9 and (
+        fewest == 1 or abs(math.fsum(shares[: fewest - 1]) - top_p) > 1e-9
+    ):
+        assert seen == set(order[:fewest])
+
+
+def test_temperature_zero_is_always_the_likeliest():
+    assert {Sampling(0, k, 0.5).choose(LOGITS, u) for k in (0, 3) for u in (0.0, 0.5, 0.999)} == {1}
+
+
+def test_a_tiny_temperature_neither_overflows_nor_changes_the_choice():
+    assert {Sampling(1e-6, 0, 1.0).choose(1000 * LOGITS, u) for u in (0.0, 0.5, 0.999)} == {1}
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
+def test_the_ends_of_the_unit_interval_choose_a_token(uniform):
+    assert EVERYTHING.choose(LOGITS, uniform) in range(5)
+
+
+def test_equal_logits_are_chosen_equally():
+    assert drawn(np.zeros(4, np.float32)) == pytest.approx([0.25] * 4, abs=2 / 4000)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_end_it(wrong):
+    with pytest.raises(RunFailed, match="not finite"):
+        EVERYTHING.choose(np.array([0, wrong], np.float32), 0.5)
+
+
+class Counting(Decoder):
+    """Says that the next token is one more than the last, and keeps what it was fed."""
+
+    def __init__(self, context):
+        self.context, self.position, self.fed = context, 0, []
+
+    def feed(self, ids):
+        self.fed += list(ids)
+        self.position += len(ids)
+        assert self.position <= self.context
+        logits = np.zeros(100, np.float32)
+        logits[ids[-1] + 1] = 9
+        return logits
+
+    do_feed = feed
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def test_tokens_follow_until_the_context_is_full():
+    decoder = Counting(5)
+    assert list(continuation(decoder, [1, 2], GREEDY, stream(0), 100)) == [3, 4, 5, 6]
+    assert decoder.fed == [1, 2, 3, 4, 5]
+    assert list(continuation(Counting(1), [1, 2], GREEDY, stream(0), 100)) == []
+
+
+def test_no_token_beyond_the_vocabulary_is_drawn():
+    assert next(continuation(Counting(5), [4], GREEDY, stream(0), 5)) < 5
+
+
+@pytest.mark.parametrize(("context", "prompt"), [(6, 2), (6, 9), (5, 5), (1, 3)])
+def test_an_endless_text_reads_the_later_half_anew(context, prompt):
+    decoders = []
+
+    class Session:
+        def decoder(self):
+            decoders.append(Counting(context))
+            return decoders[-1]
+
+    words = endless(Session(), list(range(prompt)), GREEDY, stream(0), 100)
+    assert [next(words) for _ in range(20)] == list(range(prompt, prompt + 20))
+    assert decoders[0].fed[0] == max(0, prompt - context)
+    for before, after in itertools.pairwise(decoders):
+        assert before.position == context and after.fed[0] == before.fed[-1] + 2 - max(1, context // 2)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_comes_as_soon_as_it_is_whole_characters():
+    parts = []
+    scribe = Scribe(Bytes(), parts.append)
+    for byte in "aé🙂".encode():
+        scribe.add(byte)
+    assert parts == ["a", "é", "🙂"] and scribe.text == "aé🙂"
+    for byte in (0xE4, 0xB8, 0x41, 0xFF, 0xE4):
+        scribe.add(byte)
+    assert parts[3:] == ["\ufffdA", "\ufffd"]
+    scribe.finish()
+    assert parts[5:] == ["\ufffd"] and scribe.text == "aé🙂\ufffdA\ufffd\ufffd"
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
+
+
+def chat_tokenizer():
+    base = Bytes()
+    tokenizer = BPE([*base.pieces, "<|im_start|>", "<|im_end|>"], [], base.eos)
+    tokenizer.controls, tokenizer.chat_template = frozenset([257, 258]), CHATML
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of every kind: with a tokenizer, with a chat's, with none, a classifier's, and an adapter's."""
+    write_base(tmp_path / "text.gguf", "llama", tokenizer=Bytes(), context=30)
+    write_base(tmp_path / "chat.gguf", "llama", tokenizer=chat_tokenizer(), context=80)
+    write_base(tmp_path / "ids.gguf", "llama")
+    model = ViT(d_model=8, n_layers=1, n_heads=2, d_ff=8).fit(image_dataset())
+    write_model(tmp_path / "vit.gguf", model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None)
+    write_base(tmp_path / "base.gguf", "llama")
+    lora = plan("llama", recipe=Lora(base="base.gguf", rank=2))
+    write_adapter(tmp_path / "adapter.gguf", lora, {t.name: lora.initial(t) for t in lora.tensors})
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and then nothing")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "empty").mkdir()
+    os.link(tmp_path / "text.gguf", tmp_path / "run" / "model.gguf")
+    return tmp_path
+
+
+@pytest.fixture
+def generated(files, capsys):
+    """Runs the command line on the engine that computes nothing; returns what came, and the JSON when it is that."""
+
+    def run(*words):
+        capsys.readouterr()
+        code = main(["generate", *words, *([] if "--engine" in words else NOOP)])
+        found = capsys.readouterr()
+        assert code == 0, found.err
+        return json.loads(found.out) if "--json" in words else found
+
+    return run
+
+
+def test_text_goes_to_standard_output_and_its_speed_elsewhere(generated):
+    found = generated("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
+    assert found.out == "\0" * 5 + "\n"  # of equal logits the first is taken: the byte 0
+    assert found.err.startswith("5 tokens in ") and "token limit" in found.err and found.err.count("\n") == 1
+
+
+def test_json_is_one_object_on_one_line(generated, capsys):
+    found = generated("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
+    assert found.keys() == {
+        "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
+        "tokens_per_second",
+    }  # fmt: skip
+    assert found["prompt"] == "ab" and found["prompt_ids"] == [97, 98] and found["seed"] == 7
+    assert len(found["ids"]) == found["tokens"] == 3 and found["reason"] == "token limit"
+    assert found["text"] == Bytes().decode(found["ids"])
+
+
+def test_a_seed_repeats_and_another_differs(generated):
+    one, again, other = (
+        generated("text.gguf", "--prompt", "ab", "--top-k", "0", "--seed", seed, "--json")["ids"] for seed in "112"
+    )
+    assert one == again != other
+
+
+def test_the_context_ends_it(generated):
+    found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
+    assert found["tokens"] == 3 and found["reason"] == "context full"
+
+
+def test_an_end_token_ends_it_and_is_not_written(generated):
+    ends = [generated("chat.gguf", "--prompt", "x", "--top-k", "0", "--top-p", "1", "--tokens", "70", "--seed", str(s),
+                      "--json") for s in range(4)]  # fmt: skip
+    assert "end of text" in {found["reason"] for found in ends}
+    for found in ends:
+        assert not set(found["ids"]) & {256, 257, 258}
+
+
+def test_a_run_directory_stands_for_its_model(generated):
+    assert generated("run", "--prompt", "a", "--json")["file"] == "run/model.gguf"
+
+
+def test_a_prompt_comes_through_a_pipe(generated, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
+    assert generated("text.gguf", "--prompt", "-", "--json")["prompt_ids"] == [0xC3, 0xA9, 0x0A]
+
+
+def test_an_empty_prompt_starts_with_end_of_text(generated):
+    assert generated("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
+
+
+def test_ids_in_and_with_a_tokenizer_text_out(generated):
+    found = generated("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
+    assert (found["prompt"], found["prompt_ids"], found["text"]) == (None, [97, 98], "\0\0")
+    found = generated("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
+    assert found.out == "0,0,0\n"
+    assert generated("ids.gguf", "--ids", "1", "--json", "--tokens", "2")["text"] is None
+
+
+def test_a_chat_is_written_by_the_files_template(generated):
+    found = generated("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
+    words = [257, *b"user\nHi", 258, *b"\n", 257, *b"assistant\n"]
+    assert found["prompt_ids"] == words and found["prompt"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--prompt x", "takes one GGUF file or run directory"),
+        ("text.gguf more --prompt x", "generate more: takes one"),
+        ("text.gguf", "give --prompt TEXT"),
+        ("text.gguf --prompt x --ids 1", "give --prompt TEXT"),
+        ("text.gguf --prompt", "--prompt: needs a value"),
+        ("text.gguf --prompt --json", "--prompt: needs a value"),
+        ("text.gguf --prompt x --token 3", "did you mean --tokens?"),
+        ("text.gguf --prompt x --topk=3", "did you mean --top-k?"),
+        ("text.gguf --prompt x --json=yes", "takes no value"),
+        ("text.gguf --prompt x --tokens 0", "--tokens 0: takes a whole number from 1 to"),
+        ("text.gguf --prompt x --tokens 1.5", "whole number"),
+        ("text.gguf --prompt x --tokens ²", "whole number"),
+        ("text.gguf --prompt x --seed -1", "--seed -1: takes a whole number from 0"),
+        ("text.gguf --prompt x --top-k -1", "--top-k -1"),
+        ("text.gguf --prompt x --temperature nan", "--temperature nan: takes a number from 0 to 100"),
+        ("text.gguf --prompt x --temperature 101", "from 0 to 100"),
+        ("text.gguf --prompt x --top-p 0", "--top-p 0: takes a number"),
+        ("text.gguf --prompt x --min-p 1.1", "from 0 to 1"),
+        ("text.gguf --ids 1,x", "--ids 1,x: takes token ids"),
+        ("text.gguf --ids 1,-2", "takes token ids"),
+        ("text.gguf --ids 300", "the prompt's id 300 is not one of its 0..256"),
+        ("text.gguf --ids 99999999999999999999999", "takes token ids"),
+        ("text.gguf --ids 1 --chat", "takes its message from --prompt"),
+        ("text.gguf --prompt x --chat", "has no chat template"),
+        ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens, the model's context is 30"),
+        ("text.gguf --prompt x --engine ggm", "--engine ggm: did you mean ggml?"),
+        ("text.gguf --prompt x --engine llamacpp", "did you mean llama.cpp?"),
+        ("text.gguf --prompt x --engine cpu:threads", "written cpu:threads=1"),
+        ("text.gguf --prompt x --engine ggml:threads=1,2", "written ggml:threads=1"),
+        ("text.gguf --prompt x --engine ggml:thread=1", "did you mean engine.threads?"),
+        ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes threads alone"),
+        ("ids.gguf --prompt x", "has no tokenizer, so it knows ids alone"),
+        ("vit.gguf --prompt x", "reads images and writes no text"),
+        ("vit.gguf --prompt x --engine llama.cpp", "holds no language model"),
+        ("adapter.gguf --prompt x", "behind --adapter"),
+        ("broken.gguf --prompt x", "broken.gguf: is not a GGUF file"),
+        ("missing.gguf --prompt x", "missing.gguf: not found"),
+        ("empty --prompt x", "empty: is a directory without model.gguf"),
+        ("ids.gguf --ids 1 --adapter base.gguf", "base.gguf: holds no LoRA adapter"),
+        ("ids.gguf --ids 1 --adapter missing.gguf", "missing.gguf: not found"),
+        ("text.gguf --prompt \udcff", "not UTF-8 text (byte 0 is 0xff)"),
+    ],
+)
+def test_bad_words_are_told_in_one_line(words, said, files, capsys):
+    line = words.split(" ")
+    assert main(["generate", *([] if "--engine" in line else NOOP), *line]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and err.startswith("toyexp: error: ")
+
+
+def adapter_with(files, change):
+    """adapter.gguf with some of its tensors or keys changed."""
+    from gguf import GGUFWriter
+
+    from toyexp.gguf.read import GGUFFile
+
+    with GGUFFile(files / "adapter.gguf") as file:
+        keys, arrays = dict(file.metadata), {name: file.read(name) for name in file.tensors}
+    change(keys, arrays)
+    writer = GGUFWriter(files / "changed.gguf", keys["general.architecture"])
+    writer.add_type(keys["general.type"])
+    writer.add_string("adapter.type", keys["adapter.type"])
+    writer.add_float32("adapter.lora.alpha", keys["adapter.lora.alpha"])
+    for name, array in arrays.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+Q = "blk.0.attn_q.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda k, t: k.update({"general.architecture": "gpt2"}), "is an adapter of gpt2, the model is llama"),
+        (lambda k, t: k.update({"adapter.type": "aloha"}), "holds no LoRA adapter"),
+        (lambda k, t: k.update({"adapter.lora.alpha": math.nan}), "alpha is nan"),
+        (lambda k, t: t.pop(f"{Q}.lora_b"), f"{Q} is 32 x 32"),
+        (lambda k, t: t.update({f"{Q}.lora_a": t[f"{Q}.lora_a"].T}), f"{Q} is 32 x 32"),
+        (lambda k, t: t.update({"blk.7.attn_q.weight.lora_a": t[f"{Q}.lora_a"]}), "blk.7.attn_q.weight.lora_a fits no"),
+        (lambda k, t: (t.clear(), t.update({"x": np.zeros(3, np.float32)})), "tensor x fits no linear"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(change, said, files, capsys):
+    adapter_with(files, change)
+    assert main(["generate", "base.gguf", "--ids", "1", "--adapter", "changed.gguf", *NOOP]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "changed.gguf" in err and err.count("\n") == 1
+
+
+def start(files, *words):
+    program = "from toyexp.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen([sys.executable, "-c", program, "generate", *words, *NOOP], cwd=files,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+@pytest.fixture
+def endless_file(tmp_path):
+    write_base(tmp_path / "long.gguf", "llama", tokenizer=Bytes(), context=20_000)
+    return tmp_path
+
+
+WORDS = ["long.gguf", "--prompt", "x", "--tokens", "19000", "--temperature", "0"]
+
+
+def test_ctrl_c_ends_the_line_with_130(endless_file):
+    process = start(endless_file, *WORDS)
+    assert process.stdout.read(4) == b"\0" * 4
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.endswith(b"\n") and err == b"toyexp: interrupted by SIGINT\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
+    process = start(endless_file, *WORDS)
+    process.stdout.read(4)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0 and process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_help_names_every_option(capsys):
+    from toyexp.generate import FLAGS
+
+    assert main(["generate", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {flag} " in out for flag in FLAGS)
+
+
+def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):
+    monkeypatch.setattr("toyexp.llamacpp.PACKAGES", ())
+    assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
+    assert "pip install xllamacpp" in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""The directories for transformers: what is in them, what is refused, and that none is ever half written.
+
+That transformers computes the same from them is tests/judge/test_huggingface.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from texts import write_untrained
+from tiny import MODELS, split, write_base
+
+from toyexp import Rotary, RunFailed, UserError
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import write_model
+from toyexp.huggingface import write_folder
+from toyexp.init import draw
+from toyexp.tokenizer import Bytes
+from toyexp_models.scaling import rope_scaling
+from toyexp_models.vit import ViT
+
+FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def names(folder="."):
+    return sorted(p.name for p in Path(folder).iterdir())
+
+
+def json_of(path):
+    return json.loads(Path(path).read_text())
+
+
+# -- rope's scaling ---------------------------------------------------------------------------------------------------
+
+
+def converted(base, size, factor, low, high, original):
+    """Frequency factors as the converters for GGUF compute them, in float32 from Meta's formula."""
+    out = []
+    for i in range(0, size, 2):
+        frequency = np.float32(1) / np.float32(base) ** np.float32(i / size)
+        wavelength = 2 * np.float32(np.pi) / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        fast, slow = wavelength < original / high, wavelength > original / low
+        out.append(1.0 if fast else factor if slow else 1 / ((1 - smooth) / factor + smooth))
+    return tuple(float(str(np.float32(f))) for f in out)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(128, 8.0), (64, 32.0)])
+def test_llama_3s_own_factors_are_told_in_its_own_words(size, factor):
+    factors = converted(500000.0, size, factor, 1, 4, 8192)
+    assert rope_scaling(Rotary(500000.0, factors=factors), size, 131072) == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_other_factors_of_that_formula_get_parameters_that_give_them():
+    """Whatever the number of pairs between the fast and the slow ones, which pins the parameters or does not."""
+    rng, between = np.random.default_rng(0), set()
+    for _ in range(300):
+        base, size = float(10 ** rng.uniform(2, 6)), int(rng.choice([4, 8, 16, 64, 128]))
+        factor, low = float(rng.uniform(1.5, 40)), float(rng.uniform(0.3, 2))
+        given = (factor, low, low * float(rng.uniform(1.05, 6)), int(rng.integers(20, 10_000)))
+        factors = converted(base, size, *given)
+        between.add(min(3, sum(1 < f < max(factors) for f in factors)))
+        told = rope_scaling(Rotary(base, factors=factors), size, 4096)
+        if told is None or told["rope_type"] == "linear":
+            assert len(set(factors)) == 1
+            continue
+        assert json.loads(json.dumps(told)) == told and told["high_freq_factor"] > told["low_freq_factor"] > 0
+        found = converted(base, size, *(told[k] for k in list(told)[1:]))
+        np.testing.assert_allclose(found, factors, rtol=2e-5)
+    assert between == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("rotary", "wanted"),
+    [
+        (Rotary(1e4), None),
+        (Rotary(1e4, factors=(1.0, 1.0, 1.0, 1.0)), None),
+        (Rotary(1e4, 2.5), {"rope_type": "linear", "factor": 2.5}),
+        (Rotary(1e4, 2.0, (3.0, 3.0, 3.0, 3.0)), {"rope_type": "linear", "factor": 6.0}),
+    ],
+)
+def test_a_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
+    assert rope_scaling(rotary, 8, 100) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rotary", "said"),
+    [
+        (Rotary(1e4, factors=(1.0, 1.0, 0.5, 4.0)), "no parameters"),
+        (Rotary(1e4, factors=(4.0, 2.0, 1.5, 1.0)), "no parameters"),
+        (Rotary(1e4, factors=(1.0, 1.5, 1.6, 1.7, 3.0, 3.0)), "no parameters"),
+        (Rotary(1e4, 2.0, (1.0, 1.0, 2.0, 4.0)), "together with rope_scale"),
+    ],
+)
+def test_factors_that_transformers_cannot_have_are_refused(rotary, said):
+    with pytest.raises(UserError, match=said):
+        rope_scaling(rotary, 2 * len(rotary.factors), 4096)
+
+
+# -- toyexp export ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "word"), [("hf", "F32"), ("hf-f16", "F16"), ("hf-bf16", "BF16")])
+def test_export_writes_the_directory(capsys, kind, word):
+    model = write_base(Path("m.gguf"), "llama_tied_bias", tokenizer=Bytes(), vocab=260)
+    assert main(["export", "m.gguf", "--type", kind, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["path"] == f"m-{kind}" and told["tensors"] == {word: len(model.tensors())} and told["warnings"] == []
+    assert names() == ["m-" + kind, "m.gguf"] and names(f"m-{kind}") == FILES
+    assert told["bytes"] == sum(f.stat().st_size for f in Path(f"m-{kind}").iterdir())
+    config = json_of(f"m-{kind}/config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 260
+    assert config["torch_dtype"] == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[word]
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+    assert json_of(f"m-{kind}/generation_config.json")["eos_token_id"] == 256
+    if word == "BF16":  # which numpy does not have
+        return
+    stored = load_file(f"m-{kind}/model.safetensors")
+    with GGUFFile("m.gguf") as file:
+        ours = {name: file.read(name).astype(word.replace("F", "float")) for name in file.tensors}
+    assert "lm_head.weight" not in stored  # tied
+    np.testing.assert_array_equal(stored["model.embed_tokens.weight"], ours["token_embd.weight"])
+    np.testing.assert_array_equal(stored["model.layers.1.mlp.down_proj.weight"], ours["blk.1.ffn_down.weight"])
+    assert not stored["model.layers.0.self_attn.o_proj.bias"].any()  # which transformers has where it has the others
+    for name, heads in (("q", 4), ("k", 1)):  # what llama.cpp's converter does brings them back
+        for part in ("weight", "bias"):
+            theirs = stored[f"model.layers.1.self_attn.{name}_proj.{part}"]
+            back = theirs.reshape(heads, 2, -1, *theirs.shape[1:]).swapaxes(1, 2).reshape(theirs.shape)
+            np.testing.assert_array_equal(back, ours[f"blk.1.attn_{name}.{part}"])
+
+
+def test_a_split_quantised_model_becomes_one_directory(tmp_path, capsys):
+    write_base(tmp_path / "m.gguf", "gpt2", "q8_0", tokenizer=Bytes())
+    part = split(tmp_path / "m.gguf")[0].name
+    assert main(["export", part, "--type", "hf"]) == 0
+    with GGUFFile("m.gguf") as file:
+        ours = file.read("blk.1.ffn_up.weight")
+    np.testing.assert_array_equal(load_file("m-hf/model.safetensors")["transformer.h.1.mlp.c_fc.weight"], ours.T)
+    assert main(["export", "m.gguf", "--type", "hf-bf16"]) == 2
+    assert "m.gguf: is quantised already" in capsys.readouterr().err and not Path("m-hf-bf16").exists()
+    assert main(["export", "m.gguf", "--type", "hf-bf16", "--requantize"]) == 0
+
+
+def test_what_is_missing_or_does_not_fit_is_told(capsys):
+    write_untrained(Path("ids.gguf"), None, 40)
+    assert main(["export", "ids.gguf", "--type", "hf"]) == 0
+    assert "warning: written without a tokenizer: ids.gguf: its model was trained on ids" in capsys.readouterr().out
+    assert names("ids-hf") == ["config.json", "generation_config.json", "model.safetensors"]
+    config = json_of("ids-hf/config.json")
+    assert config["eos_token_id"] is None and config["bos_token_id"] is None and config["pad_token_id"] is None
+    model = write_base(Path("big.gguf"), "llama", tokenizer=Bytes())
+    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values["blk.0.ffn_up.weight"][1, 2] = 1e5
+    write_model(Path("big.gguf"), model, values, Bytes())
+    assert main(["export", "big.gguf", "--type", "hf-f16"]) == 0
+    assert "model.layers.0.mlp.up_proj.weight holds numbers up to 1e+05, which F16 cannot" in capsys.readouterr().out
+
+
+def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
+    write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
+    words = ["export", "m.gguf", "--type", "hf", "--to", "out"]
+    assert main(words) == 0
+    Path("out/config.json").write_text("old")
+    assert main(words) == 2 and "out: is already there" in capsys.readouterr().err
+    assert main([*words, "--force"]) == 0 and json_of("out/config.json")["model_type"] == "llama"
+    assert names("out") == FILES and names() == ["m.gguf", "out"]
+    Path("out/mine.txt").write_text("mine")
+    Path("file").write_text("mine")
+    for target in ("out", "file", "m.gguf"):
+        assert main(["export", "m.gguf", "--type", "hf", "--to", target, "--force"]) == 2
+        assert f"--to {target}: is already there, and no directory that was written so" in capsys.readouterr().err
+    assert Path("out/mine.txt").read_text() == Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (MODELS["llama_all"], "rope_factors together with rope_scale"),
+        (replace(MODELS["llama"], n_heads=5, n_kv_heads=1, head_dim=6), "5 do not divide 32"),
+        (
+            ViT(d_model=16, n_layers=1, block="rmsnorm_silu", image_size=4, channels=1, classes=2),
+            "model.block=rmsnorm_silu has no Hugging Face layout",
+        ),
+    ],
+)
+def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
+    model = replace(model, vocab=257) if model.reads == "tokens" else model
+    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    write_model(Path("m.gguf"), model, values, Bytes() if model.reads == "tokens" else None)
+    assert main(["export", "m.gguf", "--type", "hf"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("toyexp: error: m.gguf: ") and said in err and err.count("\n") == 1
+    assert names() == ["m.gguf"]
+
+
+def test_a_directory_is_whole_or_not_there(monkeypatch):
+    """The disk fills up at each file in turn; an earlier directory of that name stays as it was."""
+    model = write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
+    import toyexp.huggingface as module
+
+    with GGUFFile("m.gguf") as file:
+        for count in range(len(FILES) - 1):
+            left = iter(range(count))
+
+            def write(path, content, left=left):
+                if next(left, None) is None:
+                    raise OSError(28, "No space left on device")
+                path.write_bytes(content)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "write_synced", write)
+                with pytest.raises(RunFailed, match="out: could not be written: No space left on device"):
+                    write_folder(Path("out"), model, file.read, Bytes())
+            assert names() == ["m.gguf"]
+        write_folder(Path("out"), model, file.read, Bytes())
+        Path("out/config.json").write_text("first")
+
+        def broken(name):
+            raise OSError(5, "Input/output error")
+
+        with pytest.raises(RunFailed, match="Input/output error"):
+            write_folder(Path("out"), model, broken, Bytes())
+    assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
+
+
+# -- the callback -----------------------------------------------------------------------------------------------------
+
+RUN = [
+    "plugins=[toyexp.testing.null]", "engine=noop", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+    "model.d_ff=32", "model.n_layers=1", "model.context=16", "data=text", "data.path=book.txt", "data.tokenizer=byte",
+    "steps=3", "eval_every=3", "hydra.run.dir=run", "checkpoint_every=0",
+]  # fmt: skip
+
+
+def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
+    Path("book.txt").write_text("It was a bright cold day in April. " * 90)
+    words = ["recipe=scratch", "callbacks=[default,hf_export]", "callbacks.hf_export.every=2"]
+    assert main([*RUN, *words, "callbacks.hf_export.dtype=bfloat16"]) == 0
+    assert names("run/model-hf") == names("run/model-2-hf") == FILES
+    assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
+    size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
+    assert f"model-hf  {size / 1e6:.2f} MB" in capsys.readouterr().out
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]
+    assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
+
+
+@pytest.mark.parametrize("merged", ["true", "false"])
+def test_a_lora_run_leaves_its_adapter_too(merged):
+    Path("book.txt").write_text("It was a bright cold day in April. " * 90)
+    write_base(Path("base.gguf"), "llama", tokenizer=Bytes())
+    words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=2", "recipe.alpha=3", "callbacks=[hf_export]"]
+    settings = [w for w in RUN if ("tokenizer" not in w and not w.startswith("model.")) or "context" in w]
+    assert main([*settings, *words, "model.context=12", f"callbacks.hf_export.merged={merged}"]) == 0
+    assert Path("run/model-hf").exists() is (merged == "true")
+    assert names("run/adapter-hf") == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json_of("run/adapter-hf/adapter_config.json")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
+    assert config["target_modules"] == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("callbacks.hf_export.dtype=float8", "callbacks.hf_export.dtype=float8: did you mean float32"),
+        ("callbacks.hf_export.every=-1", "callbacks.hf_export.every=-1: must be 0"),
+        ("model.rope_factors=[1.0,0.5,1.0,1.0]", "no parameters of transformers' llama3 scaling"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_the_run(capsys, words, said):
+    Path("book.txt").write_text("It was a bright cold day in April. " * 90)
+    assert main([*RUN, "recipe=scratch", "callbacks=[hf_export]", words]) == 2
+    assert said in capsys.readouterr().err and not Path("run").exists()

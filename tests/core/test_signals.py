@@ -1,0 +1,204 @@
+"""Real processes that get SIGINT or SIGTERM, wherever they are, or whose output goes nowhere."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toyexp.bus import Bus, Run
+from toyexp.loop import Training
+from toyexp.optim import AdamW
+from toyexp.plan import PlanTensor
+from toyexp.recipe import Setup
+from toyexp.testing import NullEngine, OpModel, token_dataset
+
+DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
+NOOP = ["plugins=[toyexp.testing.null]", "engine=noop", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
+        "model.context=16", "hydra.run.dir=run"]  # fmt: skip
+BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte"]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a Python process in an empty directory; `wait` says when it has come where the signal should fall."""
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    started = []
+
+    def begin(*words, wait, **options):
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+        process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, text=True, **output)
+        started.append(process)
+        until = time.monotonic() + 60
+        while not wait(process):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+            time.sleep(0.02)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def ends(process, number, code, within=5):
+    """Sends the signal: the exit code, and its one line last, without a traceback."""
+    began = time.monotonic()
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < within
+    assert process.returncode == code, out
+    assert out.splitlines()[-1] == f"toyexp: interrupted by {signal.Signals(number).name}" and "Traceback" not in out
+    return out
+
+
+def reached(marker):
+    return lambda process: (Path(f"/proc/{process.pid}/cwd") / marker).exists()
+
+
+# Native code that holds its thread for a minute, and lets Python go on beside it, as a tokenizer in Rust does.
+BUSY = """
+import ctypes, sys
+from pathlib import Path
+from toyexp.tokenizer import BPE, Bytes
+def busy(*_):
+    Path("there").touch()
+    ctypes.CDLL(None).usleep(900_000); ctypes.CDLL(None).sleep(60)
+BPE.train, Bytes.encode_documents = busy, busy
+from toyexp.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_while_native_code_tokenizes(start, tmp_path, tokenizer):
+    words = [*NOOP, *BOOK[:2], f"data.tokenizer={tokenizer}"]
+    process = start("-c", BUSY, *words, wait=reached("there"))
+    ends(process, *{"byte": (signal.SIGTERM, 143), "bpe": (signal.SIGINT, 130)}[tokenizer])
+    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else True
+
+
+SLOW_END = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class SlowEnd(Callback):
+    "Takes a minute to end."
+    name: ClassVar[str] = "slow_end"
+    @hookimpl
+    def on_end(self):
+        Path("ending").touch()
+        time.sleep(60)
+
+@hookimpl
+def register_callbacks(register):
+    register(SlowEnd)
+"""
+
+
+def test_a_second_signal_at_the_end_of_a_run_acts_at_once(start, tmp_path):
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    words = [*BOOK, *NOOP[1:], "plugins=[toyexp.testing.null,slow_end]", "callbacks=[slow_end,events,gguf_export]"]
+    process = start("-m", "toyexp", *words, "steps=100000000", wait=reached("run/events.jsonl"))
+    process.send_signal(signal.SIGTERM)
+    while not (tmp_path / "ending").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    ends(process, signal.SIGINT, 130)
+    assert '"reason": "interrupted"' in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1]
+    assert not list((tmp_path / "run").glob(".*tmp*"))
+
+
+def uses_ggml(process):
+    return "libggml" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux, to see how far the process is")
+@pytest.mark.parametrize("command", ["eval", "parity", "bench"])
+def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, command):
+    small = ["model.d_model=32", "model.n_layers=1", "model.context=32", "data.max_mb=0.3"]
+    words = {
+        "eval": [str(next(DONOR.glob("*.gguf"))), "engine=ggml", "engine.threads=1", "data.eval_batches=100000"],
+        "parity": ["engine=ggml:threads=1,ggml:threads=1:blas=false", "steps=1000000", *small],
+        "bench": ["engine=ggml:threads=1,ggml:threads=1:blas=false", "--steps=100000", *small],
+    }[command]
+    process = start("-m", "toyexp", command, *words, wait=uses_ggml)
+    time.sleep(0.3)
+    ends(process, signal.SIGTERM, 143)
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["book.txt"], ["book.txt", "cache"])
+
+
+SLOW_TEXT = """
+import sys, time
+from pathlib import Path
+import toyexp.generate
+def slow(*_):
+    yield 1
+    Path("there").touch()
+    time.sleep(60)
+toyexp.generate.continuation = slow
+from toyexp.cli import main
+sys.exit(main())
+"""
+
+
+def test_generate_ends_after_the_text_so_far(start):
+    words = ["generate", str(next(DONOR.glob("*.gguf"))), "--prompt", "def ", "--engine", "ggml:threads=1"]
+    ends(start("-c", SLOW_TEXT, *words, wait=reached("there")), signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize("output", [">&-", "<&- >&- 2>&-", ">/dev/full", "| head -n 1"])
+def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
+    if "full" in output and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
+    words = " ".join(f"'{w}'" for w in [*NOOP, *BOOK, "steps=20", "callbacks=[default]"])
+    line = f"({sys.executable} -m toyexp {words}; echo $? > code) {output}"
+    environment = {**os.environ, "TOYEXP_CACHE": str(tmp_path / "cache")}
+    subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL, check=False
+    )
+    assert (tmp_path / "code").read_text() == "0\n"
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert events[0].startswith('{"kind": "run_start"') and events[-1].startswith('{"kind": "run_end"')
+    assert all(line.startswith('{"kind"') for line in events)
+    assert (tmp_path / "run" / "model.gguf").read_bytes()[:4] == b"GGUF"
+
+
+# -- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches_seen", [1, 5])
+def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(tmp_path, batches_seen):
+    """Also while the model's own scores are worked out, which go through the batches once more."""
+
+    class Scored(OpModel):
+        def scores(self, session, batches):
+            return {"seen": sum(1 for _ in batches)}
+
+    dataset = token_dataset(8, 4000)
+    model, asked = Scored("rows"), []
+    batches = dataset.batches(5, 3, 0)
+    batches._eval_batches = 4
+    plan = Setup(batches.inputs, rows=3).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+    bus = Bus({})
+    with NullEngine().realize(plan) as session:
+        session.build()
+        run = Run("test", tmp_path, 0, 4, 1e-3, {}, "noop", plan, session, dataset, {}, bus)
+
+        def stopped():
+            asked.append(1)
+            return len(asked) > batches_seen + 1
+
+        outcome = Training(run, bus, batches, AdamW.for_from_scratch(), 2, stopped).train()
+    assert (outcome.reason, outcome.eval_step, outcome.steps) == ("interrupted", None, 0)

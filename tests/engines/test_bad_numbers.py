@@ -1,0 +1,148 @@
+"""Losses, gradients and weights that are no numbers: where they are noticed, what is told, and what is kept."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from toyexp.checkpoint import steps
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import write_model
+from toyexp.init import draw
+from toyexp.tokenizer import Bytes
+from toyexp_models.llama import Llama
+
+ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
+MODEL = Llama(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=48, context=16, vocab=257)
+RARE = "Z"  # a character that few batches hold
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    sentence = "It was a bright cold day in April, and the clocks were striking. "
+    (tmp_path / "book.txt").write_text((sentence * 9 + RARE) * 15 + sentence * 20)
+
+
+def write_base(path, **changed):
+    """A random llama; `changed` maps a tensor's name to what is done with its array."""
+    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in MODEL.tensors()}
+    for name, change in changed.items():
+        change(values[name])
+    write_model(Path(path), MODEL, values, Bytes())
+    return [f"recipe.base={path}", "lr=1e-3"]
+
+
+def run(capsys, engine, *words):
+    """The exit code, what was printed, and the events of a tiny run."""
+    capsys.readouterr()
+    common = ["data=text", "data.path=book.txt", "batch_size=4", "model.context=16", "engine.threads=1",
+              "hydra.run.dir=run", f"engine={engine}", *ENGINES[engine]]  # fmt: skip
+    code = main([*common, *words])
+    out, err = capsys.readouterr()
+    with open("run/events.jsonl") as lines:
+        return code, out, err, [json.loads(line) for line in lines]
+
+
+SMALL = ["data.tokenizer=byte", "model.d_model=32", "model.n_layers=1", "model.d_ff=48"]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])  # Metal's plain norm takes any number to a finite one
+def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_path):
+    words = [*SMALL, "lr=1e8", "steps=30", "eval_every=0", "checkpoint_every=1"]
+    code, _, err, events = run(capsys, engine, *words)
+    assert code == 1
+    line = re.fullmatch(
+        r"toyexp: error: step (\d+) \(batch (\d+), digest ([0-9a-f]{16})\): the loss is \S+ and the gradient norm \S+; "
+        r"the first (?:weight|gradient) that is not finite is (\S+) \(\d+ of \d+ numbers\); "
+        r"try a lower lr \(it was \S+\), optim\.grad_clip=1, or nonfinite=skip",
+        err.strip().splitlines()[-1],
+    )
+    assert line, err
+    last = [e for e in events if e["kind"] == "step"][-1]
+    assert (int(line[1]), line[3]) == (last["step"], last["batch"]) and int(line[2]) == last["step"] - 1
+    assert events[-1]["reason"] == "errored" and not (tmp_path / "run" / "model.gguf").exists()
+    for step in steps(tmp_path / "run" / "checkpoints"):
+        assert step < last["step"], "what was saved came before it"
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """A reader that takes weights as they are: a model whose numbers went bad in another way than its file's."""
+    monkeypatch.setattr(GGUFFile, "weights", GGUFFile.read)
+    monkeypatch.setattr(GGUFFile, "check_finite", lambda self, name, rows=None: None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, unchecked):
+    base = write_base("base.gguf", **{"blk.0.ffn_up.weight": lambda w: w.__setitem__((3, 5), np.nan)})
+    code, out, err, events = run(capsys, engine, *base, f"recipe={recipe}", "steps=3")
+    assert code == 1
+    step = next(e for e in events if e["kind"] == "step")
+    assert f"step 1 (batch 0, digest {step['batch']}): the loss is nan" in err
+    assert "held-out loss nan" in out
+    if recipe == "lora":  # of full all weights are bad after that step
+        assert "the first weight that is not finite is blk.0.ffn_up.weight (1 of 1536 numbers)" in err
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_base_of_huge_weights_is_told_too(engine, capsys):
+    base = write_base("base.gguf", **{"output.weight": lambda w: w.__imul__(1e38)})
+    code, _, err, _ = run(capsys, engine, *base, "recipe=full", "steps=3")
+    assert code == 1 and "step 1 (batch 0" in err
+
+
+def of_rare(w):
+    w[ord(RARE)] = np.nan
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(engine, capsys, tmp_path, unchecked):
+    """Only batches with one rare token are bad: its row of the embedding is."""
+    base = write_base("base.gguf", **{"token_embd.weight": of_rare})
+    words = [*base, "recipe=full", "steps=40", "eval_every=20", "nonfinite=skip"]
+    code, out, err, events = run(capsys, engine, *words)
+    assert code == 1 and "checkpoint of step 40: not written (token_embd.weight is not finite" in err
+    taken = {e["step"]: e for e in events if e["kind"] == "step"}
+    bad = [step for step, e in taken.items() if e["loss"] is None]
+    assert 2 <= len(bad) <= 20 and taken[40]["loss"] < taken[1 if 1 not in bad else 2]["loss"]
+    skipped = [e for e in events if e["kind"] == "skipped"]
+    assert [e["step"] for e in skipped] == bad and [e["skipped"] for e in skipped] == [*range(1, len(bad) + 1)]
+    assert [e["batch"] for e in skipped] == [taken[step]["batch"] for step in bad]
+    assert events[-1]["skipped"] == len(bad)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped"] == len(bad)
+    assert out.count("skipped: loss nan, gradient norm nan") == len(bad)
+    with GGUFFile("run/model.gguf") as file:
+        for name in file.tensors:
+            values = file.read(name)
+            assert np.isfinite(np.delete(values, ord(RARE), 0) if name == "token_embd.weight" else values).all()
+    # That row is still bad, so no checkpoint is written, and it is said; the export is kept, and it is said.
+    assert "token_embd.weight is not finite" in err and not steps(tmp_path / "run" / "checkpoints")
+    assert "model.gguf: token_embd.weight holds numbers that are NaN or infinite" in out
+    warnings = [e["text"] for e in events if e["kind"] == "warning"]
+    assert any("model.gguf: token_embd.weight" in text for text in warnings)
+
+
+def test_a_run_that_can_only_skip_is_given_up(capsys):
+    code, out, err, events = run(capsys, "cpu", *SMALL, "lr=1e8", "steps=100", "eval_every=0", "nonfinite=skip")
+    assert code == 1 and "20 steps in a row were skipped" in err and "nonfinite=skip" not in err.split(";")[-1]
+    assert events[-1]["skipped"] == out.count("skipped: ") == 19
+
+
+@pytest.mark.parametrize(("kind", "huge"), [("f16", 70_000.0), ("q8_0", 1e7), ("f16", -3e38), ("bf16", 3e38)])
+def test_what_a_type_cannot_hold_is_exported_in_float32(kind, huge, tmp_path):
+    model = tiny.MODELS["llama"].fit(tiny.token_dataset(tiny.VOCAB))
+    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values["blk.0.ffn_gate.weight"][1, 2] = huge
+    write_model(tmp_path / "model.gguf", model, values, None, kind)
+    with GGUFFile(tmp_path / "model.gguf") as file:
+        types = {name: info.type for name, info in file.tensors.items()}
+        assert types["blk.0.ffn_gate.weight"] == ("BF16" if kind == "bf16" else "F32")
+        assert types["blk.0.ffn_up.weight"] == kind.upper() and types["blk.1.ffn_gate.weight"] == kind.upper()
+        assert file.read("blk.0.ffn_gate.weight")[1, 2] == pytest.approx(huge, rel=1e-2)

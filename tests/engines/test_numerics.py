@@ -1,0 +1,194 @@
+"""`toyexp doctor --numerics`: what is right passes, and every kind of wrong is found and named."""
+
+import dataclasses
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from toyexp.cli import main
+from toyexp.numerics import engines, examine, expectations, gradient, table, trainings
+from toyexp.registry import load
+from toyexp.testing import op_batch, op_plan
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_ggml.session import GGMLSession
+
+
+@pytest.fixture(scope="module")
+def references():
+    return expectations(), trainings()
+
+
+def test_the_reference_gradient_is_that_of_autograd(references):
+    """Number by number, through an independent library."""
+    import torch
+
+    plan, batch = op_plan("swiglu"), op_batch()
+    values = {t.name: plan.initial(t) for t in plan.tensors}
+    leaves = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
+    x = leaves["x"][torch.from_numpy(batch["tokens"]).long()]
+    logits = torch.nn.functional.silu(x @ leaves["w"].T) * x
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, 8), torch.from_numpy(batch["targets"]).long().reshape(-1), reduction="none"
+    )
+    weights = torch.from_numpy(batch["weights"]).double().reshape(-1)
+    (loss @ weights / weights.sum()).backward()
+    for name, leaf in leaves.items():
+        np.testing.assert_allclose(gradient(plan, values, batch, name), leaf.grad.numpy(), atol=1e-9)
+
+
+class Wrong(GGMLSession):
+    """An engine that is wrong in one way."""
+
+    fault = ""
+
+    def do_logits(self, micro, rows):
+        return super().do_logits(micro, rows) * (1.001 if self.fault == "logits" else 1)
+
+    def do_loss(self, micro):
+        return super().do_loss(micro) * (1.001 if self.fault == "loss" else 1)
+
+    def do_gradients(self, micros):
+        found = super().do_gradients(micros)
+        last = next(reversed(found))
+        if self.fault == "one number":
+            found[last].flat[np.abs(found[last]).argmax()] *= 1.05
+        if self.fault == "nan":
+            found[last].flat[0] = np.nan
+        if self.fault == "raises":
+            raise RuntimeError("the device is lost\nand more")
+        return found
+
+    def do_step(self, micros, hp):
+        hp = hp.copy()
+        if self.fault == "decay":
+            hp[4] = 0
+        if self.fault == "slots":
+            hp[5:] = 1
+        return super().do_step(micros, hp)
+
+
+@dataclass
+class WrongEngine(GGMLCPU):
+    fault: str = ""
+
+    def realize(self, plan):
+        Wrong.fault = self.fault
+        return Wrong(plan, self)
+
+
+@pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])
+def test_what_is_wrong_is_found_and_nothing_else(references, fault):
+    ops, runs = references
+    lines = list(examine(WrongEngine(threads=1, fault=fault), ops, runs))
+    failed = {line.name for line in lines if not line.passed}
+    names, trained = {op.name for op in ops}, {run.name for run in runs}
+    if fault in ("decay", "slots"):
+        assert failed and failed <= trained
+    else:
+        assert failed == (names if fault else set())
+    if fault == "raises":
+        assert "RuntimeError: the device is lost" in {line.failure for line in lines}
+        assert any(row.endswith("FAIL  RuntimeError: the device is lost") for row in table("x", GGMLCPU(), lines))
+
+
+@pytest.fixture
+def known(references, monkeypatch):
+    """The command then takes the references that are worked out already."""
+    monkeypatch.setattr("toyexp.numerics.expectations", lambda: references[0])
+    monkeypatch.setattr("toyexp.numerics.trainings", lambda: references[1])
+
+
+def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
+    assert [label for label, _ in engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
+    assert main(["doctor", "--numerics", "engine=ggml:threads=1,metal:threads=1:emulate=true"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "ggml:threads=1: 29 of 29 pass, products in float32" in out and "metal:threads=1:emulate=true: 29 of 29" in out
+    )
+    assert out.count("PASS") == 58 and "FAIL" not in out
+
+
+def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s(references):
+    from toyexp_torch.engines import TorchCPU
+
+    half = TorchCPU(threads=1, dtype="bfloat16")
+    assert all(line.passed for line in examine(half, *references))
+
+    class Boasting(TorchCPU):
+        def rounds_to(self):
+            return "float32"
+
+    boasting = Boasting(threads=1, dtype="bfloat16")
+    failed = {line.name for line in examine(boasting, *references) if not line.passed}
+    assert {"matmul", "attention", "3 steps, lora"} <= failed
+    assert all(line.passed for line in examine(TorchCPU(threads=1, dtype="float64"), *references))
+
+
+def test_a_failure_is_exit_code_1_and_no_traceback(capsys, monkeypatch, known):
+    monkeypatch.setattr("toyexp_ggml.session.GGMLSession.do_loss", lambda self, micro: 1.0)
+    assert main(["doctor", "--numerics", "engine=ggml:threads=1"]) == 1
+    assert capsys.readouterr().out.count("FAIL") >= 23
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["engine=gml"], "did you mean ggml"),
+        (["engine=ggml:thread=1"], "did you mean threads"),
+        (["engine=ggml:threads=many"], "must be a whole number"),
+        (["engine=ggml:threads"], "are written ggml:key=value"),
+        (["engine=metal"], "metal"),
+        (["steps=3"], "takes engine=name[:key=value],... and plugins=[...]"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(words, told, capsys):
+    assert main(["doctor", "--numerics", *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+def test_it_needs_neither_pytest_nor_autograd():
+    """Nor hypothesis; and a plugin's author without them can still use the null engine."""
+    program = (
+        "import sys\n"
+        "for name in ('pytest', '_pytest', 'autograd', 'hypothesis', 'torch'): sys.modules[name] = None\n"
+        "from toyexp.cli import main\n"
+        "from toyexp.testing import NullEngine, OpModel, ReferenceOps\n"
+        "sys.exit(main(['doctor', '--numerics', 'engine=ggml:threads=1']))\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "29 of 29 pass" in done.stdout
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
+
+
+def test_the_suites_are_still_offered():
+    import toyexp.testing as kit
+
+    for name in kit.__all__:
+        assert getattr(kit, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        kit.Nothing  # noqa: B018
+
+
+def test_expectations_hold_every_op_of_the_vocabulary(references):
+    from toyexp.ops import Ops
+    from toyexp.testing import ReferenceOps
+
+    used = set()
+
+    class Noting(ReferenceOps):
+        def __getattribute__(self, name):
+            used.add(name)
+            return super().__getattribute__(name)
+
+    for op in references[0]:
+        values = {t.name: op.plan.initial(t).astype(np.float64) for t in op.plan.tensors}
+        op.plan.model.forward(Noting(), op.plan.params(values, op.batch), op.batch)
+    assert Ops.__abstractmethods__ - {"cross_entropy"} <= used
+    assert all(dataclasses.is_dataclass(op) for op in references[0])

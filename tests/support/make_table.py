@@ -1,0 +1,38 @@
+"""Runs every cell of the README's table of GGUF files against llama.cpp and writes the table: `make table`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from cells import CELLS, README, replaced, table
+
+TESTS = Path(__file__).parents[1] / "judge" / "test_table.py"
+
+
+class Figures:
+    """What the cells that passed were off by."""
+
+    def __init__(self):
+        self.found = {}
+
+    def pytest_runtest_logreport(self, report):
+        for name, value in report.user_properties if report.when == "call" and report.passed else ():
+            if name == "cell":
+                self.found[value[:3]] = value[3:]
+
+
+def main():
+    figures = Figures()
+    pytest.main(["-q", "-m", "full or not full", str(TESTS)], plugins=[figures])
+    missing = [f"{' '.join(cell)}" for cell in CELLS if cell not in figures.found]
+    if missing:
+        return (
+            f"the table stays as it was: {len(missing)} of {len(CELLS)} cells did not pass, {missing[0]} for one "
+            "(exports in K-quants take llama-quantize on the PATH, or pip install llama-cpp-python)"
+        )
+    README.write_text(replaced(README.read_text(), table(figures.found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,392 @@
+"""Runs the jobs of a sweep to their ends, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp.errors import ToyexpError, UserError
+from toyexp.launchers import Order, Stop, on_cluster, require, run_process, side_by_side
+from toyexp.run import lock
+from toyexp.signals import stop_signals
+from toyexp.sweepdir import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
+from toyexp.sweeps import combinations, local_modules, own_sweep
+from toyexp.terminal import print_result, print_table, say, short
+from toyexp.threads import available_cores
+
+if TYPE_CHECKING:
+    from toyexp.experiment import Result
+    from toyexp.registry import Registry
+    from toyexp.schema import Source, Sweep
+
+log = logging.getLogger("toyexp")
+
+FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
+READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command line that was read, and how one run of it is done in this process."""
+
+    flags: Mapping[str, str]
+    parsed: Sequence[Any]
+    modules: Sequence[str]
+    registry: Registry
+    source: Source
+    experiment: Callable[[Any, Path], Result]  # a composed configuration in a directory
+    run: Callable[[Sequence[str]], int]  # a command line
+
+
+def sweep(asked: Asked) -> int:
+    """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
+    from toyexp import mistakes
+
+    for override in asked.parsed:  # what is wrong in every job is told once, before the first
+        if override.is_sweep_override() and _is_own(override):
+            raise UserError(f"{override.input_line}: takes one value")
+        if not override.is_sweep_override():
+            mistakes.check_override(override, asked.registry, asked.source)
+        if override.key_or_group == "resume":
+            raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
+    resume = next((str(o.value()) for o in asked.parsed if o.key_or_group == "sweep.resume"), None)
+    if resume is not None:
+        return _go_on(asked, Path(resume))
+    parsed = [*own_sweep(asked.parsed, asked.registry, asked.source), *asked.parsed]
+    fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override() and not _is_own(o)]
+    own = [str(o.input_line) for o in asked.parsed if _is_own(o)]
+    flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
+    jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
+    memory = {"flags": flags, "settings": fixed, "sweep": own, "cwd": str(Path.cwd())}
+    return Runner(asked, _settings(asked, fixed, own, asked.source), asked.source, jobs, memory).run(jobs)
+
+
+def _go_on(asked: Asked, path: Path) -> int:
+    from toyexp import mistakes
+    from toyexp.schema import Source
+
+    others = [str(o.input_line) for o in asked.parsed if not _is_own(o) and o.key_or_group != "plugins"]
+    for word in [*others, *(flag for flag in asked.flags if flag in FLAGS)]:
+        raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
+    folder = SweepDir.open(path)
+    try:
+        memory = folder.asked
+        wanted = local_modules(mistakes.parse(memory["settings"]))
+        if missing := [name for name in wanted if name not in asked.modules]:
+            raise UserError(
+                f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
+                f"command line: add 'plugins=[{','.join(wanted)}]'"
+            )
+        source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
+        own = [*memory["sweep"], *(str(o.input_line) for o in asked.parsed if _is_own(o))]
+        settings = _settings(asked, memory["settings"], own, source)
+    except BaseException:
+        folder.close()
+        raise
+    if memory["cwd"] != str(Path.cwd()):
+        say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
+    runner = Runner(asked, settings, source, folder.jobs, memory, folder)
+    return runner.run(runner.unfinished())
+
+
+def _is_own(override: Any) -> bool:
+    return bool(override.key_or_group.split(".")[0] == "sweep")
+
+
+def _settings(asked: Asked, fixed: Sequence[str], own: Sequence[str], source: Source) -> Sweep:
+    """How the jobs are run; an experiment that is chosen may say so too."""
+    from toyexp import config, mistakes
+
+    chosen = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "experiment"]
+    settings = config.sweep_settings(config.compose([*chosen, *own], asked.registry, source))
+    require(settings.launcher)
+    return settings
+
+
+class Runner:
+    """A sweep that runs."""
+
+    def __init__(
+        self, asked: Asked, settings: Sweep, source: Source, jobs: list[Job], memory: Mapping[str, Any],
+        folder: SweepDir | None = None,
+    ):  # fmt: skip
+        self._asked, self._settings, self._source, self._jobs, self._memory = asked, settings, source, jobs, memory
+        self._folder = folder  # made once a first configuration has said where
+        self._stop = Stop()
+        self._printing = threading.Lock()
+        self._limit, self._cores = self._share()
+
+    def _share(self) -> tuple[int, int]:
+        """Jobs at once, and cores for each; 0: all there are."""
+        launcher, cluster = self._settings.launcher, self._settings.submitit.cluster
+        if launcher == "serial":
+            return 1, 0
+        if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
+            return self._settings.jobs or len(self._jobs), 0
+        limit = self._settings.jobs or available_cores()
+        return limit, max(available_cores() // limit, 1)
+
+    # -- what there is to do --
+
+    def unfinished(self) -> list[Job]:
+        """The jobs to go on with. Of those that ran when the sweep itself was killed, their directories tell."""
+        assert self._folder is not None
+        for job in self._jobs:
+            if job.status != Status.RUNNING:
+                continue
+            directory = self._folder.run(job)
+            found = result_of(directory)
+            if found.get("error") and found.get("reason") != "interrupted":
+                job.end(Ended(1, str(found["error"])), directory)
+            elif found.get("reason") in ("completed", "aborted"):
+                job.end(Ended(0), directory)
+            elif owner := _being_written(directory):
+                say(f"[{job.number}] {job.label}: {owner}")
+            else:
+                job.status = Status.KILLED
+        retried = (Status.FAILED, Status.REFUSED) if self._settings.retry else ()
+        return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
+
+    def _compose(self, job: Job) -> Any:
+        """A job's configuration, which says where it runs; or how that ended it."""
+        from toyexp import config
+
+        words = [*self._memory["settings"], *job.overrides, f"hydra.job.num={job.number}"]
+        try:
+            cfg = config.compose(words, self._asked.registry, self._source)
+            root = self._folder.path if self._folder else config.directory(cfg, "hydra.sweep.dir")
+            directory = config.directory(cfg, "hydra.sweep.subdir", below=root)
+            job.directory = self._own_directory(job, root, directory)
+        except Exception as error:
+            return _failure(error)
+        if self._folder is None:  # what is wrong with it is no fault of the job's
+            self._folder = SweepDir.create(root, self._jobs, self._memory)
+            say(f"sweep   {short(root)}, {len(self._jobs)} job{'s' if len(self._jobs) > 1 else ''}")
+        return cfg
+
+    def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
+        if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
+            raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
+        name = str(directory.relative_to(root))
+        for other in self._jobs:
+            if other.directory == name and other is not job:
+                raise UserError(f"hydra.sweep.subdir gives jobs {other.number} and {job.number} one directory, {name}")
+        if (directory / "config.yaml").exists() and not job.attempts:
+            raise UserError(f"{directory} already holds a run; choose another directory: hydra.sweep.dir=...")
+        return name
+
+    # -- running --
+
+    def run(self, jobs: Sequence[Job]) -> int:
+        """Runs these jobs; returns the exit code of the sweep."""
+        try:
+            if self._settings.isolate:
+                jobs = [job for job in jobs if self._placed(job)]
+            with self._signals():
+                for job, ended in self._launch(self._waiting(jobs)):
+                    self._end(job, ended)
+            return self._report()
+        finally:
+            if self._folder:
+                self._folder.close()
+
+    def _placed(self, job: Job) -> bool:
+        """Whether it is known where a job runs; a wrong configuration is told before the first job starts."""
+        if job.directory is None and isinstance(ended := self._compose(job), Ended):
+            self._end(job, ended)
+        return job.directory is not None
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if self._settings.isolate:
+            with self._stop.handling():
+                yield
+            return
+        try:
+            with stop_signals():
+                yield
+        except KeyboardInterrupt as error:  # between two jobs
+            self._stop.number = getattr(error, "exit_code", 130) - 128
+
+    def _waiting(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        for job in jobs:
+            if self._stop.requested:
+                return
+            if job.directory is not None:
+                self._begin(job)
+            yield job
+
+    def _begin(self, job: Job) -> None:
+        assert self._folder is not None
+        job.status, job.attempts = Status.RUNNING, job.attempts + 1
+        self._folder.save()
+
+    def _launch(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
+        settings = self._settings
+        if settings.launcher == "joblib":
+            return side_by_side(jobs, self._process, self._limit)
+        if settings.launcher == "submitit" and self._folder is not None:
+            return on_cluster(
+                jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it
+            )
+        return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
+
+    def _order(self, job: Job) -> Order:
+        from toyexp import config, mistakes
+
+        assert self._folder is not None
+        directory, fixed = self._folder.run(job), self._memory["settings"]
+        flags = [word for flag in self._memory["flags"].items() for word in flag]
+        where = [config.setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        plugins = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "plugins"]
+        return Order(
+            directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
+            [f"resume={directory}", *plugins], job.attempts > 1, self._cores,
+        )  # fmt: skip
+
+    def _process(self, job: Job) -> Ended:
+        """Runs a job in a process of its own, with its output before us."""
+        alone = self._limit == 1
+
+        def show(line: str, stream: IO[str]) -> None:
+            self._say_it(line if alone else f"[{job.number}] {line}", stream)
+
+        head = f"[{job.number}] {job.label}".rstrip()
+        self._say_it(f"\n{head}" if alone else f"{head}  begins")
+        return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
+
+    def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
+        with self._printing, contextlib.suppress(BrokenPipeError):
+            if stream is sys.stderr:
+                print(line, file=stream, flush=True)
+            else:
+                say(line)
+
+    def _here(self, job: Job) -> Ended:
+        """Runs a job in this process, which afterwards is as it was before."""
+        begun = job.directory is not None
+        try:
+            with contained():
+                cfg = None if begun else self._compose(job)
+                if isinstance(cfg, Ended):
+                    return cfg
+                say(f"\n[{job.number}] {job.label}".rstrip())
+                if begun:
+                    self._asked.run(self._order(job).words())
+                else:
+                    self._begin(job)
+                    assert self._folder is not None
+                    print_result(self._asked.experiment(cfg, self._folder.run(job)))
+        except KeyboardInterrupt as error:
+            code = getattr(error, "exit_code", 130)
+            self._stop.number, self._stop.requested = code - 128, True
+            return Ended(code, str(error))
+        except (Exception, SystemExit) as error:
+            log.debug("job failed", exc_info=error)
+            return _failure(error)
+        return Ended(0)
+
+    # -- how it ended --
+
+    def _end(self, job: Job, ended: Ended) -> None:
+        """Takes down how a job ended, and tells of a failure at once."""
+        job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
+        if self._folder:
+            self._folder.save()
+        if job.status == Status.COMPLETED and self._settings.launcher == "submitit":  # it printed elsewhere
+            self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
+        if job.status in FAILURES:
+            self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
+            if self._settings.fail_fast:
+                self._stop.end()
+
+    def _details(self, job: Job) -> str:
+        """The exit code of a job's process, and where the rest of what it said is."""
+        if self._folder is None or job.directory is None or job.code is None:
+            return ""
+        logs = [path for path in (self._folder.run(job) / "log.txt", self._folder.log(job)) if path.exists()]
+        if not logs:
+            return ""
+        told = job.code < 0 or f"exit code {job.code}" in str(job.error)
+        return f" ({'' if told else f'exit code {job.code}; '}log: {short(logs[0])})"
+
+    def _report(self) -> int:
+        jobs, folder = self._jobs, self._folder
+        statuses = {job.status for job in jobs}
+        if len(jobs) > 1:
+            print_table(jobs, folder)
+        left = sum(job.status in UNFINISHED for job in jobs)
+        command = ""
+        if left and folder:
+            from toyexp.config import setting
+
+            plugins = [f"plugins=[{','.join(self._asked.modules)}]"] if self._asked.modules else []
+            command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *plugins])
+        done = f"{sum(job.status == Status.COMPLETED for job in jobs)} of {len(jobs)} jobs are completed"
+        if number := self._stop.number:
+            from signal import Signals
+
+            self._say_it(f"toyexp: interrupted by {Signals(number).name}; {done}; go on: {command}", sys.stderr)
+            return 128 + number
+        if command:
+            say(f"{done}; go on: {command}")
+        if statuses == {Status.COMPLETED}:
+            return 0
+        return 2 if statuses <= {Status.COMPLETED, Status.REFUSED, Status.WAITING} else 1
+
+
+def _failure(error: BaseException) -> Ended:
+    text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
+    return Ended(getattr(error, "exit_code", 1), text)
+
+
+def _being_written(directory: Path) -> str | None:
+    """Who writes a run, when somebody does."""
+    try:
+        os.close(lock(directory))
+    except UserError as owner:
+        return str(owner)
+    except OSError:  # there is no such run
+        return None
+    return None
+
+
+def _torch_seed() -> Any:
+    """The random state of torch, where a plugin has loaded it; this never does."""
+    torch: Any = sys.modules.get("torch")
+    return torch and torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
+    seeds, environment, here = (random.getstate(), np.random.get_state(), _torch_seed()), dict(os.environ), Path.cwd()
+    loggers = [(logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), log)]
+    try:
+        yield
+    finally:
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
+        if torch := sys.modules.get("torch"):
+            torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
+        for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(here)
+        for logger, handlers, level in loggers:
+            logger.setLevel(level)
+            for handler in [h for h in logger.handlers if h not in handlers]:
+                logger.removeHandler(handler)
+                handler.close()

@@ -1,0 +1,157 @@
+"""SentencePiece's BPE as llama.cpp runs it: merges by the score of their result, from the text alone.
+
+The tokenizers library merges by a list of pairs, which cannot say that among equal scores the leftmost goes first, so
+the merging is done here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from toyexp.errors import UserError
+from toyexp.tokenizer import BYTE, Tokenizer
+
+BLANK = "\u2581"  # how a blank is written in a token
+CACHED = 1 << 17  # words whose ids are kept
+
+
+class SentencePiece(Tokenizer):
+    """Text in characters, of which the neighbours whose token scores highest are joined, again and again.
+
+    What is no token in the end is written in byte tokens.
+    """
+
+    kind = "spm"
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        scores: np.ndarray,
+        types: np.ndarray,
+        eos: int,
+        unreachable: frozenset[int] = frozenset(),
+        prefix: bool = True,
+    ):
+        """`unreachable` are tokens that no text produces; `prefix`: a blank is thought before a text."""
+        self.pieces, self.eos, self._prefix = list(pieces), eos, prefix
+        self._types, self._scores, self._unreachable = types, scores, unreachable
+        self._ids = {piece: i for i, piece in enumerate(self.pieces) if i not in unreachable}
+        self._cost = (-scores).tolist()
+        pairs = {piece[n : n + 2] for piece in self._ids for n in range(len(piece) - 1)}
+        self._pairs = np.array(sorted(ord(p[0]) << 21 | ord(p[1]) for p in pairs) or [-1])
+        self._known: dict[str, list[int]] = {}
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids; UserError for a character that has neither a token nor byte tokens."""
+        return [
+            np.array([i for word in self._words(text, start) for i in self._ids_of(word)], np.int32)
+            for text, start in zip(texts, starts, strict=True)
+        ]
+
+    def _words(self, text: str, start: bool) -> list[str]:
+        """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
+        text = (" " * (start and self._prefix) + text).replace(" ", BLANK)
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
+        pairs = codes[:-1] << 21 | codes[1:]
+        place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
+        ends = [*(np.flatnonzero(self._pairs[place] != pairs) + 1).tolist(), len(text)]
+        return [text[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+    def _ids_of(self, word: str) -> list[int]:
+        found = self._known.get(word)
+        if found is None:
+            if len(self._known) >= CACHED:
+                self._known.clear()
+            found = self._known[word] = [i for symbol in self._merged(word) for i in self._token(symbol)]
+        return found
+
+    def _merged(self, word: str) -> list[str]:
+        """The word's characters after all merges: highest score first, the leftmost among equals."""
+        symbols = list(word)
+        before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
+        heap: list[tuple[float, int, int, str]] = []
+
+        def offer(left: int, right: int) -> None:
+            if left >= 0 and right >= 0:
+                joined = symbols[left] + symbols[right]
+                token = self._ids.get(joined)
+                if token is not None:
+                    heapq.heappush(heap, (self._cost[token], left, right, joined))
+
+        for n in range(len(word) - 1):
+            offer(n, n + 1)
+        while heap:
+            _, left, right, joined = heapq.heappop(heap)
+            if not symbols[left] or not symbols[right] or symbols[left] + symbols[right] != joined:
+                continue  # one of the two has been joined with another since
+            symbols[left], symbols[right] = joined, ""
+            after[left] = after[right]
+            if after[left] >= 0:
+                before[after[left]] = left
+            offer(before[left], left)
+            offer(left, after[left])
+        return [symbol for symbol in symbols if symbol]
+
+    def _token(self, symbol: str) -> list[int]:
+        """A token's id, or those of its bytes."""
+        found = self._ids.get(symbol)
+        if found is not None:
+            return [found]
+        spelled = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
+        known = [i for i in spelled if i is not None]
+        if len(known) < len(spelled):
+            raise UserError(f"the character {symbol!r} is not in this tokenizer")
+        return known
+
+    def _bytes_of(self, i: int) -> bytes:
+        piece = self.pieces[i]
+        return bytes([int(piece[3:5], 16)]) if self._types[i] == BYTE else piece.replace(BLANK, " ").encode()
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the ids, as of a whole text's: without the blank that was thought before it."""
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self._prefix else text
+
+    def _rules(self) -> dict[str, Any]:
+        scores = self._scores.astype(np.float64).tolist()
+        return {**super()._rules(), "scores": scores, "prefix": self._prefix, "unreachable": sorted(self._unreachable)}
+
+    def _own_metadata(self) -> dict[str, Any]:
+        keys = {
+            "model": "llama",
+            "tokens": list(self.pieces),
+            "scores": self._scores,
+            "token_type": self._types,
+            "eos_token_id": self.eos,
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "add_space_prefix": self._prefix,
+        }
+        return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
+
+    def _library(self) -> Any:
+        """As near as the library comes: merges in the order of their scores, the same but for equal ones."""
+        from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
+        from tokenizers import decoders, models, normalizers
+
+        found = [
+            (self._cost[i], n, (piece[:n], piece[n:]))
+            for piece, i in self._ids.items()
+            for n in range(1, len(piece))
+            if piece[:n] in self._ids and piece[n:] in self._ids
+        ]
+        merges = [pair for _, _, pair in sorted(found)]
+        vocab = {piece: i for i, piece in enumerate(self.pieces)}
+        engine = Engine(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+        blanks = [normalizers.Replace(" ", BLANK)]
+        engine.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK)] * self._prefix + blanks)
+        strip = [decoders.Strip(" ", 1, 0)] * self._prefix
+        engine.decoder = decoders.Sequence(
+            [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return engine

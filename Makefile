@@ -12,13 +12,16 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test check donor table wheel clean
+.PHONY: run test faults check donor bench table wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
 
 test: $(INSTALLED) check  ## lint, types, and the default test suite
 	$(BIN)/python -m pytest $(PYTEST)
+
+faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes; the figures go to tests/faults/figures.txt
+	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)
 
 check: $(INSTALLED)  ## lint and types only
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from toyexp.errors import ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
 from toyexp.signals import end_process, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import drop_output, hold_standard_files, print_result, say
+from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -39,19 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return show_version()
             return run(words)
     except ToyexpError as error:
-        print(f"toyexp: error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as error:
-        print(f"toyexp: {str(error) or 'interrupted'}", file=sys.stderr)
+        complain(str(error) or "interrupted")
         return end_process(getattr(error, "exit_code", 130))
     except BrokenPipeError:  # `toyexp plugins | head`
         drop_output()
         return 0
     except MemoryError as error:
-        print(f"toyexp: error: out of memory{f' ({error})' if str(error) else ''}", file=sys.stderr)
+        complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
         return 1
     except OSError as error:  # a disk that is full, a directory that went away, too many open files
-        print(f"toyexp: error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
         return 1
 
 

@@ -157,8 +157,8 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     unknown = [p for p in settings.plugins if p not in allowed_plugins]
     if unknown:
         raise UserError(
-            f"the config asks for the local plugin {unknown[0]}; code is only loaded from the command line: "
-            f"add 'plugins=[{','.join(settings.plugins)}]'"
+            f"the config asks for the local plugin {printable(str(unknown[0]))}; code is only loaded from the command "
+            f"line: add 'plugins=[{printable(','.join(map(str, settings.plugins)), 200)}]'"
         )
     optim = typing.cast("Optim", make(Optim, plain["optim"]))
     optim.check()

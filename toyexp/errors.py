@@ -49,3 +49,8 @@ def printable(text: str, limit: int = 60) -> str:
     """Text from a stranger's file, made safe to print: ASCII, no control characters, at most `limit` characters."""
     safe = ascii(text)[1:-1]
     return safe if len(safe) <= limit else safe[: limit - 3] + "..."
+
+
+def for_terminal(text: str) -> str:
+    """Text with whatever a terminal would obey escaped; lines stay lines."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

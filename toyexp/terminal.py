@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from toyexp.errors import for_terminal
 
 if TYPE_CHECKING:
     from toyexp.experiment import Result
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 def say(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
     try:
-        print(line, flush=True)
+        print(for_terminal(line), flush=True)
     except OSError:  # or the disk that takes the output is full
         drop_output()
 
@@ -39,6 +42,12 @@ def write_text(text: str) -> None:
     """Text as it comes, without a new line; what the terminal's encoding lacks becomes a question mark."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def complain(line: str) -> None:
+    """A line on stderr; where that cannot be written, the exit code has to do."""
+    with contextlib.suppress(OSError):
+        print(f"toyexp: {for_terminal(line)}", file=sys.stderr)
 
 
 def print_result(result: Result) -> None:

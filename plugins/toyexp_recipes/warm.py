@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose
+from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp_recipes import original
 from toyexp_recipes.scratch import DONOR
@@ -107,6 +107,9 @@ class Warm(Recipe):
                 rows = file.weights(TABLE, rows=vocab)
             except GGUFError as error:
                 raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        bad = int((~np.isfinite(rows)).sum())
+        if bad:
+            raise DonorError(f"{self.path}: {TABLE} has {bad} of {rows.size} numbers that are not finite")
         if self.init == "toy":
             original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
@@ -135,7 +138,7 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
     values, vectors = np.linalg.eigh(centred.T @ centred / max(len(rows) - 1, 1))
     axes = vectors[:, ::-1][:, :directions].T
     signs = np.sign(axes[np.arange(len(axes)), np.abs(axes).argmax(axis=1)])
-    explained = float(values[::-1][:directions].sum() / values.sum())
+    explained = float(values[::-1][:directions].sum() / (values.sum() or 1.0))  # of rows that are all the same: none
     return (axes * signs[:, None]).astype(np.float32), explained
 
 
@@ -152,7 +155,7 @@ def _width(file: GGUFFile) -> int:
     key = f"{file.architecture}.embedding_length"
     width = file.metadata.get(key)
     if not isinstance(width, int) or width <= 0:
-        raise DonorError(f"{file.path}: the donor has no {key}")
+        raise DonorError(f"{file.path}: the donor has no {printable(key)}")
     return width
 
 

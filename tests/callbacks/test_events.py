@@ -1,4 +1,5 @@
 import math
+import os
 import signal
 import time
 from datetime import datetime
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 from toyexp.gguf.read import GGUFFile
+from toyexp_callbacks import events as events_module
+from toyexp_callbacks.events import Lines, go_back
 
 
 def check_rules(events):
@@ -180,3 +183,67 @@ def test_a_signal_ends_the_run_after_its_step_with_everything_written(interrupte
         assert all(np.isfinite(file.read(name)).all() for name in file.tensors)
     assert (run.dir / "plots" / "curves.png").exists()
     assert not list(run.dir.rglob("*.tmp"))
+
+
+# -- a disk that is full for a while ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """A file of lines whose writes can be refused, or take a few bytes at a time."""
+    real, room = os.write, [10**9]
+
+    def write(file, data):
+        count = min(len(data), room[0], 7)
+        if not count:
+            raise OSError(28, "No space left on device")
+        room[0] -= count
+        return real(file, data[:count])
+
+    monkeypatch.setattr(events_module.os, "write", write)
+    return Lines(tmp_path / "lines", new=True), room
+
+
+def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):
+    written, room = lines
+    written.add("first", 0)
+    room[0] = 10  # the first line and half of the second
+    written.add("second", 0)
+    written.flush()
+    assert written.trouble == "No space left on device"
+    assert written.place() == {"bytes": 6, "waiting": "second\n"}, "whole lines, though four bytes more are in the file"
+    assert (tmp_path / "lines").read_text() == "first\nseco"
+    written.add("third", 0)
+    room[0] = 10**9
+    assert written.close() is None
+    assert (tmp_path / "lines").read_text() == "first\nsecond\nthird\n"
+
+
+def test_lines_that_never_find_room_leave_whole_ones(lines, tmp_path):
+    written, room = lines
+    room[0] = 8
+    for line in ("first", "second", "third"):
+        written.add(line, 0)
+    assert written.close() == "2 lines could not be written: No space left on device"
+    assert (tmp_path / "lines").read_text() == "first\n"
+
+
+def test_lines_beyond_what_memory_may_hold_are_counted(lines, tmp_path, monkeypatch):
+    written, room = lines
+    monkeypatch.setattr(events_module, "WAITING_BYTES", 20)
+    room[0] = 0
+    for _ in range(10):
+        written.add("x" * 9, 0)
+    room[0] = 10**9
+    assert written.close() == "8 lines were lost while the disk was full"
+    assert (tmp_path / "lines").read_text() == ("x" * 9 + "\n") * 2
+
+
+def test_a_file_goes_back_to_its_checkpoint(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("first\nsecond\nthi")
+    assert go_back(path, 6, b"waiting\n") == b"waiting\n"
+    assert path.read_text() == "first\n"
+    path.write_text("first\nsec")
+    assert go_back(path, 100, b"waiting\n") == b"", "behind a gap nothing follows"
+    assert path.read_text() == "first\n"

@@ -226,6 +226,35 @@ def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
     assert [s.step for s in keeper.published()] == [4]
 
 
+def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
+    resumed = read(write(tmp_path, 7, ARRAY, {}))
+    (write(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
+    keeper = Keeper(tmp_path, Interval(1), keep=1, resumed=resumed)
+    for step in (8, 9, 10):
+        keeper.save(step, ARRAY, {})
+        keeper.wait()
+        found, _ = newest(tmp_path)
+        assert found is not None and found.step == step
+
+
+def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
+    folder = tmp_path / "checkpoints"
+    keeper = Keeper(folder, Interval(1), keep=2)
+    keeper.save(1, ARRAY, {})
+    keeper.wait()
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    keeper.save(2, ARRAY, {})
+    keeper.wait()
+    assert [s.step for s in keeper.published()] == [1]
+    assert keeper.missing is not None and "checkpoint of step 2: not written" in keeper.missing
+    folder.unlink()
+    keeper.save(3, ARRAY, {})
+    keeper.wait()
+    assert [s.step for s in keeper.published()] == [3]
+    assert keeper.missing is None
+
+
 def test_what_a_dead_process_left_is_removed(tmp_path):
     (tmp_path / ".tmp-5-123").mkdir(parents=True)
     Keeper(tmp_path, Interval(1), keep=1)

@@ -9,10 +9,20 @@ from faults import FIGURES, LIKE_LLAMA, TEXT, words
 from toyexp.cli import main
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of several processes, under xdist
+        session.config.workeroutput["figures"] = dict(FIGURES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    FIGURES.update(getattr(node, "workeroutput", {}).get("figures", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     if not FIGURES:
         return
-    lines = [f"{name:<58} {count}" for name, count in sorted(FIGURES.items())]
+    lines = [f"{name:<62} {count:>6}" for name, count in sorted(FIGURES.items())]
     terminalreporter.section("what was tried")
     for line in lines:
         terminalreporter.write_line(line)

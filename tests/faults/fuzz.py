@@ -1,4 +1,4 @@
-"""Broken inputs by the thousand, one after another in this process: python fuzz.py WHAT SEED COUNT, in a bench.
+"""Broken inputs by the thousand, one after another in this process: python fuzz.py WHAT[,WHAT] SEED COUNT, in a bench.
 
 Each must be taken, or refused with a line: no traceback, no 2 seconds of computing, no gigabyte. The first one that is
 not is left in a file, and its name is what this program ends with.
@@ -70,10 +70,15 @@ def mutate_bytes(dice, data, others):
     return bytes(data)
 
 
-STRANGE = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.5, float("nan"), float("inf"), "",
-"x", "../../etc/passwd",
-           "\x00\x1b[2J", "\ud800", "💥" * 50, [], {}, [[]], {"": {}}, ["x"] * 100, {"_target_": "os.system"},
-           "${oc.env:HOME}"]  # fmt: skip
+STRANGE = [
+    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.5, float("nan"), float("inf"), "", "x", [], {}, [[]],
+    "../../etc/passwd", "\x00\x1b[2J", "\ud800", "💥" * 50, {"": {}}, ["x"] * 100, {"_target_": "os.system"},
+    "${oc.env:HOME}",
+]  # fmt: skip
+TEXTS = [
+    "", "x", "a b c", "\x1b[31m", "é", "<0xZZ>", "{{ 1/0 }}", "{% for %}", "gpt2", "llama", "t5", "qwen2", "{{" * 3000,
+    "{% for i in range(10**9) %}x{% endfor %}",
+]  # fmt: skip
 
 
 def mutate_json(dice, value):
@@ -163,10 +168,7 @@ class Header:
             some[at] = self.other(dice, some[at])
             return some
         if isinstance(value, str):
-            return dice.choice(["", "x", value * 2, value[::-1], "a b c", "\x1b[31m", "é", "<0xZZ>",
-            "{{ 1/0 }}", "{% for %}", "gpt2",
-                                "llama", "t5", "qwen2", "{{" * 3000,
-                                "{% for i in range(10**9) %}x{% endfor %}"])  # fmt: skip
+            return dice.choice([*TEXTS, value * 2, value[::-1]])
         return dice.choice([*NUMBERS, -1, float("nan"), float("inf"), 1e-30, 0.5])
 
     def written(self, keys, table, data, counts, dice):
@@ -327,12 +329,12 @@ class TokenFile(Target):
                 experiment.prepare(fresh(self.cfg, data=data))
 
 
+TALK = [("system", "Be short."), ("user", "Hi"), ("assistant", "Hello")]
 LINES = [
     {"prompt": "2+2=", "completion": "4"},
     {"text": "It was a bright cold day in April."},
-    {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"}]},
-]  # fmt: skip
+    {"messages": [{"role": role, "content": content} for role, content in TALK]},
+]
 
 
 class JsonLines(Target):
@@ -498,31 +500,32 @@ def try_one(target, data):
     assert all(c.isprintable() for line in out.getvalue().split("\n") for c in line), "control characters in the output"
 
 
-def run(what, seed, count):
+def run(kinds, seed, count):
     os.fsync = lambda file: None  # thousands of runs
     schema.store_schemas(REGISTRY)
-    target = TARGETS[what]()
-    for good in target.seeds:
-        try_one(target, good)
+    targets = {what: TARGETS[what]() for what in kinds}
+    for target in targets.values():
+        for good in target.seeds:
+            try_one(target, good)
     signal.signal(signal.SIGPROF, too_slow)
     before, space = memory_bytes("VmHWM"), memory_bytes("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (space + BYTES, space + BYTES))
-    for number in range(count):
-        dice = random.Random(f"{what} {seed} {number}")
-        data = target.mutated(dice)
-        Path(f"last-{what}").write_bytes(data)  # which shows what ended the process, if that happens
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing: others use this machine too
-        try:
-            try_one(target, data)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            assert memory_bytes("VmHWM") - before < BYTES
-        except BaseException:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            Path(f"failed-{what}-{seed}-{number}").write_bytes(data)
-            traceback.print_exc()
-            sys.exit(f"{what} {seed} {number}: not taken, not refused: see failed-{what}-{seed}-{number}")
-    print(json.dumps({"inputs": count, "bytes": memory_bytes("VmHWM") - before}))
+    for what, target in targets.items():
+        for number in range(count):
+            data = target.mutated(random.Random(f"{what} {seed} {number}"))
+            Path(f"last-{what}").write_bytes(data)  # which shows what ended the process, if that happens
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing: others use this machine too
+            try:
+                try_one(target, data)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                assert memory_bytes("VmHWM") - before < BYTES
+            except BaseException:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                Path(f"failed-{what}-{seed}-{number}").write_bytes(data)
+                traceback.print_exc()
+                sys.exit(f"{what} {seed} {number}: not taken, not refused: see failed-{what}-{seed}-{number}")
+    print(json.dumps({"inputs": count * len(kinds), "bytes": memory_bytes("VmHWM") - before}))
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    run(sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]))

@@ -29,7 +29,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_has_one_writer_until_it_dies(here, capsys):
     directory = here / "one-writer"
     with start(here, *WORDS, "steps=100000000", f"hydra.run.dir={directory}") as first:

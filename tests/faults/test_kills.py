@@ -39,6 +39,7 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
             return directory, kills
         sent = next(signals)
         moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
+        before = events_of(directory)
         ended = killed(args, here, sent, moment * seconds)
         if not ended.sent or ended.code == 0:  # it was done before, or while the signal came
             assert ended.code == 0 or "is complete, " in ended.errors, ended.errors
@@ -49,7 +50,7 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         assert "Traceback" not in ended.errors or sent == signal.SIGINT, ended.errors  # while Python itself starts
         if sent != signal.SIGKILL:
             assert ended.after < 10
-            require_an_end(directory, sent)
+            require_an_end(directory, before, sent)
         if steps(directory / "checkpoints"):
             FIGURES["kills: after the first checkpoint"] += 1
             continue
@@ -61,12 +62,17 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         directory = None
 
 
-def require_an_end(directory, sent):
-    """A run that was asked to end says so in its events."""
+def events_of(directory):
     events = directory / "events.jsonl"
-    if not events.is_file() or not events.stat().st_size:
+    return events.read_text() if events.is_file() else ""
+
+
+def require_an_end(directory, before, sent):
+    """A run that was asked to end says so in its events, unless the signal came before it wrote to them."""
+    events = events_of(directory)
+    if events == before:
         return
-    last = json.loads(events.read_text().splitlines()[-1])
+    last = json.loads(events.splitlines()[-1])
     if last["kind"] == "run_end" and last["reason"] == "completed":
         return  # the signal came when it was over
     assert (last["kind"], last["reason"], last["exit_code"]) == ("run_end", "interrupted", shell_code(sent)), last
@@ -88,7 +94,9 @@ def survives(here, recipe, model, engine, kills, capsys, seed=0):
     while so_far < kills:
         attempt += 1
         limit = min(dice.randint(2, 5), kills - so_far)
-        directory, survived = kill_until_done(here, f"{name}-{attempt}", settings, limit, seconds, dice, signals, capsys)
+        directory, survived = kill_until_done(
+            here, f"{name}-{attempt}", settings, limit, seconds, dice, signals, capsys
+        )
         assert Trace.of(directory, STEPS) == wanted
         so_far += survived
         FIGURES["kills: survived, to the same events and bytes"] += survived

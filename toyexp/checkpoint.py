@@ -19,6 +19,8 @@ import shutil
 import stat
 import threading
 import time
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -194,6 +196,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Damaged(f"{path}: holds no object")
     return value
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether plain data, as JSON gives it, is of a type: a scalar, a union, list[T] or Mapping[str, T]."""
+    parts = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case None:
+            return hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
+        case types.UnionType:
+            return any(conforms(value, part) for part in parts)
+        case kind if kind is list:
+            return isinstance(value, list) and all(conforms(item, parts[0]) for item in value)
+        case _:
+            return isinstance(value, dict) and all(conforms(item, parts[1]) for item in value.values())
 
 
 def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:

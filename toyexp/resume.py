@@ -129,13 +129,8 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
     """How far training had come; UserError for a state in which that does not stand."""
     saved = found.state["outcome"]
     for name, hint in typing.get_type_hints(Outcome).items():
-        value = saved.get(name)
-        if typing.get_origin(hint) is Mapping:
-            good = isinstance(value, dict) and all(isinstance(number, float) for number in value.values())
-        else:
-            good = isinstance(value, hint)
-        if not good or name not in saved:
-            raise UserError(f"{found.path / checkpoint.STATE}: outcome.{name} is {printable(str(value))}")
+        if name not in saved or not checkpoint.conforms(saved[name], hint):
+            raise UserError(f"{found.path / checkpoint.STATE}: outcome.{name} is {printable(str(saved.get(name)))}")
     if saved["steps"] != found.step:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {saved['steps']}")
     if not all(k.isdigit() and isinstance(v, float | None) for k, v in found.state["scores"].items()):

@@ -158,10 +158,10 @@ def runnable(config: Mapping[str, Any]) -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and renames it."""
+    """Writes a file under a temporary name, flushes it to the disk, and renames it; text that is no UTF-8 escaped."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(temporary, content.encode() if isinstance(content, str) else content)
+        write_synced(temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error

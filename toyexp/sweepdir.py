@@ -8,13 +8,14 @@ import logging
 import os
 import signal
 import threading
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any
 
-from toyexp.checkpoint import Damaged, read_json
+from toyexp.checkpoint import Damaged, conforms, read_json
 from toyexp.errors import UserError, printable
 from toyexp.run import dump_json, lock, write_atomically
 
@@ -48,7 +49,13 @@ MEANING = {
     -signal.SIGINT: Status.INTERRUPTED,
     -signal.SIGTERM: Status.INTERRUPTED,
 }
-NUMBERS = ("steps", "train_loss", "eval_loss", "eval_scores", "seconds")  # what is kept of a job's result.json
+NUMBERS = {  # what is kept of a job's result.json
+    "steps": int,
+    "train_loss": float | None,
+    "eval_loss": float | None,
+    "eval_scores": Mapping[str, float | None],
+    "seconds": float,
+}
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,7 @@ class Job:
         """Takes down how it ended; its numbers are read from its run directory."""
         found = result_of(directory) if directory else {}
         self.code, self.status, self.error = ended.code, MEANING.get(ended.code, Status.KILLED), str(ended)
-        self.result = (
-            {} if self.status in (Status.REFUSED, Status.KILLED) else {k: found[k] for k in NUMBERS if k in found}
-        )
+        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _numbers_of(found)
         if self.status == Status.COMPLETED:
             self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
             self.status = Status.COMPLETED if found else Status.FAILED
@@ -102,6 +107,10 @@ def result_of(directory: Path) -> dict[str, Any]:
         return read_json(directory / "result.json")
     except Damaged:
         return {}
+
+
+def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name, hint in NUMBERS.items() if name in result and conforms(result[name], hint)}
 
 
 class SweepDir:
@@ -185,21 +194,29 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
     """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError or ValueError."""
     if state["format"] != FORMAT:
         raise ValueError(f"has format {state['format']}; this toyexp reads {FORMAT}")
-    texts = [*state["settings"], *state["sweep"], *state["flags"], *state["flags"].values(), state["cwd"]]
-    jobs = [Job(**{f.name: entry[f.name] for f in fields(Job)}) for entry in state["jobs"]]
-    for number, job in enumerate(jobs):
-        texts += job.overrides
-        place = PurePath(job.directory or "")
-        if place.is_absolute() or ".." in place.parts:
-            raise ValueError(f"job {number} lies outside, in {job.directory}")
-        job.status = Status(job.status)
-        if job.number != number or not isinstance(job.result, dict):
-            raise ValueError(f"job {number} is none")
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a setting is no text")
+    asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "jobs": list[Any]}
+    for name, hint in asked.items():
+        if not conforms(state[name], hint):
+            raise ValueError(f"{name} is {state[name]}")
+    jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
     if any(text.startswith("-") for text in (*state["settings"], *(o for job in jobs for o in job.overrides))):
         raise ValueError("a setting looks like a flag")
     return jobs
+
+
+def _job(number: int, entry: Mapping[str, Any]) -> Job:
+    hints = typing.get_type_hints(Job) | {"status": str}
+    for name, hint in hints.items():
+        if not conforms(entry[name], hint):
+            raise ValueError(f"job {number}: {name} is {entry[name]}")
+    job = Job(**{name: entry[name] for name in hints})
+    job.status, job.result = Status(job.status), _numbers_of(job.result)
+    place = PurePath(job.directory or "")
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"job {number} lies outside, in {job.directory}")
+    if job.number != number:
+        raise ValueError(f"job {number} has number {job.number}")
+    return job
 
 
 # -- the summary ----------------------------------------------------------------------------------------------------

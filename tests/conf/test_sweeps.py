@@ -381,12 +381,15 @@ def done(begun):
         (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 lies outside"),
         (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 lies outside"),
         (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
-        (lambda state: state["jobs"][1].update(number=7), "job 1 is none"),
+        (lambda state: state["jobs"][1].update(number=7), "job 1 has number 7"),
         (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
-        (lambda state: state["jobs"][1].update(overrides=[3]), "a setting is no text"),
+        (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides is [3]"),
+        (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts is 1"),
+        (lambda state: state["jobs"].append(5), "is damaged"),
+        (lambda state: state.update(flags=[]), "flags is []"),
         (lambda state: state["jobs"][1].pop("code"), "code"),
         (lambda state: state.update(format=9), "has format 9; this toyexp reads 1"),
-        (lambda state: state.update(settings=None), "is damaged"),
+        (lambda state: state.update(settings=None), "settings is None"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
@@ -397,6 +400,18 @@ def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told):
     with pytest.raises(UserError) as error:
         SweepDir.open(Path("s"))
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_that_are_none_are_not_taken_over(done):
+    state = json.loads(done.read_text())
+    numbers = {"steps": "many", "train_loss": [1], "eval_loss": 2.5, "eval_scores": {"accuracy": {}}, "else": 1}
+    state["jobs"][0].update(result=numbers, overrides=["name=\ud800"])
+    done.write_text(json.dumps(state))
+    folder = SweepDir.open(Path("s"))
+    folder.save()
+    folder.close()
+    assert folder.jobs[0].result == {"eval_loss": 2.5}
+    assert "\\ud800" in Path("s/summary.csv").read_text()
 
 
 def test_a_sweep_json_cannot_load_code(done, capsys):

@@ -7,12 +7,26 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from toyexp.checkpoint import ARRAYS, MANIFEST, STATE, Damaged, Interval, Keeper, newest, read, steps, write
+from toyexp.checkpoint import (
+    ARRAYS,
+    MANIFEST,
+    STATE,
+    Damaged,
+    Interval,
+    Keeper,
+    conforms,
+    newest,
+    read,
+    steps,
+    write,
+)  # fmt: skip
 from toyexp.errors import UserError
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
@@ -253,6 +267,20 @@ def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
     keeper.wait()
     assert [s.step for s in keeper.published()] == [3]
     assert keeper.missing is None
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "good"),
+    [
+        (1, int, True), (1.0, int, False), (True, int, False), (True, bool, True), (None, int, False),
+        (None, float | None, True), (1.5, float | None, True), ("1.5", float | None, False),
+        (["a"], list[str], True), (["a", 1], list[str], False), ("a", list[str], False), ([{}], list[Any], True),
+        ({"a": None}, Mapping[str, float | None], True), ({"a": [1.0]}, Mapping[str, float | None], False),
+        ([], dict[str, Any], False),
+    ],
+)  # fmt: skip
+def test_what_json_gives_is_held_against_a_type(value, hint, good):
+    assert conforms(value, hint) == good
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):

@@ -29,6 +29,8 @@ from toyexp.gguf.read import GGUFFile
 from toyexp.recipe import start
 from toyexp.registry import load
 from toyexp.resume import load as load_run
+from toyexp.sweepdir import Job, Status, SweepDir
+from toyexp.terminal import print_table
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.tokens import Tokens
@@ -440,6 +442,35 @@ class State(Resume):
         return json.dumps(mutate_json(dice, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
 
 
+class Sweep(Target):
+    """The sweep.json of a sweep to go on with, to the summary of its jobs."""
+
+    suffix = "-sweep"
+
+    def __init__(self):
+        super().__init__()
+        numbers = {"steps": 3, "train_loss": 2.5, "eval_loss": 2.0, "eval_scores": {"accuracy": 0.5}, "seconds": 1.0}
+        done = Job(0, ["seed=0"], "0-seed=0", Status.COMPLETED, 1, 0, None, numbers)
+        jobs = [done, Job(1, ["seed=1"], "1-seed=1", Status.FAILED, 1, 1, "no room"), Job(2, ["seed=2"])]
+        asked = {"flags": {"--config-dir": "more"}, "settings": ["steps=3"], "sweep": ["sweep.jobs=2"], "cwd": "/"}
+        SweepDir.create(self.path, jobs, asked).close()
+        self.seeds = [(self.path / "sweep.json").read_bytes()]
+
+    def mutated(self, dice):
+        if dice.random() < 0.3:
+            return super().mutated(dice)
+        return json.dumps(mutate_json(dice, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
+
+    def take(self, data):
+        (self.path / "sweep.json").write_bytes(data)
+        folder = SweepDir.open(self.path)
+        try:
+            folder.save()
+            print_table(folder.jobs, folder)
+        finally:
+            folder.close()
+
+
 class SavedConfig(Resume):
     """The config.yaml of a run that is resumed, through the whole command line."""
 
@@ -462,7 +493,7 @@ class SavedConfig(Resume):
 TARGETS = {
     "describe": Describe, "base": Base, "donor": Donor, "tokenizer": Tokenizer, "eval": Eval, "tokens": TokenFile,
     "jsonl": JsonLines, "images": ImageFiles, "events": Events, "manifest": Manifest, "arrays": Arrays, "state": State,
-    "config": SavedConfig,
+    "sweep": Sweep, "config": SavedConfig,
 }  # fmt: skip
 
 

@@ -23,7 +23,8 @@ FUZZ = Path(__file__).with_name("fuzz.py")
 SUPPORT = str(Path(__file__).parent.parent / "support")
 COUNTS = {  # of the long form
     "describe": 12_000, "base": 8_000, "donor": 8_000, "tokenizer": 8_000, "eval": 2_000, "tokens": 8_000,
-    "jsonl": 5_000, "images": 8_000, "events": 400, "manifest": 400, "arrays": 600, "state": 1_000, "config": 250,
+    "jsonl": 5_000, "images": 8_000, "events": 400, "manifest": 400, "arrays": 600, "state": 1_000, "sweep": 5_000,
+    "config": 250,
 }  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_any_header_is_read_or_refused(rest, version, tensors, keys):
 @pytest.mark.slow
 def test_some_broken_inputs(material):
     """Of every kind but those that take long."""
-    fuzz(material, "describe,base,donor,tokenizer,tokens,jsonl,images,state", 20, 1)
+    fuzz(material, "describe,base,donor,tokenizer,tokens,jsonl,images,state,sweep", 20, 1)
 
 
 @pytest.mark.faults

@@ -9,8 +9,10 @@ import time
 import pytest
 from faults import FIGURES, Trace, killed, shell_code, toyexp, words
 
+from toyexp import Unavailable
 from toyexp.checkpoint import steps
 from toyexp.cli import main
+from toyexp.registry import load
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PAIRS = [
@@ -19,6 +21,7 @@ PAIRS = [
 ]  # fmt: skip
 ALL = [*itertools.product(PAIRS, ("ggml", "cpu")), (("scratch", "qwen3"), "ggml")]
 KILLS = 11  # of each of ALL
+KILLS_ON_A_GPU = 4  # whose processes take seconds to start
 STEPS = 60  # enough that half of a process's time is training and saving
 
 
@@ -114,3 +117,17 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
 )
 def test_every_recipe_survives_being_killed(pair, engine, here, capsys):
     survives(here, *pair, engine, KILLS, capsys, seed=1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.device(name)) for name in ("cuda", "ggml_cuda")]
+)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_recipe_survives_being_killed_on_a_gpu(pair, engine, here, capsys):
+    try:
+        load().offers["engine"][engine].cls().check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    survives(here, *pair, engine, KILLS_ON_A_GPU, capsys, seed=2)

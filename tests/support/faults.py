@@ -21,7 +21,7 @@ LIKE_LLAMA = ("llama", "qwen2", "qwen3", "gemma")
 STEPS, EVERY = 12, 3
 
 TINY = [
-    "model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4", f"steps={STEPS}",
+    "model.d_model=32", "model.n_layers=1", "batch_size=4", f"steps={STEPS}",
     f"checkpoint_every={EVERY}", "eval_every=5", "data.{}=8", "callbacks=[cosine,events,gguf_export]",
 ]  # fmt: skip
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
@@ -31,7 +31,13 @@ SETTINGS = {  # what some pairs of a recipe and a model need
     ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
     ("lora", "gpt2"): ["recipe.targets=[qkv]"],
 }
-ENGINES = {"cpu": ["engine=cpu"], "ggml": ["engine=ggml"], "metal": ["engine=metal", "engine.emulate=true"]}
+ENGINES = {
+    "cpu": ["engine=cpu", "engine.threads=1"],
+    "ggml": ["engine=ggml", "engine.threads=1"],
+    "metal": ["engine=metal", "engine.emulate=true", "engine.threads=1"],
+    "cuda": ["engine=cuda", "engine.deterministic=true"],
+    "ggml_cuda": ["engine=ggml_cuda"],
+}
 
 
 def words(recipe: str, model: str, engine: str) -> list[str]:

@@ -40,7 +40,7 @@ class Resumed:
 
     def lines(self) -> list[str]:
         """For the person who watches."""
-        changes = [f"{key} {printable(str(a))} -> {printable(str(b))}" for key, (a, b) in self.changed.items()]
+        changes = [f"{printable(k)} {printable(str(a))} -> {printable(str(b))}" for k, (a, b) in self.changed.items()]
         told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
         return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
 
@@ -107,7 +107,10 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE}
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
-        told = [f"{k} was {printable(str(a))} and is {printable(str(b))}" for k, (a, b) in list(fixed.items())[:3]]
+        told = [
+            f"{printable(k)} was {printable(str(a))} and is {printable(str(b))}"
+            for k, (a, b) in list(fixed.items())[:3]
+        ]
         more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
         raise UserError(f"resume={directory}: that run is another experiment: {'; '.join(told)}{more}")
     if found.step > settings.steps:

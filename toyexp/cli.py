@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.commands import COMMANDS, show_help, show_version
-from toyexp.errors import ToyexpError, UserError, choose
+from toyexp.errors import RunFailed, ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
-from toyexp.signals import end_process, stop_signals
+from toyexp.signals import end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
 from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say
 
@@ -38,21 +38,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "--version" in words:
                 return show_version()
             return run(words)
-    except ToyexpError as error:
-        complain(f"error: {error}")
-        return error.exit_code
     except KeyboardInterrupt as error:
-        complain(str(error) or "interrupted")
-        return end_process(getattr(error, "exit_code", 130))
+        return _interrupted(error)
     except BrokenPipeError:  # `toyexp plugins | head`
         drop_output()
         return 0
-    except MemoryError as error:
-        complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
-        return 1
-    except OSError as error:  # a disk that is full, a directory that went away, too many open files
-        complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
-        return 1
+    except Exception as error:
+        hidden = hidden_interrupt(error)
+        if hidden is not None and not isinstance(error, RunFailed):  # it came in the middle of someone's clean-up
+            return _interrupted(hidden)
+        match error:
+            case ToyexpError():
+                complain(f"error: {error}")
+                return error.exit_code
+            case MemoryError():
+                complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
+                return 1
+            case OSError():  # a disk that is full, a directory that went away, too many open files
+                complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
+                return 1
+        raise
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    complain(str(error) or "interrupted")
+    return end_process(getattr(error, "exit_code", 130))
 
 
 # -- running --------------------------------------------------------------------------------------------------------

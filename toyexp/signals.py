@@ -79,6 +79,13 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
+    """The signal in the middle of which `error` was raised, by code whose clean-up expects to have got further."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error
+
+
 @contextlib.contextmanager
 def cpu_limit(seconds: float, error: Exception) -> Iterator[None]:
     """Raises `error` once this process has computed for so long in the block; outside the main thread it never does."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toyexp.bus import Bus, Run
+from toyexp.cli import main
 from toyexp.loop import Training
 from toyexp.optim import AdamW
 from toyexp.plan import PlanTensor
@@ -202,3 +203,17 @@ def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(tm
 
         outcome = Training(run, bus, batches, AdamW.for_from_scratch(), 2, stopped).train()
     assert (outcome.reason, outcome.eval_step, outcome.steps) == ("interrupted", None, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, monkeypatch, capsys):
+    def compose(*_):
+        try:
+            os.kill(os.getpid(), number)
+            old = 1
+        finally:
+            print(old)  # which has no value yet, as where OmegaConf puts its flags back
+
+    monkeypatch.setattr("toyexp.config.compose_raw", compose)
+    assert main(["steps=1"]) == 128 + number
+    assert capsys.readouterr().err == f"toyexp: interrupted by {signal.Signals(number).name}\n"

@@ -18,8 +18,9 @@ import numpy as np
 
 import toyexp
 from toyexp.engine import Batch
-from toyexp.errors import UserError, choose
+from toyexp.errors import UserError
 from toyexp.experiment import count
+from toyexp.options import read_options, require_settings, whole
 from toyexp.plan import Plan
 from toyexp.registry import Registry
 from toyexp.stepper import EngineStepper, Entry, Stepper, alone, baselines
@@ -65,33 +66,19 @@ class Options:
 
 
 SWITCHES = {"--baseline": ("baseline", True), "--no-memory": ("memory", False), "--json": ("json", True)}
-NUMBERS = {"--rounds": "rounds", "--steps": "steps"}
+NUMBERS = {"--rounds": "7", "--steps": "100"}
 
 
 def split(words: Sequence[str]) -> tuple[Options, list[str]]:
     """The options and the settings of a command line; UserError for what is neither."""
-    options, settings, left = Options(), [], list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in SWITCHES:
-            if equals:
-                raise UserError(f"{word}: {flag} takes no value")
-            setattr(options, *SWITCHES[flag])
-        elif flag in NUMBERS:
-            value = value if equals else left.pop(0) if left else ""
-            if not (value.isascii() and value.isdecimal() and 1 <= int(value) <= 10**6):
-                raise UserError(f"{f'{flag} {value}'.strip()}: takes a whole number from 1 to 1000000")
-            setattr(options, NUMBERS[flag], int(value))
-        elif word.startswith("-"):
-            raise UserError(f"bench {word}: there is no such option; {choose(flag, (*SWITCHES, *NUMBERS))}")
-        elif not equals and word[:1] not in "~+":
-            raise UserError(f"bench {word}: neither an option nor a setting (key=value); see toyexp bench --help")
-        elif flag == "steps":
-            raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
-        else:
-            settings.append(word)
-    return options, settings
+    given = read_options("bench", words, SWITCHES, NUMBERS)
+    require_settings("bench", given.rest)
+    for setting in given.rest:
+        key, _, value = setting.partition("=")
+        if key == "steps":
+            raise UserError(f"{setting}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
+    named: dict[str, Any] = {flag[2:]: whole(flag, text, 1, 10**6) for flag, text in given.values.items()}
+    return Options(**named, **dict(SWITCHES[flag] for flag in given.switches)), given.rest
 
 
 # -- what is found --------------------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.describe import find_model, in_bytes, pasted, types_of, unfit_donor
-from toyexp.errors import UserError, choose, printable
+from toyexp.errors import UserError, printable
 from toyexp.experiment import count
 from toyexp.gguf.read import GGUFFile
 from toyexp.listing import columns
+from toyexp.options import read_options
 from toyexp.registry import Registry
 
 HELP = """\
@@ -123,16 +124,14 @@ class Models:
 
 def split(words: Sequence[str]) -> tuple[list[Path], bool]:
     """The directories and whether --json was given; UserError for what is neither."""
-    directories = [Path(w) for w in words if not w.startswith("-")]
-    for word in words:
-        if word.startswith("-") and word != "--json":
-            raise UserError(f"models {word}: there is no such option; {choose(word, ['--json'])}")
+    given = read_options("models", words, ["--json"])
+    directories = [Path(word) for word in given.rest]
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
             there = os.path.exists(path)  # noqa: PTH110 - likewise
             what = "is no directory; about one file: toyexp describe" if there else "not found"
             raise UserError(f"models {path}: {what}")
-    return directories, "--json" in words
+    return directories, "--json" in given.switches
 
 
 def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:

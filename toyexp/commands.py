@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.errors import Unavailable, UserError, choose
 from toyexp.matrix import table
+from toyexp.options import read_options
 from toyexp.registry import KINDS, Registry, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
@@ -184,39 +184,31 @@ def evaluate(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(HELP)
         return 0
-    file, settings = _file_and_settings([w for w in words if w != "--json"])
+    file, settings, as_json = _file_and_settings(words)
     from toyexp.gguf.model import file_of
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
     found = run(file_of(Path(file)), settings, registry, modules)
-    print(dump_json(found.plain(), indent=2) if "--json" in words else "\n".join(found.lines()))
+    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
     return 0
 
 
-def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The file that eval is asked about and the settings behind it, with what --data stands for; else UserError."""
-    files, settings, left = list[str](), list[str](), list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag == "--data":
-            value = value if equals else left.pop(0) if left else ""
-            if not value:
-                raise UserError("eval --data: needs a file or folder of text: --data book.txt")
-            # Hydra's quoting: a quote and the backslashes before it are escaped, and those at the end.
-            quoted = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
-            settings += ["data=text", f"data.path='{quoted}'"]
-        elif word.startswith("-"):
-            raise UserError(f"eval {word}: there is no such option; {choose(flag, ('--data', '--json', '--help'))}")
-        else:
-            (settings if equals else files).append(word)
+def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
+    """The file that eval is asked about, the settings with what --data stands for, and --json; or UserError."""
+    from toyexp.config import setting
+
+    given = read_options("eval", words, ["--json"], {"--data": "book.txt"})
+    files = [word for word in given.rest if "=" not in word]
+    settings = [word for word in given.rest if "=" in word]
     if len(files) != 1:
         raise UserError(
             f"eval {files[-1] if files else ''}: takes one file or run directory, settings behind it, --data and "
             "--json: toyexp eval model.gguf seed=1"
         )
-    return files[0], settings
+    if "--data" in given.values:
+        settings += ["data=text", setting("data.path", given.values["--data"])]
+    return files[0], settings, "--json" in given.switches
 
 
 def generate(words: Sequence[str]) -> int:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import UserError, choose, printable
+from toyexp.errors import UserError, printable
 from toyexp.experiment import count
 from toyexp.gguf.model import ADAPTER, MODEL, file_of, model_in
 from toyexp.gguf.read import GGUFFile, TensorInfo
 from toyexp.gguf.tokenizer import check_kind, has_text
 from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.model import Model
+from toyexp.options import read_options
 from toyexp.registry import Registry
 from toyexp.tokenizer import CONTROL
 
@@ -52,16 +53,13 @@ TRAINING_WINDOW = 64  # the default of model.context, which must not be longer t
 
 def split(words: Sequence[str]) -> tuple[Path, set[str]]:
     """The file and the flags of a command line; UserError for what is neither."""
-    files = [w for w in words if not w.startswith("-")]
-    for word in words:
-        if word.startswith("-") and word not in FLAGS:
-            raise UserError(f"describe {word}: there is no such option; {choose(word, FLAGS)}")
-    if len(files) != 1 or not files[0]:
+    given = read_options("describe", words, FLAGS)
+    if len(given.rest) != 1 or not given.rest[0]:
         raise UserError(
-            f"describe {' '.join(map(shlex.quote, files))}".rstrip() + ": takes one GGUF file, or the directory of a "
-            "run: toyexp describe model.gguf"
+            f"describe {shlex.join(given.rest)}".rstrip() + ": takes one GGUF file, or the directory of a run: "
+            "toyexp describe model.gguf"
         )
-    return Path(files[0]), set(words) & set(FLAGS)
+    return Path(given.rest[0]), given.switches
 
 
 @dataclass(frozen=True)

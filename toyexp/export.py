@@ -19,6 +19,7 @@ from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import Writer
 from toyexp.huggingface import TYPES, write_folder
+from toyexp.options import read_options
 from toyexp.registry import Registry
 from toyexp.run import bytes_in, dump_json
 from toyexp.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ FOLDER_FILES = {
     "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json",
     "tokenizer_config.json",
 }  # fmt: skip
-VALUES = ("--type", "--to")
+VALUES = {"--type": "q8_0", "--to": "small.gguf"}
 SWITCHES = ("--force", "--requantize", "--json")
 
 HELP = f"""\
@@ -91,31 +92,15 @@ class Exported:
 
 def split(words: Sequence[str]) -> Options:
     """The command line of `toyexp export`; UserError for what it does not take."""
-    given: dict[str, str] = {}
-    switches: set[str] = set()
-    what: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if word in SWITCHES:
-            switches.add(word)
-        elif flag in VALUES:
-            if not equals and not left:
-                raise UserError(f"{flag} needs a value, such as {flag} {'q8_0' if flag == '--type' else 'small.gguf'}")
-            given[flag] = value if equals else left.pop(0)
-        elif word.startswith("-"):
-            raise UserError(f"export {word}: there is no such option; {choose(flag, (*SWITCHES, *VALUES))}")
-        else:
-            what.append(word)
-    if len(what) != 1 or "--type" not in given:
+    given = read_options("export", words, SWITCHES, VALUES)
+    if len(given.rest) != 1 or "--type" not in given.values:
         raise UserError(
             f"export {' '.join(words)}".rstrip() + ": takes one file or run directory, and a type: "
             "toyexp export model.gguf --type q8_0"
         )
-    to = Path(given["--to"]) if "--to" in given else None
-    flags = (f"--{name}" in switches for name in ("force", "requantize", "json"))
-    return Options(Path(what[0]), given["--type"], to, *flags)
+    to = Path(given.values["--to"]) if "--to" in given.values else None
+    flags = (f"--{name}" in given.switches for name in ("force", "requantize", "json"))
+    return Options(Path(given.rest[0]), given.values["--type"], to, *flags)
 
 
 def export(options: Options, registry: Registry) -> Exported:

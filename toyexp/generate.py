@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from toyexp.gguf.model import file_of, model_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.init import stream
+from toyexp.options import is_whole, read_options, real, whole
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 from toyexp.sampling import Sampling, continuation
@@ -62,7 +62,7 @@ every engine; llama.cpp has its own. seconds count from reading the prompt, with
 class Options:
     """The command line."""
 
-    model: str = ""
+    model: str
     prompt: str | None = None
     ids: list[int] | None = None
     chat: bool = False
@@ -84,40 +84,24 @@ class Options:
 
 
 SWITCHES = ("--chat", "--json")
-WORDS = ("--prompt", "--adapter", "--engine", "--ids")
-# What a number must be, and the least and the most it can be.
+TEXTS = {"--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3"}
+# The least and the most that a number can be.
 WHOLE = {"--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1)}
 REAL = {"--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0)}
-FLAGS = (*SWITCHES, *WORDS, *WHOLE, *REAL)
+VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
 
 
 def split(words: Sequence[str]) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    options, files, left = Options(), list[str](), list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag == "plugins" and equals:
-            options.plugins = value.strip("[]").split(",")
-        elif not word.startswith("-"):
-            files.append(word)
-        elif flag not in FLAGS:
-            raise UserError(f"generate {word}: there is no such option; {choose(flag, FLAGS)}")
-        elif flag in SWITCHES:
-            if equals:
-                raise UserError(f"{word}: {flag} takes no value")
-            setattr(options, flag[2:], True)
-        else:
-            if not equals:
-                if not left or left[0] in FLAGS:
-                    raise UserError(f"{flag}: needs a value; see toyexp generate --help")
-                value = left.pop(0)
-            setattr(options, flag[2:].replace("-", "_"), _value(flag, value))
+    given = read_options("generate", words, SWITCHES, VALUES)
+    files = [word for word in given.rest if not word.startswith("plugins=")]
     if len(files) != 1:
-        raise UserError(
-            f"generate {files[1] if files else ''}: takes one GGUF file or run directory".replace(" :", ":")
-        )
-    options.model = files[0]
+        more = f" {files[1]}" if files else ""
+        raise UserError(f"generate{more}: takes one GGUF file or run directory")
+    modules = [m for w in given.rest if w not in files for m in w.removeprefix("plugins=").strip("[]").split(",")]
+    named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in given.values.items()}
+    named |= {flag[2:]: flag in given.switches for flag in SWITCHES}
+    options = Options(files[0], plugins=modules, **named)
     if (options.prompt is None) == (options.ids is None):
         raise UserError("generate: give --prompt TEXT (- reads it from standard input), or --ids 1,2,3 in its place")
     if options.chat and options.ids is not None:
@@ -128,28 +112,12 @@ def split(words: Sequence[str]) -> Options:
 def _value(flag: str, text: str) -> Any:
     if flag == "--ids":
         parts = text.replace(",", " ").split()
-        if not parts or not all(_is_whole(p, 0, 2**31 - 1) for p in parts):
+        if not parts or not all(is_whole(part, 0, 2**31 - 1) for part in parts):
             raise UserError(f"--ids {text}: takes token ids with commas between them, such as 1,2,3")
-        return [int(p) for p in parts]
+        return [int(part) for part in parts]
     if flag in WHOLE:
-        least, most = WHOLE[flag]
-        if not _is_whole(text, least, most):
-            raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}")
-        return int(text)
-    if flag in REAL:
-        low, high = REAL[flag]
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high:
-            raise UserError(f"{flag} {text}: takes a number from {low:g} to {high:g}")
-        return number
-    return text
-
-
-def _is_whole(text: str, least: int, most: int) -> bool:
-    return text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most
+        return whole(flag, text, *WHOLE[flag])
+    return real(flag, text, *REAL[flag]) if flag in REAL else text
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------
@@ -341,7 +309,7 @@ def _by_llama_cpp(
     threads = 0
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key != "threads" or not _is_whole(value, 0, 1024):
+        if key != "threads" or not is_whole(value, 0, 1024):
             raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes threads alone: {LLAMA_CPP}:threads=1")
         threads = int(value)
     with GGUFFile(path) as file:

@@ -13,8 +13,9 @@ import numpy as np
 
 from toyexp.bus import Run
 from toyexp.data import Batches
-from toyexp.errors import RunFailed, UserError, choose
+from toyexp.errors import RunFailed, UserError
 from toyexp.experiment import Prepared, introduction
+from toyexp.options import read_options, real, require_settings
 from toyexp.recipe import start
 from toyexp.registry import settings_of
 from toyexp.variants import Variant
@@ -267,37 +268,10 @@ class Options:
 
 def split(words: Sequence[str]) -> tuple[Options, list[str]]:
     """The options and the settings of `toyexp parity ...`; UserError for what is neither."""
-    limits = [f"--{f.name}" for f in fields(Tolerances)]
-    given: dict[str, float] = {}
-    settings: list[str] = []
-    switches: set[str] = set()
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if word in SWITCHES:
-            switches.add(word)
-        elif flag in limits:
-            if not equals and not left:
-                raise UserError(f"{flag} needs a number, such as {flag} 1e-3")
-            given[flag.removeprefix("--")] = _tolerance(flag, value if equals else left.pop(0))
-        elif word.startswith("-"):
-            raise UserError(f"parity {word}: there is no such option; {choose(flag, (*SWITCHES, *limits))}")
-        elif not equals and word[:1] not in "~+":
-            raise UserError(f"parity {word}: is no setting; write key=value, and the engines as engine=cpu,ggml")
-        else:
-            settings.append(word)
-    return Options(Tolerances(**given), "--all" in switches, "--json" in switches), settings
-
-
-def _tolerance(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"{flag} {text}: must be a number, 0 or above, such as {flag} 1e-3")
-    return value
+    given = read_options("parity", words, SWITCHES, {f"--{f.name}": "1e-3" for f in fields(Tolerances)})
+    require_settings("parity", given.rest)
+    limits = {flag.removeprefix("--"): real(flag, text, 0) for flag, text in given.values.items()}
+    return Options(Tolerances(**limits), "--all" in given.switches, "--json" in given.switches), given.rest
 
 
 def help_text() -> str:

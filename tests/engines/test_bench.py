@@ -222,7 +222,7 @@ def test_options_are_read_in_both_forms():
     [
         (["--round", "3"], "bench --round: there is no such option; did you mean --rounds?"),
         (["-m", "lr=1,2"], "bench -m: there is no such option; there is: --baseline"),
-        (["--rounds"], "--rounds: takes a whole number"),
+        (["--rounds"], "--rounds needs a value, such as --rounds 7"),
         (["--rounds", "0"], "--rounds 0: takes a whole number from 1"),
         (["--steps=x"], "--steps x: takes a whole number"),
         (["--json=1"], "--json takes no value"),

@@ -61,7 +61,7 @@ def test_a_run_directory_and_data_for_short(capsys):
     ("words", "said"),
     [
         ([], "takes one file"),
-        (["run/model.gguf", "--data"], "--data: needs a file"),
+        (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
         (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
         ([".", "seed=1"], "without model.gguf"),

@@ -1,0 +1,76 @@
+"""The words behind a sub-command: switches, options with a value, and the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from toyexp.errors import UserError, choose
+
+
+@dataclass(frozen=True)
+class Words:
+    """What was typed, told apart."""
+
+    switches: set[str]
+    values: dict[str, str]  # by option; of one given twice the last
+    rest: list[str]  # files and settings
+
+
+def read_options(
+    command: str, words: Sequence[str], switches: Collection[str] = (), values: Mapping[str, str] | None = None
+) -> Words:
+    """Tells the words apart; `values` has an example for each option that takes one. UserError for any other option."""
+    values = values or {}
+    found = Words(set(), {}, [])
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in switches:
+            if equals:
+                raise UserError(f"{word}: {flag} takes no value")
+            found.switches.add(flag)
+        elif flag in values:
+            if not equals and (not left or left[0] in switches or left[0] in values):
+                raise UserError(f"{flag} needs a value, such as {flag} {values[flag]}")
+            found.values[flag] = value if equals else left.pop(0)
+        elif word.startswith("-"):
+            raise UserError(f"{command} {word}: there is no such option; {choose(flag, (*switches, *values))}")
+        else:
+            found.rest.append(word)
+    return found
+
+
+def require_settings(command: str, words: Sequence[str]) -> None:
+    """Raises UserError for a word that is no setting."""
+    for word in words:
+        if "=" not in word and word[:1] not in "~+":
+            raise UserError(f"{command} {word}: is no setting; write key=value; see toyexp {command} --help")
+
+
+def whole(flag: str, text: str, least: int, most: int) -> int:
+    """The whole number that an option was given; UserError outside of least to most."""
+    if not is_whole(text, least, most):
+        raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}")
+    return int(text)
+
+
+def is_whole(text: str, least: int, most: int) -> bool:
+    """Whether a text is a whole number from least to most."""
+    return text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most
+
+
+def real(flag: str, text: str, low: float, high: float = math.inf) -> float:
+    """The number that an option was given; UserError outside of low to high, and for one that is not finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high):
+        asked = (
+            f"takes a number from {low:g} to {high:g}" if math.isfinite(high) else f"takes a number, {low:g} or above"
+        )
+        raise UserError(f"{flag} {text}: {asked}")
+    return number

@@ -217,7 +217,7 @@ def models(cases, draw):
 
 
 def class_tokens(cases):
-    """Class tokens of other sizes than the features, some of which ggml would repeat."""
+    """Frozen class tokens of other sizes than the features, some of which ggml would repeat."""
     data = {"tokens": batch()["tokens"], "targets": np.zeros(ROWS, np.int32), "weights": np.ones(ROWS, np.float32)}
 
     def classify(ops, p, batch):
@@ -227,7 +227,9 @@ def class_tokens(cases):
 
         def act(engine, size=size):
             arrays = {"x": np.ones((VOCAB, WIDTH), np.float32), "w": np.ones(size, np.float32)}
-            use(engine, probe_plan(Probe(arrays, classify), ROWS, {n: a.shape[1:] for n, a in data.items()}), data)
+            plan = probe_plan(Probe(arrays, classify), ROWS, {n: a.shape[1:] for n, a in data.items()})
+            tensors = tuple(dataclasses.replace(t, trainable=t.name == "x") for t in plan.tensors)
+            use(engine, dataclasses.replace(plan, tensors=tensors), data)
 
         cases.append((f"a class token of {size}", act, ToyexpError))
 

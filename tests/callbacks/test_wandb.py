@@ -24,6 +24,8 @@ class Record:
     def finish(self):
         if os.environ["MISBEHAVE"] == "finish":
             time.sleep(600)
+        if os.environ["MISBEHAVE"] == "finish badly":
+            raise ValueError("the upload failed")
 
 def init(**options):
     if os.environ["MISBEHAVE"] == "init":
@@ -48,7 +50,7 @@ for kind in sys.argv[1].split(","):
     code = main([*sys.argv[2:], f"hydra.run.dir={kind}"])
     print("OUTCOME", json.dumps({"kind": kind, "code": code, "seconds": time.monotonic() - began}))
 """
-KINDS = ["init", "log", "finish", "slow", "interrupt", "nothing"]
+KINDS = ["init", "log", "finish", "finish badly", "slow", "interrupt", "nothing"]
 
 
 @pytest.fixture
@@ -86,6 +88,7 @@ def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
         "wandb gave up, the run goes on: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
     ]
     assert notes["log"] == ["wandb gave up, the run goes on: ValueError: disk quota exceeded"]
+    assert notes["finish badly"] == ["wandb gave up, the run goes on: ValueError: the upload failed"]
     assert notes["interrupt"] == ["wandb gave up, the run goes on: KeyboardInterrupt: "]
     for kind in ("finish", "slow"):
         assert notes[kind] == ["wandb did not finish within 0.5 s; its record of this run is incomplete"]

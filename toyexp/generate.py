@@ -149,7 +149,8 @@ def _value(flag: str, text: str) -> Any:
 
 
 def _is_whole(text: str, least: int, most: int) -> bool:
-    return text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most
+    digits = text.lstrip("0") or text[:1]
+    return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------

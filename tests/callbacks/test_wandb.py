@@ -62,7 +62,8 @@ def misbehave(settings, spawn, tmp_path, trained):
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(FAKE)
         words = [w for w in settings("callbacks=[default,wandb]", *overrides, engine="noop") if "hydra.run" not in w]
-        environment = {"PYTHONPATH": str(tmp_path / "fake"), "QUEUE_LIMIT": str(queue)}
+        path = os.pathsep.join(filter(None, [str(tmp_path / "fake"), os.environ.get("PYTHONPATH")]))
+        environment = {"PYTHONPATH": path, "QUEUE_LIMIT": str(queue)}
         began = time.monotonic()
         process = spawn("-c", PROGRAM, ",".join(kinds), *words, env=environment)
         out, _ = process.communicate(timeout=100)

@@ -194,7 +194,9 @@ def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
     """Where each program keeps its models, as it would look for them itself."""
 
     def at(variable: str, *default: str | Path) -> Path:
-        return Path(environment[variable]).expanduser() if environment.get(variable) else Path(home, *default)
+        given = environment.get(variable)
+        # Path.expanduser() raises for a user that is none.
+        return Path(os.path.expanduser(given)) if given else Path(home, *default)  # noqa: PTH111
 
     cache = at("XDG_CACHE_HOME", ".cache")
     hub = at("HF_HUB_CACHE", at("HF_HOME", cache / "huggingface") / "hub")

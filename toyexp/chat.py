@@ -21,6 +21,10 @@ class BadChat(UserError):
     """A conversation that the template does not write, and why."""
 
 
+class _TooLong(BaseException):
+    """Time is up; no Exception, for Jinja catches those when it tries to work out constants."""
+
+
 class Template:
     """A chat template in Jinja's sandbox, with a limit to its time and to what it writes.
 
@@ -30,7 +34,6 @@ class Template:
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str):
         if importlib.util.find_spec("jinja2") is None:
             raise Unavailable(f"the chat template of {path} needs jinja2: pip install 'toyexp[data]'")
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         if len(text) > TEMPLATE_LIMIT:
@@ -41,8 +44,9 @@ class Template:
         )
         environment.globals["raise_exception"] = _refuse
         try:
-            self._template = environment.from_string(text)
-        except (TemplateError, RecursionError) as error:
+            with cpu_limit(SECONDS, _TooLong(f"it takes more than {SECONDS:g} s")):
+                self._template = environment.from_string(text)
+        except (_TooLong, Exception) as error:  # Jinja's errors, and Python's about the code that Jinja makes of it
             raise UserError(f"{path}: its chat template is not valid ({printable(str(error))})") from None
         bos = "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos)
         self._names = {"bos_token": bos, "eos_token": tokenizer.spelling(tokenizer.eos)}
@@ -52,13 +56,15 @@ class Template:
         """The text of messages with role and content; with `answer`, up to where the assistant's next one begins."""
         text = ""
         try:
-            with cpu_limit(SECONDS, BadChat(f"the chat template takes more than {SECONDS:g} s")):
+            with cpu_limit(SECONDS, _TooLong()):
                 for piece in self._template.generate(messages=messages, add_generation_prompt=answer, **self._names):
                     text += piece
                     if len(text) > RENDERED_LIMIT:
                         raise BadChat(f"the chat template writes more than {RENDERED_LIMIT} characters")
         except BadChat:
             raise
+        except _TooLong:
+            raise BadChat(f"the chat template takes more than {SECONDS:g} s") from None
         except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
             raise BadChat(f"the chat template refuses it ({printable(str(error), 120)})") from None
         return text.removeprefix(self._added)

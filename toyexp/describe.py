@@ -459,7 +459,10 @@ def _short(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return str(np.float32(value)).removesuffix(".0")
+        with np.errstate(over="ignore"):
+            single = np.float32(value)
+        same = float(single) == value or math.isnan(value)  # most are float32, a few float64
+        return str(single if same else value).removesuffix(".0")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, np.ndarray | list) and len(value) > 8:

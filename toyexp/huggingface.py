@@ -148,10 +148,10 @@ def _directory(path: Path) -> Iterator[Path]:
         temporary.rename(path)
         sync_directory(path.parent)
     except OSError as error:
-        if old.exists() and not path.exists():
-            old.rename(path)
         raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
     finally:
+        if old.exists() and not path.exists():  # interrupted between the two names
+            old.rename(path)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
 

@@ -146,7 +146,7 @@ class Listing:
     def _beside(self, line: Line) -> list[str]:
         """The letters of the line's operations that are left for one token or image."""
         left = list(line.per)
-        for letter in self.once:
+        for letter in self.once.intersection(left):  # what reads tensors alone is done once for all of them
             left.remove(letter)
         return left
 

@@ -59,7 +59,8 @@ def whole(flag: str, text: str, least: int, most: int) -> int:
 
 def is_whole(text: str, least: int, most: int) -> bool:
     """Whether a text is a whole number from least to most."""
-    return text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most
+    digits = text.lstrip("0") or text[:1]
+    return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most
 
 
 def real(flag: str, text: str, low: float, high: float = math.inf) -> float:

@@ -118,7 +118,7 @@ _add("tiny_aya cohere2moe", THREES, cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{E
 _add(
     "youtu",
     "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
-    "\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u30ff]+",
+    f"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{KANA_OR_HAN}",
     cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}"),
     ignore_merges=True,
 )

@@ -38,7 +38,8 @@ class Sampling:
         if self.top_p < 1:
             kept = int(np.searchsorted(cumulative, self.top_p * cumulative[-1])) + 1
         kept = min(kept, int((shares >= self.min_p).sum()))
-        cumulative = np.exp(ranked[:kept] / self.temperature).cumsum()
+        with np.errstate(over="ignore"):  # next to no temperature leaves the likeliest alone
+            cumulative = np.exp(ranked[:kept] / self.temperature).cumsum()
         drawn = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(order[min(drawn, kept - 1)])
 

@@ -87,7 +87,7 @@ def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
 
 
 @contextlib.contextmanager
-def cpu_limit(seconds: float, error: Exception) -> Iterator[None]:
+def cpu_limit(seconds: float, error: BaseException) -> Iterator[None]:
     """Raises `error` once this process has computed for so long in the block; outside the main thread it never does."""
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -196,7 +196,7 @@ class Tokenizer(ABC):
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": bos,
             "eos_token": self.pieces[self.eos],
-            "pad_token": self.pieces[padding if isinstance(padding, int) and padding < self.vocab else self.eos],
+            "pad_token": self.pieces[padding if isinstance(padding, int) and 0 <= padding < self.vocab else self.eos],
             "add_bos_token": self.add_bos,
             "add_eos_token": self.add_eos,
             "clean_up_tokenization_spaces": False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,6 @@ from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
 from toyexp.run import bytes_in, write_atomically
-
-log = logging.getLogger("toyexp")
-
-log = logging.getLogger("toyexp")
 
 
 @dataclass(eq=False)

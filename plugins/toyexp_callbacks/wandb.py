@@ -68,6 +68,7 @@ class Wandb(Callback):
         self._thread.start()
 
     def _listen(self, run: Run) -> None:
+        ended = False
         try:
             # wandb falls back to a temporary directory in silence when this one cannot be written.
             if not os.access(run.dir, os.W_OK):
@@ -90,10 +91,11 @@ class Wandb(Callback):
             )
             while (item := self._queue.get()) is not None:
                 record.log(item[0], step=item[1])
+            ended = True
             record.finish()
         except BaseException as error:  # wandb is known to raise even KeyboardInterrupt; none of it is the run's
             self._trouble = f"wandb gave up, the run goes on: {printable(f'{type(error).__name__}: {error}', 200)}"
-            while self._queue.get() is not None:
+            while not ended and self._queue.get() is not None:
                 pass
 
     def _put(self, run: Run, fields: Mapping[str, Any], step: int) -> None:

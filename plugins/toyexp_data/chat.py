@@ -17,6 +17,7 @@ PLAIN_TEMPLATE = (
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
+_ADVICE = "data.template=plain does without it"
 
 
 class BadExample(UserError):
@@ -106,9 +107,6 @@ class ChatTemplate:
             return self._template.render([m._asdict() for m in messages], prompt)
         except BadChat as reason:
             raise BadExample(str(reason)) from None
-
-
-_ADVICE = "data.template=plain does without it"
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:

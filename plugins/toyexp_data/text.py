@@ -98,7 +98,7 @@ class TextData(TokenizedData):
         return TokenDataset(parts[0], parts[1], tokenizer, tokenizer.vocab, self.eval_batches, facts)
 
     def _texts(self) -> list[str]:
-        room = int(self.max_mb * 1e6) or None
+        room = math.ceil(self.max_mb * 1e6) or None
         texts = []
         for path in self.files():
             text = read_text(path)

@@ -305,6 +305,11 @@ class Graph:
             raise GraphError(f"the graph has more than {self.capacity} nodes")
         return Node(ptr, shape)
 
+    def _numbers(self, op: str, *nodes: Node) -> None:
+        # Of other types ggml ends the process, or takes their bytes for float32.
+        if any(node.packed for node in nodes):
+            raise GraphError(f"{op}: takes float32 tensors")
+
     def _same(self, op: str, a: Node, b: Node) -> None:
         if a.shape != b.shape:
             raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
@@ -316,12 +321,12 @@ class Graph:
             raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
 
     def _binary(self, name: str, a: Node, b: Node) -> Node:
-        if a.packed or b.packed:
-            raise GraphError(f"{name}: takes float32 tensors")
+        self._numbers(name, a, b)
         self._repeats(name, a, b)
         return self._node(getattr(ggml, f"ggml_{name}")(self._context, a.ptr, b.ptr), a.shape)
 
     def _unary(self, name: str, x: Node) -> Node:
+        self._numbers(name, x)
         return self._node(getattr(ggml, f"ggml_{name}")(self._context, x.ptr), x.shape)
 
     def add(self, a: Node, b: Node) -> Node:
@@ -362,6 +367,7 @@ class Graph:
 
     def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
         """x * factor + shift."""
+        self._numbers("scale", x)
         return self._node(ggml.ggml_scale_bias(self._context, x.ptr, factor, shift), x.shape)
 
     def clamp(self, x: Node, low: float, high: float) -> Node:
@@ -385,6 +391,7 @@ class Graph:
 
     def reshape(self, x: Node, *shape: int) -> Node:
         """The same numbers in another shape; costs nothing."""
+        self._numbers("reshape", x)
         if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
         make = (ggml.ggml_reshape_1d, ggml.ggml_reshape_2d, ggml.ggml_reshape_3d, ggml.ggml_reshape_4d)[len(shape) - 1]
@@ -447,6 +454,7 @@ class Graph:
 
     def swap_middle(self, x: Node) -> Node:
         """[a, b, c, d] as [a, c, b, d], contiguous."""
+        self._numbers("swap_middle", x)
         a, b, c, d = x.shape
         self._made += 1
         turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
@@ -454,6 +462,7 @@ class Graph:
 
     def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
         """Places start to stop - 1 of one axis, contiguous; x itself when that is all of it."""
+        self._numbers("part", x)
         if not 0 <= start < stop <= x.shape[axis]:
             raise GraphError(f"part {start}..{stop} of axis {axis} of {list(x.shape)}")
         if (start, stop) == (0, x.shape[axis]):
@@ -532,6 +541,7 @@ class Graph:
 
     def rms_norm(self, x: Node, eps: float) -> Node:
         """x / sqrt(mean(x^2) + eps) over the last axis."""
+        self._numbers("rms_norm", x)
         if not 0 <= eps < math.inf:
             raise GraphError(f"rms_norm: eps={eps} must be 0 or above")
         return self._node(ggml.ggml_rms_norm(self._context, x.ptr, eps), x.shape)
@@ -548,6 +558,7 @@ class Graph:
 
     def swiglu(self, gate: Node, up: Node) -> Node:
         """silu(gate) * up."""
+        self._numbers("swiglu", gate, up)
         self._same("swiglu", gate, up)
         return self._node(ggml.ggml_swiglu_split(self._context, gate.ptr, up.ptr), gate.shape)
 
@@ -573,6 +584,7 @@ class Graph:
 
         ggml raises the base to its powers, and divides by the factors and the scale, in float32 on the device.
         """
+        self._numbers("rope", x)
         size = x.shape[-1]
         if len(x.shape) != 4 or size % 2 or positions.shape != (x.shape[1],):
             raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}; D must be even")

@@ -142,6 +142,8 @@ class GGMLOps(Ops):
     def first_rows(self, table: Node, n: int) -> Node:
         g = self.g
         rest = table.shape[0] - n
+        if rest < 0 or n < 1:  # ggml ends the process at a row that is out of range
+            raise GraphError(f"first_rows: {n} rows of {list(table.shape)}")
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             if rest == 0:
@@ -212,6 +214,7 @@ class GGMLOps(Ops):
     def prepend(self, x: Node, token: Node) -> Node:
         """With each sequence laid out as one row [T d], the token is d more columns on its left."""
         g = self.g
+        self._one_a_feature("prepend", x, token)
         n, length, d = x.shape
         first = g.add(self._inputs.zeros(n, d), token)
         y = g.reshape(g.concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
@@ -240,7 +243,7 @@ class GGMLOps(Ops):
     def _one_a_feature(self, op: str, x: Node, *vectors: Node) -> None:
         for vector in vectors:
             if vector.shape != x.shape[-1:]:  # a divisor of d would repeat, and go unnoticed
-                raise GraphError(f"{op}: a weight {list(vector.shape)} for features {list(x.shape)}")
+                raise GraphError(f"{op}: a vector {list(vector.shape)} for features {list(x.shape)}")
 
     def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
         g = self.g

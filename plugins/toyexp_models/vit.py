@@ -26,6 +26,7 @@ from toyexp import (
     TensorSpec,
     UserError,
     choose,
+    printable,
 )
 from toyexp.gguf.read import GGUFFile
 from toyexp.huggingface import Layout, Place
@@ -305,8 +306,10 @@ def load_vit(path: Path) -> SavedViT:
         with safe_open(path, framework="numpy") as stored:
             metadata = json.loads((stored.metadata() or {}).get("gguf", "{}"))
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
+    if not isinstance(metadata, dict):
+        raise UserError(f"{path}: its metadata gguf is no JSON object")
     model = _described(path, metadata, {name: array.shape for name, array in tensors.items()})
     return _saved(path, model, tensors, metadata)
 
@@ -315,17 +318,17 @@ def _described(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tup
     """The model of a file, held against the shapes of its tensors."""
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
-        raise UserError(f"{path}: its architecture is {architecture}, not {ARCHITECTURE}")
+        raise UserError(f"{path}: its architecture is {printable(str(architecture))}, not {ARCHITECTURE}")
 
     def key(name: str, kind: type) -> Any:
         value = metadata.get(f"{ARCHITECTURE}.{name}")
         if not isinstance(value, kind) or (kind is int and not 0 < value < 2**31):  # type: ignore[operator]
-            raise UserError(f"{path}: {ARCHITECTURE}.{name} is {value!r}")
+            raise UserError(f"{path}: {ARCHITECTURE}.{name} is {printable(str(value))}")
         return value
 
     block = key("block", str)
     if block not in BLOCKS:
-        raise UserError(f"{path}: {ARCHITECTURE}.block is {block!r}; {choose(block, BLOCKS)}")
+        raise UserError(f"{path}: {ARCHITECTURE}.block is {printable(block)}; {choose(block, BLOCKS)}")
     model = ViT(
         d_model=key("embedding_length", int),
         n_layers=key("block_count", int),

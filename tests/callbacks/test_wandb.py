@@ -24,6 +24,8 @@ class Record:
     def finish(self):
         if os.environ["MISBEHAVE"] == "finish":
             time.sleep(600)
+        if os.environ["MISBEHAVE"] == "finish badly":
+            raise ValueError("the upload failed")
 
 def init(**options):
     if os.environ["MISBEHAVE"] == "init":
@@ -48,7 +50,7 @@ for kind in sys.argv[1].split(","):
     code = main([*sys.argv[2:], f"hydra.run.dir={kind}"])
     print("OUTCOME", json.dumps({"kind": kind, "code": code, "seconds": time.monotonic() - began}))
 """
-KINDS = ["init", "log", "finish", "slow", "interrupt", "nothing"]
+KINDS = ["init", "log", "finish", "finish badly", "slow", "interrupt", "nothing"]
 
 
 @pytest.fixture
@@ -60,7 +62,8 @@ def misbehave(settings, spawn, tmp_path, trained):
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(FAKE)
         words = [w for w in settings("callbacks=[default,wandb]", *overrides, engine="noop") if "hydra.run" not in w]
-        environment = {"PYTHONPATH": str(tmp_path / "fake"), "QUEUE_LIMIT": str(queue)}
+        path = os.pathsep.join(filter(None, [str(tmp_path / "fake"), os.environ.get("PYTHONPATH")]))
+        environment = {"PYTHONPATH": path, "QUEUE_LIMIT": str(queue)}
         began = time.monotonic()
         process = spawn("-c", PROGRAM, ",".join(kinds), *words, env=environment)
         out, _ = process.communicate(timeout=100)
@@ -86,6 +89,7 @@ def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
         "wandb gave up, the run goes on: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
     ]
     assert notes["log"] == ["wandb gave up, the run goes on: ValueError: disk quota exceeded"]
+    assert notes["finish badly"] == ["wandb gave up, the run goes on: ValueError: the upload failed"]
     assert notes["interrupt"] == ["wandb gave up, the run goes on: KeyboardInterrupt: "]
     for kind in ("finish", "slow"):
         assert notes[kind] == ["wandb did not finish within 0.5 s; its record of this run is incomplete"]

@@ -181,6 +181,8 @@ def test_each_programs_own_variable_comes_first(tmp_path):
     assert not any(p.is_relative_to("/home/me/.cache/huggingface") for p in roots)
     roots = [p.root for p in usual_places(Path("/home/me"), {"XDG_CACHE_HOME": "/cache", "HF_HOME": ""})]
     assert {Path("/cache/huggingface/hub"), Path("/cache/llama.cpp")} <= set(roots)
+    roots = [p.root for p in usual_places(Path("/home/me"), {"OLLAMA_MODELS": "~nobody-of-that-name/models"})]
+    assert Path("~nobody-of-that-name/models") in roots, "which is not there, and told as such"
 
 
 def test_runs_below_here_go_by_their_names(home, registry):

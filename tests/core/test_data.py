@@ -2,6 +2,7 @@ import itertools
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,8 +268,9 @@ def test_a_folder_is_read_in_path_order_with_the_chosen_suffixes(tmp_path):
 
 def test_max_mb_stops_reading_and_zero_reads_everything(tmp_path):
     (tmp_path / "t.txt").write_text("x" * 3000)
-    lengths = [len(d.train) + len(d.held_out) for d in (opened(tmp_path / "t.txt", max_mb=m) for m in (0.001, 0))]
-    assert lengths == [1000 + 2, 3000 + 2]
+    sizes = (0.001, 1e-8, 0)
+    lengths = [len(d.train) + len(d.held_out) for d in (opened(tmp_path / "t.txt", max_mb=m) for m in sizes)]
+    assert lengths == [1000 + 2, 1 + 1, 3000 + 2], "the least that is asked for is not everything"
 
 
 def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
@@ -363,6 +365,27 @@ def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch, ho
     assert len(opened(tmp_path / "t.txt").train) == 301
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TOYEXP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cached_tokens("key", lambda: [1, 2]) == [1, 2]
+
+
+def test_an_interrupted_write_leaves_no_half_cache_file(cache, monkeypatch):
+    def interrupted(file, **arrays):
+        file.write(b"PK")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached_tokens("key", lambda: [np.arange(5), np.arange(2)])
+    assert list(cache.iterdir()) == []
+
+
 def test_a_full_disk_leaves_no_half_cache_file(tmp_path):
     # The file-size limit of a child process stands for the full disk.
     program = (
@@ -426,6 +449,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (UINT16[:-1], "uint16", "19 bytes are no whole number of 2-byte ids"),
         (b"", "auto", "0 bytes"),
         (struct.pack("<3i", 1, -2, 3), "auto", "the id at position 1 is negative; is it uint16? data.dtype=uint16"),
+        (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds 16777216; at most 16777216 ids make sense; is it"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),
         (toyc([]), "auto", "0 bytes"),

@@ -20,7 +20,8 @@ from tiny import MODELS, VOCAB, write_base
 from toyexp import mistakes
 from toyexp.cli import main
 from toyexp.describe import describe, pasted, setting, shell
-from toyexp.listing import ShapeOps, Traced, listing
+from toyexp.gguf.write import Writer
+from toyexp.listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.ops import Params, Rotary
 from toyexp.registry import Registry, load
 from toyexp.testing.reference import ReferenceOps
@@ -334,6 +335,22 @@ def test_special_tokens_out_of_range_have_no_text(capsys):
     found = told(capsys, "model.gguf")["tokenizer"]
     assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
     assert "is not supported" in found["refused"]
+
+
+def test_numbers_of_64_bits_are_shown_as_they_are(registry):
+    writer = Writer()
+    for name, value in {"large": np.float64(1e300), "fine": np.float64(1 / 3), "single": np.float32(1e-5)}.items():
+        writer.add(f"x.{name}", value)
+    writer.save(Path("x.gguf"))
+    lines = describe(Path("x.gguf"), registry, metadata=True).lines()
+    shown = dict(line.split() for line in lines if line.startswith("x."))
+    assert shown == {"x.large": "1e+300", "x.fine": "0.3333333333333333", "x.single": "1e-05"}
+
+
+def test_a_product_of_tensors_alone_is_counted_too():
+    listing = Listing([Line("matmul", (Traced((8, 4), "w"),), (2, 8), operations=128)], {}, [], frozenset({"B", "T"}))
+    assert listing.operations() == {"": 128}
+    assert "128" in listing.lines()[1]
 
 
 def test_a_plugin_that_breaks_over_a_file_does_not_take_the_rest_with_it(registry, monkeypatch):

@@ -97,7 +97,8 @@ def test_temperature_zero_is_always_the_likeliest():
 
 
 def test_a_tiny_temperature_neither_overflows_nor_changes_the_choice():
-    assert {Sampling(1e-6, 0, 1.0).choose(1000 * LOGITS, u) for u in (0.0, 0.5, 0.999)} == {1}
+    for temperature in (1e-6, 1e-308):
+        assert {Sampling(temperature, 0, 1.0).choose(1000 * LOGITS, u) for u in (0.0, 0.5, 0.999)} == {1}
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, 1.0])
@@ -310,6 +311,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --tokens 0", "--tokens 0: takes a whole number from 1 to"),
         ("text.gguf --prompt x --tokens 1.5", "whole number"),
         ("text.gguf --prompt x --tokens ²", "whole number"),
+        (f"text.gguf --prompt x --tokens {'0' * 20}9999999", "whole number"),
         ("text.gguf --prompt x --seed -1", "--seed -1: takes a whole number from 0"),
         ("text.gguf --prompt x --top-k -1", "--top-k -1"),
         ("text.gguf --prompt x --temperature nan", "--temperature nan: takes a number from 0 to 100"),

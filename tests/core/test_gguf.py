@@ -763,7 +763,7 @@ def test_values_are_written_in_the_type_they_have_and_read_back_as_they_were(tmp
         "bool": (True, "BOOL"), "text": ("é\0🙂", "STRING"), "no text": ("", "STRING"), "float": (0.1, "FLOAT32"),
         "int": (2**32 - 1, "UINT32"), "large": (2**32, "UINT64"), "small": (-1, "INT32"), "least": (-(2**40), "INT64"),
         "words": (["中", "", "a b"], "STRING"), "ints": ([1, -2], "INT32"), "floats": ([0.5, 1.0], "FLOAT32"),
-        "flags": ([True, False], "BOOL"),
+        "flags": ([True, False], "BOOL"), "large ints": ([1, -(2**31) - 1], "INT64"),
     }  # fmt: skip
     writer = Writer()
     for name, value in {**arrays, **single, **{n: v for n, (v, _) in plain.items()}}.items():

@@ -238,6 +238,23 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
+def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(monkeypatch):
+    model, rename = write_base(Path("m.gguf"), "llama", tokenizer=Bytes()), Path.rename
+
+    def interrupted(self, target):
+        if self.suffix == ".tmp":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with GGUFFile("m.gguf") as file:
+        write_folder(Path("out"), model, file.read, Bytes())
+        Path("out/config.json").write_text("first")
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_folder(Path("out"), model, file.read, Bytes())
+    assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
+
+
 # -- the callback -----------------------------------------------------------------------------------------------------
 
 RUN = [

@@ -363,6 +363,8 @@ def test_the_tokenizers_library_makes_the_same_ids_of_the_export(tmp_path, name)
     assert config.get("chat_template", "") == tokenizer.chat_template
     if name == "qwen2":
         assert config["pad_token"] == config["bos_token"] == "<|endoftext|>"
+        tokenizer.source = {**tokenizer.source, "ggml.padding_token_id": -1}  # none: the end fills up
+        assert tokenizer.to_huggingface()[1]["pad_token"] == eos != tokenizer.pieces[-1]
 
 
 def test_the_table_names_every_pattern_in_a_form_the_library_takes():

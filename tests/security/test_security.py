@@ -291,6 +291,27 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True) == "hello", "nothing lingers"
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ 9 ** (9 ** 8) }}",
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # Python takes 20 loops in one another
+        "{% if 1 %}" * 101 + "{% endif %}" * 101,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    ],
+)
+def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monkeypatch):
+    pytest.importorskip("jinja2")
+    from toyexp import chat
+    from toyexp.tokenizer import Bytes
+
+    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"model\.gguf: its chat template is not valid \("):
+        chat.Template(attack, Bytes(), "model.gguf")
+    assert time.monotonic() - began < 10
+
+
 def test_a_chat_template_is_not_long():
     pytest.importorskip("jinja2")
     from toyexp.chat import Template

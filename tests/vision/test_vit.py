@@ -244,9 +244,9 @@ def broken_gguf(source, target, **changes):
     [
         ({"architecture": "llama"}, "its architecture is llama, not toyexp-vit"),
         ({"patch_size": None}, "toyexp-vit.patch_size is None"),
-        ({"patch_size": "two"}, "toyexp-vit.patch_size is 'two'"),
+        ({"patch_size": "two"}, "toyexp-vit.patch_size is two"),
         ({"patch_size": 3}, "model.patch=3 does not divide images of 8 pixels"),
-        ({"block": "banana"}, "toyexp-vit.block is 'banana'"),
+        ({"block": "banana"}, "toyexp-vit.block is banana"),
         ({"block": "rmsnorm_silu"}, "toyexp-vit.attention.layer_norm_rms_epsilon is None"),
         ({"block_count": 2**31 - 1}, "n_layers=2147483647: must be at most"),
         ({"block_count": 2}, "v.blk.1.ln1.weight is not there"),
@@ -269,6 +269,9 @@ def test_safetensors_of_something_else_say_so(trained, tmp_path):
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="its architecture is None, not toyexp-vit"):
         load_vit(tmp_path / "other.safetensors")
+    save_file({"x": np.zeros(3, np.float32)}, tmp_path / "list.safetensors", {"gguf": "[]"})
+    with pytest.raises(UserError, match=r"list\.safetensors: its metadata gguf is no JSON object"):
+        load_vit(tmp_path / "list.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
     with pytest.raises(UserError, match=r"broken\.safetensors: cannot be read as safetensors"):
         load_vit(tmp_path / "broken.safetensors")

@@ -228,7 +228,8 @@ def _packed(value: Any, kind: int) -> bytes:
         if all(isinstance(item, str) for item in value):
             return struct.pack("<IQ", STRING, len(value)) + b"".join(map(_text, value))
         value = np.asarray(value)
-        value = value.astype({"i": np.int32, "f": np.float32}.get(value.dtype.kind, value.dtype))
+        narrow = value.astype({"i": np.int32, "f": np.float32}.get(value.dtype.kind, value.dtype))
+        value = value if value.dtype.kind == "i" and (narrow != value).any() else narrow
     return struct.pack("<IQ", _KINDS[value.dtype], value.size) + value.tobytes()
 
 

@@ -266,7 +266,7 @@ def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkey
         ("--los 1", ["did you mean --loss?"]),
         ("--loss", ["--loss needs a value, such as --loss 1e-3"]),
         ("--loss x", ["--loss x: takes a number"]),
-        ("--gradient=-1", ["--gradient -1: takes a number of 0 or above"]),
+        ("--gradient=-1", ["--gradient -1: takes a number, 0 or above"]),
         ("--weights nan", ["--weights nan: takes a number"]),
         ("--json=2", ["--json takes no value"]),
     ],

@@ -227,7 +227,7 @@ def test_options_are_read_in_both_forms():
         (["--steps=x"], "--steps x: takes a whole number"),
         (["--json=1"], "--json takes no value"),
         (["steps=5"], "steps=5: bench takes the steps that fill its rounds; to fix them: --steps 5"),
-        (["fast"], "bench fast: neither an option nor a setting"),
+        (["fast"], "bench fast: is no setting"),
         (["lr=1,2"], "lr=1,2: bench compares engines on one experiment"),
         (["engine=ggml,ggml"], "names one twice"),
         (["engine=ggml:blas"], "an engine's own settings are written ggml:key=value"),

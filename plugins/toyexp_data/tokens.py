@@ -80,6 +80,11 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     if ids.min() < 0:
         raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")
     top = int(ids.max()) + 1
+    if top > MOST_IDS:
+        raise UserError(
+            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense. "
+            "Is it a file of token ids, and data.dtype theirs (int32, uint16)?"
+        )
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
     return ids, declared or top

@@ -252,14 +252,18 @@ class Keeper:
         for stale in folder.glob(".tmp-*") if interval and folder.is_dir() else ():
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
 
+    def check(self, scores: Mapping[str, float]) -> None:
+        """Raises UserError when the score of the best is not among those of a look at the held-out data."""
+        if self._best and scores and self._best not in scores:
+            raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
+
     def due(self, step: int, scores: Mapping[str, float], last: bool) -> bool:
         """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
         if not self._interval or step == self._last_step:
             return False
         better = False
         if self._best and scores:
-            if self._best not in scores:
-                raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
+            self.check(scores)
             if math.isfinite(scores[self._best]):
                 self.scores[step] = scores[self._best]
                 better = self._best_of(self.scores) == step

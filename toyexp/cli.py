@@ -14,7 +14,7 @@ from toyexp.errors import RunFailed, ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
 from toyexp.signals import end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say
+from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say, short
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -114,13 +114,15 @@ def run(words: Sequence[str]) -> int:
         raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
-        source = schema.Source.of_run(Path(resume), {"engine", "callbacks"} & {o.key_or_group for o in parsed})
+        asked = {o.key_or_group: str(o.value()) for o in parsed if not o.is_sweep_override()}
+        source = schema.Source.of_run(Path(resume), asked, registry)
     cfg = config.compose(settings, registry, source)
     found = Path(resume).absolute() if resume else None
     if resume == AUTO:
         parent = config.directory(cfg, "hydra.run.dir").parent
         found = find_newest(parent, str(cfg.name))
-        say(f"resume  {found or f'no run named {cfg.name} with a checkpoint below {parent}: a new one'}")
+        nothing = f"no run named {cfg.name} with a checkpoint below {parent}: a new one"
+        say(f"resume  {short(found) if found else nothing}")
     try:
         result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"), found)
     except Complete as error:
@@ -173,6 +175,8 @@ def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
     if not given or given[-1] == "null":
         return list(settings), None
     value = given[-1]
+    if not value:
+        raise UserError("resume=: takes the directory of a run, or auto for the newest of this name")
     if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
         value = value[1:-1]
     return [word for word in settings if not word.startswith("resume=")], value

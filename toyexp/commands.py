@@ -36,13 +36,14 @@ def plugins(words: Sequence[str]) -> int:
         return 0
     if names:
         return _plugin_settings(names[0], registry)
+    width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
     for kind, offers in registry.offers.items():
         print(f"{kind}:")
         if kind == "engine":
-            print(f"  {'auto':<16} The best engine that works here.")
+            print(f"  {'auto':<{width}} The best engine that works here.")
         for name, offer in sorted(offers.items()):
             origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
-            print(f"  {name:<16} {offer.help}{origin}")
+            print(f"  {name:<{width}} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
     print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
@@ -203,7 +204,7 @@ def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
     settings = [word for word in given.rest if "=" in word]
     if len(files) != 1:
         raise UserError(
-            f"eval {files[-1] if files else ''}: takes one file or run directory, settings behind it, --data and "
+            f"{' '.join(['eval', *files])}: takes one file or run directory, settings behind it, --data and "
             "--json: toyexp eval model.gguf seed=1"
         )
     if "--data" in given.values:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import shlex
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
 from toyexp.signals import Signals, stop_signals
+from toyexp.sweepdir import STATE
+from toyexp.terminal import short
 
 if TYPE_CHECKING:
     from toyexp.config import Config
@@ -119,6 +122,8 @@ def execute(
             if not run_dir.judged:
                 with contextlib.suppress(RunFailed):  # which would hide what ended the run
                     run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
+            for line in _left_behind(prepared, directory, error):
+                say(line)
             raise
         finally:
             run_dir.close()
@@ -204,6 +209,18 @@ def _live(
     return outcome, failures
 
 
+def _left_behind(prepared: Prepared, directory: Path, error: BaseException) -> list[str]:
+    """Where a run that did not complete is, and how one that was interrupted goes on."""
+    lines = [f"run     {short(directory)}"]
+    saved = next(iter(steps(directory / "checkpoints")), None)
+    if isinstance(error, KeyboardInterrupt) and saved and not (directory.parent / STATE).exists():  # a sweep says how
+        modules = prepared.config.settings.plugins
+        plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
+        command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
+        lines.append(f"        {saved} of {prepared.config.settings.steps} steps are saved; go on: {command}")
+    return lines
+
+
 def _reason(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
@@ -222,6 +239,10 @@ class RunSaver(Saver):
             settings.checkpoint_best,
             resumed.checkpoint if resumed else None,
         )
+
+    def begin(self, metrics: Mapping[str, float]) -> None:
+        """Raises UserError when the best cannot be told by these scores."""
+        self._keeper.check(metrics)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Saves when it is due, and after the last step."""

@@ -45,6 +45,9 @@ class Outcome:
 class Saver:
     """What saves a run on its way; this one does not."""
 
+    def begin(self, metrics: Mapping[str, float]) -> None:
+        """Called before the first step, with the scores of a look at the held-out data then."""
+
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Called at the end of each step, with the scores of a look at the held-out data after this very step."""
 
@@ -73,6 +76,7 @@ class Training:
         outcome.reason, outcome.why = "completed", None
         bad_in_a_row = 0
         finished = self._look_if_due()  # of a resumed run too: it may have been stopped while it looked
+        self.saver.begin(self._scores())
 
         while outcome.steps < run.steps and not finished:
             metrics, batch = self._step()

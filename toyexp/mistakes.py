@@ -225,7 +225,8 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
         n for n, o in registry.offers.get(kind, {}).items() if last in {f.name for f in dataclasses.fields(o.cls)}
     ]
     if owners and kind != "callbacks":
-        belongs = " or ".join(f"{kind}={name}" for name in owners)
+        *others, last_one = sorted(owners)
+        belongs = f"{kind}={', '.join(others)} or {last_one}" if others else f"{kind}={last_one}"
         return UserError(f"unknown key {key} with {chosen}; it belongs to {belongs}: add that too")
     valid = valid_keys(cfg, registry, where) - {"name"}
     best = nearest(last, valid)

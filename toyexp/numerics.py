@@ -201,14 +201,15 @@ def worst(*errors: float) -> float:
 def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
     """For a person."""
     passed = sum(line.passed for line in lines)
+    width = max(len(line.name) for line in lines)
     rows = [
         f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}",
-        f"  {'op':<21}  {'values':>7}  {'at most':>7}  {'gradients':>9}  {'at most':>7}",
+        f"  {'op':<{width}}  {'values':>7}  {'at most':>7}  {'gradients':>9}  {'at most':>7}",
     ]
     for line in lines:
         verdict = "PASS" if line.passed else f"FAIL  {line.failure}".rstrip()
         most = [f"{tolerance:.0e}" for tolerance in line.tolerances]
         rows.append(
-            f"  {line.name:<21}  {line.values:7.1e}  {most[0]:>7}  {line.gradients:9.1e}  {most[1]:>7}  {verdict}"
+            f"  {line.name:<{width}}  {line.values:7.1e}  {most[0]:>7}  {line.gradients:9.1e}  {most[1]:>7}  {verdict}"
         )
     return rows

@@ -70,8 +70,6 @@ def real(flag: str, text: str, low: float, high: float = math.inf) -> float:
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and low <= number <= high):
-        asked = (
-            f"takes a number from {low:g} to {high:g}" if math.isfinite(high) else f"takes a number, {low:g} or above"
-        )
-        raise UserError(f"{flag} {text}: {asked}")
+        asked = f" from {low:g} to {high:g}" if math.isfinite(high) else f", {low:g} or above"
+        raise UserError(f"{flag} {text}: takes a number{asked}")
     return number

@@ -16,6 +16,7 @@ from toyexp import checkpoint
 from toyexp.engine import state_misfit
 from toyexp.errors import UserError, printable
 from toyexp.loop import Outcome
+from toyexp.terminal import short
 
 if TYPE_CHECKING:
     from toyexp.bus import Callback
@@ -87,10 +88,21 @@ def _saved_name(directory: Path) -> str | None:
 def require_run(directory: Path, key: str) -> None:
     """Raises UserError unless `directory` holds a run to go on with."""
     if not (directory / "config.yaml").is_file():
-        what = "holds no run (config.yaml)" if directory.is_dir() else f"not found (looked in {Path.cwd()})"
-        raise UserError(f"{key}={directory}: {what}")
+        raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     if not checkpoint.steps(directory / "checkpoints"):
         raise UserError(f"{key}={directory}: that run has no checkpoint; they are written with checkpoint_every=10min")
+
+
+def _no_run(path: Path, key: str) -> str:
+    """Why there is no run at `path`, and which one may be meant."""
+    if not path.exists():
+        return f"not found (looked in {Path.cwd()})"
+    if (path / "sweep.json").is_file():
+        return f"holds a sweep; go on with it: sweep.resume={path}"
+    around = [p for p in path.absolute().parents if (p / "checkpoints").is_dir()]
+    below = sorted((p.parent for p in path.glob("*/checkpoints")), key=lambda d: d.name, reverse=True)
+    hint = f"; did you mean {key}={short(meant[0])}?" if (meant := around + below) else ""
+    return ("holds no run (config.yaml)" if path.is_dir() else "is no directory of a run") + hint
 
 
 def load(directory: Path, prepared: Prepared) -> Resumed:
@@ -117,8 +129,8 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     if found.step == settings.steps and _completed(directory):
         raise Complete(
-            f"{directory}: is complete, {found.step} of {settings.steps} steps; "
-            f"to train on: resume={directory} steps={2 * settings.steps}"
+            f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
+            f"to train on: resume={short(directory)} steps={2 * settings.steps}"
         )
     misfit = state_misfit(prepared.plan, found.arrays)
     if misfit:
@@ -164,7 +176,8 @@ def _completed(directory: Path) -> bool:
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     """The dotted keys under which two trees of plain data differ, with both values."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for name in dict.fromkeys([*then, *now]):
+        other = bool(key) and then.get("name") != now.get("name")  # its settings are those of another thing
+        for name in ["name"] if other else dict.fromkeys([*then, *now]):
             yield from differences(then.get(name), now.get(name), f"{key}.{name}" if key else str(name))
     elif then != now:
         yield key, (then, now)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import typing
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.checkpoint import Interval
 from toyexp.data import read_text
-from toyexp.errors import UserError, choose
+from toyexp.errors import UserError, choose, printable
 from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry
@@ -207,13 +207,22 @@ class Source:
     extra: Path | None = None  # one more directory of presets
 
     @classmethod
-    def of_run(cls, directory: Path, chosen: Collection[str]) -> Source:
-        """The saved configuration of a run, without its settings of the groups that are `chosen` anew."""
-        if not chosen:
-            return cls(directory.absolute())
+    def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry) -> Source:
+        """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
+
+        Raises UserError where another model, data set or recipe is.
+        """
         saved = _load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
+        for kind in ("model", "data", "recipe"):
+            then, now = saved.get(kind), asked.get(kind)
+            if isinstance(then, dict) and now in registry.offers[kind] and now != then.get("name"):
+                was = printable(str(then.get("name")))
+                raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
+        chosen = {"engine", "callbacks"} & asked.keys()
+        if not chosen:
+            return cls(directory.absolute())
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         kept = {key: value for key, value in saved.items() if key not in chosen}

@@ -23,7 +23,7 @@ from toyexp.engine import Batch
 from toyexp.errors import RunFailed, UserError
 from toyexp.recipe import start
 from toyexp.registry import Registry, load
-from toyexp.threads import available_cores
+from toyexp.threads import available_cores, counted
 from toyexp.variants import Variant, prepare_variants
 
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
@@ -52,7 +52,7 @@ class EngineStepper:
         self._steps = 0
         facts = self._session.describe()
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
-        threads = [f"{facts['threads']} threads"] if "threads" in facts else []
+        threads = [counted(facts["threads"])] if "threads" in facts else []
         # An engine may say the same twice.
         self.note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
 

@@ -145,7 +145,8 @@ class SweepDir:
     def open(cls, path: Path) -> SweepDir:
         """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
         if not (path / STATE).is_file():
-            what = f"holds no sweep ({STATE})" if path.is_dir() else f"not found (looked in {Path.cwd()})"
+            what = f"holds no sweep ({STATE})" if path.exists() else f"not found (looked in {Path.cwd()})"
+            what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
         state = read_json(path / STATE)

@@ -36,6 +36,11 @@ def calm_threads() -> None:
         os.environ["GOMP_SPINCOUNT"] = "5000"
 
 
+def counted(threads: int) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{threads} thread{'' if threads == 1 else 's'}"
+
+
 def crowding(threads: int) -> str:
     """A remark when so many threads would share their cores, with each other or with other processes; else empty.
 

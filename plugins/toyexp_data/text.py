@@ -100,7 +100,8 @@ class TextData(TokenizedData):
     def _texts(self) -> list[str]:
         room = math.ceil(self.max_mb * 1e6) or None
         texts = []
-        for path in self.files():
+        files = list(self.files())
+        for path in files:
             text = read_text(path)
             texts.append(text if room is None else text[:room])
             if room is not None:
@@ -108,7 +109,8 @@ class TextData(TokenizedData):
                 if room <= 0:
                     break
         if not any(texts):
-            raise UserError(f"data={self.name}: there is no text to learn from")
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise UserError(f"data={self.name}: there is no text to learn from in {files[0]}{more}")
         return texts
 
 
@@ -155,4 +157,10 @@ class Text(TextData):
 
     def files(self) -> Iterable[Path]:
         """The file, or the folder's files in path order."""
-        return text_files(Path(self.path), self.suffixes.split())
+        files = list(text_files(Path(self.path), self.suffixes.split()))
+        if not files:
+            raise UserError(
+                f"data.path={self.path}: no file in there ends in {self.suffixes.replace(' ', ', ')}; "
+                "for others: data.suffixes='.rst .c'"
+            )
+        return files

@@ -82,8 +82,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     top = int(ids.max()) + 1
     if top > MOST_IDS:
         raise UserError(
-            f"{path}: position {int(ids.argmax())} holds {top - 1}; at most {MOST_IDS} ids make sense; "
-            "is it uint16? data.dtype=uint16"
+            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense; "
+            "are its ids of another size? data.dtype=uint16"
         )
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")

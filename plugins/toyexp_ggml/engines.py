@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
-from toyexp.threads import available_cores, calm_threads, crowding
+from toyexp.threads import available_cores, calm_threads, counted, crowding
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -88,7 +88,7 @@ class GGMLCPU(GGMLEngine):
         self.check_settings()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
         threads = self.thread_count()
-        return f"ggml on the CPU{with_blas}, {threads} threads{crowding(threads)}{self.slow_build()}"
+        return f"ggml on the CPU{with_blas}, {counted(threads)}{crowding(threads)}{self.slow_build()}"
 
     def slow_build(self) -> str:
         """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""
@@ -124,7 +124,7 @@ class GGMLGPU(GGMLEngine):
         self.check_settings()
         name = self.profile.label
         if self.emulate:
-            return f"{name}'s graph, emulated on the CPU with {self.thread_count()} threads"
+            return f"{name}'s graph, emulated on the CPU with {counted(self.thread_count())}"
         system, flag = self.needs
         if system and platform.system() != system:
             raise Unavailable(

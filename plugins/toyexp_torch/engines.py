@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError, choose
-from toyexp.threads import available_cores, calm_threads, crowding
+from toyexp.threads import available_cores, calm_threads, counted, crowding
 
 if TYPE_CHECKING:
     import types
@@ -68,7 +68,7 @@ class TorchCPU(TorchEngine):
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
         threads = self.threads or available_cores()
-        return f"torch {import_torch().__version__}, {threads} threads{crowding(threads)}"
+        return f"torch {import_torch().__version__}, {counted(threads)}{crowding(threads)}"
 
 
 @dataclass

@@ -174,6 +174,8 @@ def test_a_signal_ends_the_run_after_its_step_with_everything_written(interrupte
     run, out = interrupted(number)
     assert run.code == code, out
     assert out.splitlines()[-1] == f"toyexp: interrupted by {number.name}" and "Traceback" not in out
+    steps = run.result["steps"]
+    assert f"run     run\n        {steps} of 10000000 steps are saved; go on: toyexp resume=run\n" in out
     check_rules(run.events)
     end = run.events[-1]
     assert (end["reason"], end["exit_code"]) == ("interrupted", code)

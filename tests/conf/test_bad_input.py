@@ -69,9 +69,14 @@ KEYS = [
     ("model.d_modle=32", "did you mean model.d_model?"),
     ("+model.d_modle=32", "did you mean model.d_model?"),
     ("model.banana=1", "unknown key model.banana", "model=llama has", "n_layers"),
-    ("model=gpt2 model.n_kv_heads=2", "model.n_kv_heads", "model=gpt2", "it belongs to model=llama"),
+    (
+        "model=gpt2 model.n_kv_heads=2",
+        "model.n_kv_heads",
+        "model=gpt2",
+        "it belongs to model=gemma, llama, qwen2 or qwen3",
+    ),
     ("model.d_model.x=1", "model.d_model holds one value"),
-    ("data.path=book.txt", "unknown key data.path with data=stdlib", "data=text"),
+    ("data.path=book.txt", "unknown key data.path with data=stdlib", "text or tokens"),
     ("data.val_fracton=0.1", "did you mean data.val_fraction?"),
     ("+data.val_fracton=0.1", "did you mean data.val_fraction?"),
     ("recipe.donor=x.gguf", "recipe.donor with recipe=scratch", "recipe=warm"),
@@ -239,6 +244,10 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("jobs=2", ["did you mean sweep.jobs?"]),
         ("sweep.resume=nowhere", ["sweep.resume=nowhere: not found"]),
         ("sweep.resume=.", ["holds no sweep"]),
+        ("sweep.resume=book.txt", ["holds no sweep"]),
+        ("resume=nowhere", ["resume=nowhere: not found"]),
+        ("resume=book.txt", ["resume=book.txt: is no directory of a run"]),
+        ("resume=", ["resume=: takes the directory of a run, or auto"]),
         ("-m recipe=wram seed=1,2", ["did you mean warm?"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -396,7 +405,7 @@ def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     for donor, word in (
         ("missing.gguf", "not found"),
-        ("folder", "not a regular file"),
+        ("folder", "is a directory"),
         ("text.gguf", "not a GGUF file"),
         ("cut.gguf", "after the end of the file"),
     ):
@@ -569,3 +578,54 @@ def test_tab_completion_knows_choices_and_settings(capfd, monkeypatch, typed, co
     monkeypatch.setenv("COMP_POINT", str(len(typed)))
     assert main(["-sc", "query=bash"]) == 0
     assert completed <= set(capfd.readouterr().out.split())
+
+
+@pytest.fixture
+def run_of_two_steps(tmp_path, capsys):
+    """A run that is complete, with the settings that it was given."""
+    settings = ["plugins=[toyexp.testing.null]", "engine=noop", *BOOK, "checkpoint_every=1"]
+    assert main([*settings, "hydra.run.dir=outputs/tale/1"]) == 0
+    capsys.readouterr()
+    return settings[:1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("resume=outputs/tale", ["holds no run (config.yaml); did you mean resume=outputs/tale/1?"]),
+        ("resume=outputs/tale/1/model.gguf", ["is no directory of a run; did you mean resume=outputs/tale/1?"]),
+        ("resume=outputs/tale/1/checkpoints/step-2", ["holds no run", "did you mean resume=outputs/tale/1?"]),
+        ("sweep.resume=outputs/tale/1", ["holds no sweep", "it is a run: resume=outputs/tale/1"]),
+        (
+            "resume=outputs/tale/1 recipe=warm steps=4",
+            ["that run is another experiment: recipe was scratch and is warm"],
+        ),
+        ("resume=outputs/tale/1 data=stdlib steps=4", ["that run is another experiment: data was text and is stdlib"]),
+        ("resume=outputs/tale/1 model=gpt2 steps=4", ["that run is another experiment: model was llama and is gpt2"]),
+        ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_wrong_way_to_go_on_is_told_with_the_right_one(refused, run_of_two_steps, line, words):
+    refused([*run_of_two_steps, *line.split(" ")], *words)
+
+
+def test_a_sweep_given_as_a_run_is_told_how_it_goes_on(refused, tmp_path):
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "sweep.json").write_text("{}")
+    refused(["resume=many"], "holds a sweep; go on with it: sweep.resume=many")
+
+
+def test_what_holds_no_text_and_no_ids_is_named(refused, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    refused(["data=text", "data.path=empty.txt"], "no text to learn from in empty.txt")
+    refused(["data=text", "data.path=folder"], "data.path=folder: no file in there ends in .txt, .md, .py")
+    refused(["data=tokens", "data.path=book.txt"], "book.txt: position", "at most 16777216 make sense", "data.dtype")
+
+
+def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, capsys):
+    words = ["resume=outputs/tale/1", "steps=3", "engine=ggml", "engine.threads=1"]
+    main([*run_of_two_steps, *words])
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
+    assert told == "resumed from step 2; changed: steps 2 -> 3, engine.name noop -> ggml"

@@ -619,7 +619,7 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path):
     os.mkfifo(fifo)
     loop.symlink_to(loop)
     for path, cause in (
-        (tmp_path, "is not a regular file"),
+        (tmp_path, "is a directory; name a GGUF file"),
         (fifo, "is not a regular file"),  # opening it to read would wait for a writer
         (Path("/dev/zero"), "is not a regular file"),
         (tmp_path / "none.gguf", "not found"),

@@ -10,6 +10,7 @@ import pytest
 
 import toyexp
 from toyexp import UserError
+from toyexp.cli import main
 from toyexp.hooks import Registration, RunHooks
 from toyexp.registry import KINDS, load, settings_of
 
@@ -192,6 +193,15 @@ def test_loading_twice_leaks_nothing_from_one_registry_into_the_other(install):
     first, second = load(installed=entries), load(installed=entries)
     assert second.problems == [] and first.offers == second.offers
     assert load(installed=[]).offers["callbacks"] == {}
+
+
+def test_what_there_is_is_listed_in_columns(capsys):
+    assert main(["plugins"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  ")]
+    names = {name for offers in load().offers.values() for name in offers}
+    assert {row.split()[0] for row in rows} == names | {"auto"}
+    begins = {row.index(row.split(maxsplit=1)[1], len(row.split()[0]) + 2) for row in rows}
+    assert len(begins) == 1
 
 
 def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):

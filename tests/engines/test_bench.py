@@ -46,7 +46,7 @@ def test_the_table_has_a_line_for_every_engine(capsys):
     assert [line.split()[0] for line in lines[5:7]] == ["cpu", "ggml:blas=false"]
     assert all(len(line.split()) == len(titles) for line in lines[5:7])
     assert lines[5].split()[-1] == "1.00"
-    assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 threads")
+    assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 thread")
 
 
 def test_the_json_holds_numbers_that_fit_together(capsys):
@@ -192,7 +192,7 @@ def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):
     engine, autodiff = report["engines"]
     assert (engine["name"], autodiff["name"]) == ("ggml", "ggml autodiff")
     assert autodiff["tokens_per_second"] > 0 and autodiff["beyond_import_bytes"] > 0
-    assert autodiff["note"].endswith(", 1 threads")
+    assert autodiff["note"].endswith(", 1 thread")
     assert report["left_out"] == {"needs more": "No module named 'a_module_that_nobody_has'"}
 
 

@@ -106,6 +106,9 @@ def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, kno
     assert [label for label, _ in engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
     assert main(["doctor", "--numerics", "engine=ggml:threads=1,metal:threads=1:emulate=true"]) == 0
     out = capsys.readouterr().out
+    assert len({row.index("PASS") for row in out.splitlines() if row.endswith("PASS")}) == 1, (
+        "columns that do not align"
+    )
     assert (
         "ggml:threads=1: 29 of 29 pass, products in float32" in out and "metal:threads=1:emulate=true: 29 of 29" in out
     )

@@ -279,6 +279,8 @@ class _Part:
     def _parse(self) -> None:
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
+            if stat.S_ISDIR(status.st_mode):
+                raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
             raise self.error("is not a regular file")
         self.size = status.st_size
         cursor = _Cursor(self)

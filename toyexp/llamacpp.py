@@ -81,22 +81,7 @@ def _cause(log: str, code: int) -> str:
 
 def through_xllamacpp(request: Mapping[str, Any], tell: Tell) -> None:
     """Answers through the server of xllamacpp, which speaks HTTP on this machine."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = request["file"]
-    if request["adapter"]:
-        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["adapter"], 1.0)]
-    params.n_ctx = request["n_ctx"]
-    params.n_parallel = 1
-    params.n_gpu_layers = 0
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if request["threads"]:
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
-    params.warmup = False
-    params.offline = True
-    server = xllamacpp.Server(params)  # kept in a name: the server stops when it is collected
+    server = _server(request)  # kept in a name: the server stops when it is collected
     # The server is on this machine: whatever proxy the environment names has no say in it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -132,6 +117,26 @@ def through_xllamacpp(request: Mapping[str, Any], tell: Tell) -> None:
             if piece["stop"]:
                 tell(count=piece["tokens_predicted"], stopped=piece["stop_type"], ids=piece["tokens"])
                 return
+
+
+def _server(request: Mapping[str, Any]) -> Any:
+    """xllamacpp's server with the model in memory."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = request["file"]
+    if request["adapter"]:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["adapter"], 1.0)]
+    params.n_ctx = request["n_ctx"]
+    params.n_parallel = 1
+    params.n_gpu_layers = 0
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if request["threads"]:
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
+    params.warmup = False
+    params.offline = True
+    return xllamacpp.Server(params)
 
 
 def through_llama_cpp(request: Mapping[str, Any], tell: Tell) -> None:

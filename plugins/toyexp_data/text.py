@@ -67,7 +67,7 @@ class TokenizedData(Data):
 class TextData(TokenizedData):
     """What all plain text shares: the last part of every document is held out."""
 
-    max_mb: float = 4.0  # megabytes of text to read at most, from the start; 0: all
+    max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
 
     @abstractmethod
     def files(self) -> Iterable[Path]:

@@ -73,7 +73,7 @@ class TorchSession(Session):
 
     def do_load(self, tensor: PlanTensor) -> None:
         if tensor.packed and isinstance(tensor.values, FromGGUF):
-            packed = Packed.read(tensor.values, self._device, self._dtype)
+            packed = Packed.read(tensor.values, tensor.shape, self._device, self._dtype)
             if packed is not None:
                 self._tensors[tensor.name] = packed
                 return

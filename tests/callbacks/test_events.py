@@ -156,7 +156,7 @@ def interrupted(settings, spawn, tmp_path, trained):
     """A real process that got a signal as soon as it had recorded a step, and what it printed."""
 
     def run(number):
-        process = spawn("-m", "toyexp", *settings("callbacks=[default,sample,plots]", "steps=10000000"))
+        process = spawn("-m", "toyexp", *settings("callbacks=[default,sample,plots]", "steps=10000000", "engine=ggml"))
         path = tmp_path / "run" / "events.jsonl"
         until = time.monotonic() + 60
         while not (path.exists() and '"kind": "step"' in path.read_text()):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, FromGGUF, Model, Normal, TensorSpec, UserError
+from toyexp.errors import RunFailed
 from toyexp.gguf.model import model_of
 from toyexp.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.gguf.tokenizer import has_text, read_tokenizer
@@ -872,6 +873,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
     assert run.stdout == f"{path}: could not be written: File too large\n"
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     assert path.read_bytes() == b"old"
+
+
+def test_what_cannot_be_removed_does_not_hide_why_the_write_failed(tmp_path, monkeypatch):
+    def failing(self, *_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", failing)
+    monkeypatch.setattr(Path, "unlink", failing)
+    with pytest.raises(RunFailed, match=r"m\.gguf: could not be written: Input/output error"):
+        write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), Bytes())
 
 
 def test_an_export_replaces_the_file_in_one_piece(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import batches, weighted
 
-from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Setup
+from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Setup, UserError
 from toyexp.gguf.read import GGUFFile
 from toyexp.plan import LoraAdapter, lora_names
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
@@ -130,3 +130,11 @@ def test_a_base_that_lost_a_tensor_is_told(tmp_path):
     tensors = (replace(the_plan.tensors[0], values=FromGGUF(str(path), "nothing.weight")), *the_plan.tensors[1:])
     with pytest.raises(Exception, match=r"has no tensor nothing\.weight"):
         GGMLCPU(threads=1).realize(replace(the_plan, tensors=tensors))
+
+
+@pytest.mark.parametrize("engine", [GGMLCPU(threads=1), TorchCPU(threads=1)], ids=lambda e: e.name)
+def test_a_base_of_another_shape_is_told_and_not_taken_as_it_lies(engine, tmp_path):
+    the_plan = plan(base(tmp_path / "base.gguf", "Q8_0"), FromGGUF)
+    first = replace(the_plan.tensors[0], shape=(41, 256), packed=True)
+    with pytest.raises(UserError, match=r"token_embd\.weight: expected shape \[41, 256\], its source has \[40, 256\]"):
+        engine.realize(replace(the_plan, tensors=(first, *the_plan.tensors[1:])))

@@ -52,7 +52,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+# That ggml takes the same steps from the same bytes is held step by step in tests/engines.
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("ggml", marks=pytest.mark.full)])
 def test_vit_digits_reads_97_of_100_digits_it_has_not_seen(tmp_path, engine, capsys):
     line = ["experiment=vit_digits", f"engine={engine}", "engine.threads=1", "eval_every=400"]
     assert main([*line, f"hydra.run.dir={tmp_path / 'run'}"]) == 0

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from toyexp.errors import RunFailed, Unavailable, printable
+from toyexp.gguf.whole import in_one_piece
 
 # It takes the words that llama-quantize takes. llama.cpp may abort, which must not end more than this.
 CHILD = """
@@ -38,12 +39,10 @@ def quantiser(asked: str) -> list[str]:
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
     """Writes `target`, in one piece, from a GGUF of another type; RunFailed with llama.cpp's words when it cannot."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    flags = ["--allow-requantize"] if requantise else []
-    command = [*quantiser(f"type={kind}"), *flags, str(source), str(temporary), kind.upper()]
-    try:
+    program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
+    with in_one_piece(target) as temporary:
         run = subprocess.run(
-            command,
+            [*program, str(source), str(temporary), kind.upper()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -53,13 +52,6 @@ def quantise(source: Path, target: Path, kind: str, requantise: bool = False) ->
         )
         if run.returncode != 0:
             raise RunFailed(f"{target}: llama.cpp could not write it: {_cause(run)}")
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        raise RunFailed(f"{target}: could not be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _cause(run: subprocess.CompletedProcess[str]) -> str:

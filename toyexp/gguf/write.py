@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from toyexp.errors import RunFailed
 from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
+from toyexp.gguf.whole import in_one_piece
 from toyexp.model import Model
 from toyexp.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
@@ -174,22 +174,13 @@ class Writer:
 
     def save(self, path: Path) -> list[str]:
         """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                file.write(self._header())
-                for _, _, pieces in self._tensors.values():
-                    file.write(bytes(-file.tell() % self._alignment))
-                    for piece in pieces:
-                        file.write(piece.data)
+        with in_one_piece(path) as temporary, open(temporary, "wb") as file:
+            file.write(self._header())
+            for _, _, pieces in self._tensors.values():
                 file.write(bytes(-file.tell() % self._alignment))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
+                for piece in pieces:
+                    file.write(piece.data)
+            file.write(bytes(-file.tell() % self._alignment))
         return self._problems
 
     def _header(self) -> bytes:

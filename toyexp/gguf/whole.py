@@ -1,0 +1,29 @@
+"""A file that appears under its name once it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from toyexp.errors import RunFailed
+
+
+@contextlib.contextmanager
+def in_one_piece(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under; what stands there is flushed and becomes `path`, or goes away on an error.
+
+    Raises RunFailed for a disk that cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)

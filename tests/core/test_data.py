@@ -449,7 +449,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (UINT16[:-1], "uint16", "19 bytes are no whole number of 2-byte ids"),
         (b"", "auto", "0 bytes"),
         (struct.pack("<3i", 1, -2, 3), "auto", "the id at position 1 is negative; is it uint16? data.dtype=uint16"),
-        (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; at most 16777216 make sense; are its"),
+        (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; at most 16777216 make sense"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),
         (toyc([]), "auto", "0 bytes"),

@@ -273,13 +273,15 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
         except Unavailable as reason:
             raise Unavailable(f"engine={engine.name}: {reason}") from None
     passed_over: list[str] = []
+    threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
     for offer in offers:
+        engine = offer.cls(**(threads if hasattr(offer.cls, "threads") else {}))
         try:
-            facts = offer.cls().check()
+            facts = engine.check()
         except Unavailable:
             passed_over.append(offer.name)
             continue
         why = f"auto; not here: {', '.join(passed_over)}" if passed_over else "auto"
-        return offer.cls(), f"{offer.name}: {facts} ({why})"
+        return engine, f"{offer.name}: {facts} ({why})"
     raise UserError("engine=auto: no engine works here; `toyexp doctor` says why and what to install")

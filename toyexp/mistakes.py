@@ -22,6 +22,7 @@ from toyexp.schema import (
     GROUPS,
     LAUNCHERS,
     PARTS,
+    AutoEngine,
     Settings,
     Source,
     Submitit,
@@ -174,9 +175,10 @@ def valid_keys(cfg: DictConfig | None, registry: Registry, where: str) -> set[st
         return {"name"} | {f.name for f in dataclasses.fields(Optim)}
     kind, _, name = where.partition(".")
     name = name or _chosen(cfg, kind) or ""
-    offers = registry.offers.get(kind, {})
-    possible = offers.values() if cfg is None and not name else [offers[name]] if name in offers else []
-    return {"name"}.union(*({f.name for f in dataclasses.fields(offer.cls)} for offer in possible))
+    classes = {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
+    classes |= {AUTO: AutoEngine} if kind == "engine" else {}
+    possible = classes.values() if cfg is None and not name else [classes[name]] if name in classes else []
+    return {"name"}.union(*({f.name for f in dataclasses.fields(cls)} for cls in possible))
 
 
 def _chosen(cfg: DictConfig | None, kind: str) -> str | None:

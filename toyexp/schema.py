@@ -131,6 +131,8 @@ class Settings:
 class AutoEngine:
     """The best engine that works here; it says which one and why."""
 
+    threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
+
 
 def conf_dir() -> Path:
     """The checkout's conf/, or the copy inside the installed package."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp import FromGGUF, PlanTensor, Recipe, TensorSpec, UserError
+from toyexp.gguf.model import file_of
 from toyexp.optim import LORA
 
 
@@ -16,7 +17,7 @@ class FromBase(Recipe):
 
     optim_mode: ClassVar[str] = LORA
 
-    base: str | None = None  # GGUF file to start from: llama, qwen2, qwen3, gemma or gpt2
+    base: str | None = None  # GGUF file to start from, or a run's directory: llama, qwen2, qwen3, gemma or gpt2
 
     def check(self) -> None:
         """Raises UserError when no base is given."""
@@ -25,11 +26,11 @@ class FromBase(Recipe):
 
     def base_file(self) -> Path | None:
         """The base."""
-        return Path(self.base) if self.base else None
+        return file_of(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
         """The base, whose tokens alone mean something to it."""
         return self.base_file()
 
     def _from_base(self, spec: TensorSpec, trainable: bool, packed: bool = False) -> PlanTensor:
-        return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base), spec.name), trainable, packed)
+        return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable, packed)

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
+from toyexp.gguf.model import file_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp_recipes import original
 from toyexp_recipes.scratch import DONOR
@@ -37,15 +38,15 @@ class Warm(Recipe):
     name: ClassVar[str] = "warm"
     needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
-    donor: str | None = None  # GGUF whose token embedding is used; null: the small one that ships with toyexp
+    donor: str | None = None  # GGUF, or a run's directory, whose embedding is used; null: the small one of toyexp's own
     lens: str = "auto"  # to d_model: pca | random | none (equal widths) | auto: pca, random for a model that is wider
     freeze_donor: bool = True  # keep the donor's rows as they are
     init: str = "default"  # of all other values: default (drawn by name) | toy (as the original draws llama and gpt2)
 
     @property
     def path(self) -> Path:
-        """The donor's path."""
-        return Path(self.donor) if self.donor else DONOR
+        """The donor's file."""
+        return file_of(Path(self.donor)) if self.donor else DONOR
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""

@@ -65,6 +65,13 @@ def test_every_model_preset_composes_and_builds_with_its_sizes(registry, name):
     assert body.items() <= model.settings().items()
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_auto_hands_its_threads_to_the_engine_that_it_takes(registry, threads):
+    words = [*SMALL, *([f"engine.threads={threads}"] if threads else [])]
+    built = build(compose(words, registry, SOURCE), registry)
+    assert getattr(built.engine, "threads", threads) == threads
+
+
 def leaves(node: dict, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in node.items():

@@ -52,7 +52,7 @@ def test_full_goes_on_where_the_export_ended(tmp_path, name):
     first = run(tmp_path / "first", "recipe=full", "recipe.base=base.gguf", "lr=0.01")
     with GGUFFile(tmp_path / "first" / "model.gguf") as file:
         assert type(model).from_gguf(file) == model
-    same = run(tmp_path / "same", "recipe=full", "recipe.base=first/model.gguf", "lr=0")
+    same = run(tmp_path / "same", "recipe=full", "recipe.base=first", "lr=0")
     assert same["first_eval_loss"] == same["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
     one, other = tensors(tmp_path / "first" / "model.gguf"), tensors(tmp_path / "same" / "model.gguf")
     assert all(np.array_equal(one[n], other[n]) for n in one)

@@ -48,6 +48,9 @@ class Callback(ABC):
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
         """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
 
+    def join(self, step: int) -> None:  # noqa: B027 - optional, as above
+        """Called in place of `resume` when the run began without it; raises UserError if it cannot join at `step`."""
+
 
 @dataclass(eq=False)
 class Schedule(Callback):

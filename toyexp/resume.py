@@ -41,7 +41,7 @@ class Resumed:
 
     def lines(self) -> list[str]:
         """For the person who watches."""
-        changes = [f"{printable(k)} {printable(str(a))} -> {printable(str(b))}" for k, (a, b) in self.changed.items()]
+        changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
         told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
         return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
 
@@ -63,6 +63,12 @@ class Resumed:
                     f"engine {key} was {then.get(key)} and is {engine.get(key)}: not to the last bit the same from here"
                 )
         return None
+
+
+def _change(key: str, then: Any, now: Any) -> str:
+    if isinstance(now, Mapping) or isinstance(then, Mapping):  # a callback
+        return f"{printable(key)} {'added' if then is None else 'left out'}"
+    return f"{printable(key)} {printable(str(then))} -> {printable(str(now))}"
 
 
 class Complete(UserError):
@@ -154,8 +160,11 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
 
 
 def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) -> None:
-    """Gives each callback the state it had; UserError for one that it cannot take."""
+    """Gives each callback the state it had; UserError for one that it cannot take, and for one that came too late."""
+    began = found.state["config"].get("callbacks")
     for name, callback in callbacks.items():
+        if not isinstance(began, dict) or name not in began:
+            callback.join(found.step)
         if name in found.state["callbacks"]:
             try:
                 callback.resume(found.state["callbacks"][name])

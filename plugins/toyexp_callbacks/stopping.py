@@ -116,6 +116,13 @@ class QualityGate(Callback):
         """Takes them back."""
         self._values = list(state["values"])
 
+    def join(self, step: int) -> None:
+        """Refuses to judge a run by a look in its middle."""
+        raise UserError(
+            f"callbacks.{self.name} judges by the first look at the held-out data, and step {step} is past it: leave "
+            "it out, or begin a new run"
+        )
+
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Notes the value."""

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp import RunFailed
+from toyexp.cli import main
 from toyexp_callbacks.stopping import EarlyStop, QualityGate
 
 NO_LEARNING = "lr=0"  # the held-out loss then never falls
@@ -168,3 +169,16 @@ def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):
 def test_limits_that_do_not_go_with_the_metric_are_refused(train, words):
     run = train("callbacks=[default,quality_gate]", *(f"callbacks.quality_gate.{w}" for w in words))
     assert run.code == 2 and "does not go with metric=" in run.err
+
+
+def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["engine=noop", "plugins=[toyexp.testing.null]", "data=random", "steps=4", "hydra.run.dir=run"]
+    assert main([*words, "callbacks=[events]"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = ["resume=run", "plugins=[toyexp.testing.null]", "steps=6"]
+    assert main([*again, "callbacks=[events,quality_gate]"]) == 2
+    assert "judges by the first look at the held-out data, and step 4 is past it" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert main([*again, "callbacks=[events,early_stop]"]) == 0
+    assert "changed: steps 4 -> 6, callbacks.early_stop added" in capsys.readouterr().out

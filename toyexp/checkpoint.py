@@ -36,6 +36,8 @@ from toyexp.run import dump_json, sync_directory, write_synced
 
 log = logging.getLogger("toyexp")
 
+T = typing.TypeVar("T")
+
 FORMAT = 1
 ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
@@ -210,6 +212,14 @@ def conforms(value: Any, hint: Any) -> bool:
             return isinstance(value, list) and all(conforms(item, parts[0]) for item in value)
         case _:
             return isinstance(value, dict) and all(conforms(item, parts[1]) for item in value.values())
+
+
+def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
+    """A dataclass from what asdict() and JSON made of it; ValueError for a field that is missing or of another type."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if name not in saved or not conforms(saved[name], hint):
+            raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
+    return cls(**{name: saved[name] for name in typing.get_type_hints(cls)})
 
 
 def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:

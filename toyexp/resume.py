@@ -6,9 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,15 +147,15 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
     """How far training had come; UserError for a state in which that does not stand."""
-    saved = found.state["outcome"]
-    for name, hint in typing.get_type_hints(Outcome).items():
-        if name not in saved or not checkpoint.conforms(saved[name], hint):
-            raise UserError(f"{found.path / checkpoint.STATE}: outcome.{name} is {printable(str(saved.get(name)))}")
-    if saved["steps"] != found.step:
-        raise UserError(f"{found.path / checkpoint.STATE}: is of step {saved['steps']}")
+    try:
+        outcome = checkpoint.rebuilt(Outcome, found.state["outcome"])
+    except ValueError as error:
+        raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
+    if outcome.steps != found.step:
+        raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
     if not all(k.isdigit() and isinstance(v, float | None) for k, v in found.state["scores"].items()):
         raise UserError(f"{found.path / checkpoint.STATE}: its scores are none")
-    return Outcome(**{f.name: saved[f.name] for f in fields(Outcome)})
+    return outcome
 
 
 def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) -> None:
@@ -168,7 +167,7 @@ def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) 
         if name in found.state["callbacks"]:
             try:
                 callback.resume(found.state["callbacks"][name])
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise UserError(
                     f"{found.path / checkpoint.STATE}: holds no state of callbacks.{name} "
                     f"({type(error).__name__}: {printable(str(error))})"

@@ -8,14 +8,13 @@ import logging
 import os
 import signal
 import threading
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any
 
-from toyexp.checkpoint import Damaged, conforms, read_json
+from toyexp.checkpoint import Damaged, conforms, read_json, rebuilt
 from toyexp.errors import UserError, printable
 from toyexp.run import dump_json, lock, write_atomically
 
@@ -206,12 +205,11 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
 
 
 def _job(number: int, entry: Mapping[str, Any]) -> Job:
-    hints = typing.get_type_hints(Job) | {"status": str}
-    for name, hint in hints.items():
-        if not conforms(entry[name], hint):
-            raise ValueError(f"job {number}: {name} is {entry[name]}")
-    job = Job(**{name: entry[name] for name in hints})
-    job.status, job.result = Status(job.status), _numbers_of(job.result)
+    try:
+        job = rebuilt(Job, {**entry, "status": Status(entry["status"])})
+    except ValueError as error:
+        raise ValueError(f"job {number}: {error}") from None
+    job.result = _numbers_of(job.result)
     place = PurePath(job.directory or "")
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"job {number} lies outside, in {job.directory}")

@@ -114,7 +114,8 @@ class QualityGate(Callback):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes them back."""
-        self._values = list(state["values"])
+        first, last = map(float, state["values"])
+        self._values = [first, last]
 
     def join(self, step: int) -> None:
         """Refuses to judge a run by a look in its middle."""

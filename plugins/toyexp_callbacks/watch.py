@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Run, UserError, hookimpl
+from toyexp.checkpoint import rebuilt
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
 LOOKS = 2  # at the held-out data in a row that have to be high
@@ -76,9 +77,9 @@ class Watch(Callback):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Takes it back."""
-        self._steps, self._mean, self._variance = state["steps"], state["mean"], state["variance"]
-        self._smooth, self._in_spike = state["smooth"], state["in_spike"]
-        self._training, self._held_out = Climb(**state["training"]), Climb(**state["held_out"])
+        self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
+        self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
+        self._training, self._held_out = rebuilt(Climb, state["training"]), rebuilt(Climb, state["held_out"])
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

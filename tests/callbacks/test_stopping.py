@@ -182,3 +182,9 @@ def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert main([*again, "callbacks=[events,early_stop]"]) == 0
     assert "changed: steps 4 -> 6, callbacks.early_stop added" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("values", [[], [1.0], ["x", 1.0], [None, 1.0], 5])
+def test_a_gate_takes_back_two_numbers_alone(values):
+    with pytest.raises((TypeError, ValueError)):
+        QualityGate().resume({"values": values})

@@ -170,3 +170,13 @@ def test_the_curves_mark_what_was_warned_of(monkeypatch):
 def test_settings_that_cannot_work_are_refused(train, word):
     run = train(f"callbacks.watch.{word}")
     assert run.code == 2 and f"callbacks.watch.{word.split('=')[0]}=" in run.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mean": "x"}, {"steps": None}, {"training": {"first": "5", "best": 1.0, "high": 0}}, {"held_out": {}}],
+)
+def test_a_state_of_other_types_is_not_taken(change):
+    watch = Told().train(*falling(20)).watch
+    with pytest.raises((TypeError, ValueError)):
+        watch.resume({**watch.state(), **change})

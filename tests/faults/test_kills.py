@@ -83,7 +83,7 @@ def require_an_end(directory, before, sent):
 
 def survives(here, recipe, model, engine, kills, capsys, seed=0):
     settings = [*words(recipe, model, engine), f"steps={STEPS}"]
-    name = f"{recipe}-{model}-{engine}"
+    name = f"{recipe}-{model}-{engine}-{seed}"
     whole = here / "runs" / name / "run-00"
     began = time.monotonic()
     done = toyexp([*settings, f"hydra.run.dir={whole}"], here)

@@ -3,8 +3,8 @@
     python tests/benchmarks/long_run.py                 1,000,000 steps on the engine that computes nothing
     python tests/benchmarks/long_run.py ggml 20000      and so many of a microscopic model on another
 
-Beyond 5 % from the first tenth to the last, in memory or in the median time of a step or of the loop around it, the
-exit code is 1; a machine that others use as well can show that much by itself.
+Beyond 5 % from the first tenth to the last, in memory or in the time of a step or of the loop around it, the exit code
+is 1. Times are the quickest tenth's: on a machine that others use the median, shown too, says more of them than of us.
 """
 
 import itertools
@@ -34,8 +34,9 @@ def main(engine="noop", steps="1000000"):
         waits, periods = times(Path(root, "run", "events.jsonl"), int(steps))
     print(f"{int(steps):,} steps on {engine}, events complete")
     grown = [compare("memory after the first tenth, MB", memory[len(memory) // 10 :], lambda part: part[-1] / 1e6)]
-    grown.append(compare("a step, microseconds", waits, statistics.median))
-    grown.append(compare("from step to step, microseconds", periods, statistics.median))
+    for what, values in (("a step", waits), ("from step to step", periods)):
+        compare(f"{what}, microseconds, median", values, statistics.median)
+        grown.append(compare(f"{what}, microseconds, quickest tenth", values, quick))
     return 1 if max(grown) > LIMIT else 0
 
 
@@ -67,6 +68,11 @@ def times(path, steps):
                 moments.append(event["t"])
     assert len(waits) == steps, f"{len(waits)} of {steps} steps"
     return waits, [1e6 * (b - a) for a, b in itertools.pairwise(moments)]
+
+
+def quick(values):
+    """The tenth percentile."""
+    return statistics.quantiles(values, n=10)[0]
 
 
 def compare(what, values, of):

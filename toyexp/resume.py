@@ -114,7 +114,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
     found, damaged = checkpoint.newest(directory / "checkpoints")
     if found is None:
-        raise UserError(f"resume={directory}: no checkpoint is whole: {'; '.join(damaged)}")
+        raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
     state, settings = found.state, prepared.config.settings
     parts = ("outcome", "callbacks", "engine", "config", "identity", "scores")
     if not all(isinstance(state.get(part), dict) for part in parts):
@@ -129,7 +129,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
             for k, (a, b) in list(fixed.items())[:3]
         ]
         more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
-        raise UserError(f"resume={directory}: that run is another experiment: {'; '.join(told)}{more}")
+        raise UserError(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     if found.step == settings.steps and _completed(directory):

@@ -1,0 +1,142 @@
+"""Going on with a run: on the same engine to the bit, on another within its tolerance, and never another experiment."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import TEXT, Trace, words
+
+from toyexp import checkpoint
+from toyexp.cli import main
+
+CONSTANT = ["callbacks=[constant,events,gguf_export]", "eval_every=4", "checkpoint_every=2"]  # the same for any steps
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(TEXT)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def settings(engine, recipe="scratch", model="llama"):
+    return [*words(recipe, model, engine), *CONSTANT]
+
+
+def run(*args):
+    assert main([*args]) == 0
+
+
+def events(directory, kind):
+    lines = map(json.loads, Path(directory, "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def losses(directory):
+    return [event["loss"] for event in events(directory, "step")]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_run_that_is_extended_is_the_longer_run(engine):
+    run(*settings(engine), "steps=12", "hydra.run.dir=whole/run")
+    run(*settings(engine), "steps=5", "hydra.run.dir=begun/run")
+    run("resume=begun/run", "steps=12")
+    whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    assert begun.files == whole.files
+    extra = [e for e in begun.events if e not in whole.events]
+    assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], "the look at its first end"
+    (resumed,) = events("begun/run", "resume")
+    assert (resumed["step"], resumed["changed"], resumed["inexact"]) == (5, {"steps": [5, 12]}, None)
+    assert json.loads(Path("begun/run/result.json").read_text())["steps"] == 12
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("llama", "scratch"), ("gpt2", "warm"), ("vit", "vit_tiny")])
+@pytest.mark.parametrize(("first", "then"), [("cpu", "ggml"), ("ggml", "cpu")])
+def test_another_engine_goes_on_within_its_tolerance(first, then, model, recipe):
+    run(*settings(first, recipe, model), "steps=12", "hydra.run.dir=whole")
+    run(*settings(first, recipe, model), "steps=6", "hydra.run.dir=moved")
+    run("resume=moved", "steps=12", f"engine={then}", "engine.threads=1")
+    # As of 200 steps on two engines; six are far closer.
+    np.testing.assert_allclose(losses("moved"), losses("whole"), atol=1e-4)
+    assert losses("moved")[:6] == losses("whole")[:6]
+    (resumed,) = events("moved", "resume")
+    assert resumed["changed"]["engine.name"] == [first, then]
+    assert resumed["inexact"].startswith("engine ")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("seed=1", "seed was 0 and is 1"),
+        ("batch_size=2", "batch_size was 4 and is 2"),
+        ("model.d_model=64", "model.d_model was 32 and is 64"),
+        ("optim.beta1=0.8", "optim.beta1 was 0.9 and is 0.8"),
+        ("data.val_fraction=0.2", "data.val_fraction was 0.05 and is 0.2"),
+        ("seed=1 batch_size=2", "batch_size was 4 and is 2"),
+    ],
+)
+def test_another_experiment_is_refused_with_the_keys_that_differ(change, told, capsys):
+    run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["resume=run", "steps=4", *change.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("toyexp: error: resume=run: that run is another experiment: ")
+    assert told in line
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_files_that_changed_since_are_noticed(capsys):
+    run(*settings("ggml"), "steps=2", "hydra.run.dir=first")
+    shutil.copy("first/model.gguf", "base.gguf")
+    run("recipe=full", "recipe.base=base.gguf", "data=text", "data.path=book.txt", "model.context=16", "engine=ggml",
+        "engine.threads=1", "steps=2", "checkpoint_every=1", "hydra.run.dir=second")  # fmt: skip
+    Path("book.txt").write_text(TEXT.replace("April", "March"))
+    capsys.readouterr()
+    assert main(["resume=first", "steps=4"]) == 2
+    assert "data.text_sha256 was " in capsys.readouterr().err
+    Path("book.txt").write_text(TEXT)
+    run("resume=first", "steps=4")
+    shutil.copy("first/model.gguf", "base.gguf")  # of other values now
+    capsys.readouterr()
+    assert main(["resume=second", "steps=4"]) == 2
+    assert "files.base was " in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(capsys):
+    run(*settings("ggml"), "steps=12", "hydra.run.dir=whole/run")
+    run(*settings("ggml"), "steps=6", "hydra.run.dir=begun/run")
+    arrays = Path("begun/run/checkpoints/step-6", checkpoint.ARRAYS)
+    arrays.write_bytes(arrays.read_bytes()[:-1])
+    capsys.readouterr()
+    run("resume=begun/run", "steps=12")
+    out = capsys.readouterr().out
+    assert "begun/run/checkpoints/step-6/state.safetensors: is not what was written" in out
+    assert "the one before it is used" in out
+    assert "resumed from step 4; changed: steps 6 -> 12" in out
+    whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    assert begun.files == whole.files
+    assert losses("begun/run") == losses("whole/run")
+
+
+def test_auto_begins_goes_on_and_is_content(capsys):
+    base = [*settings("ggml"), "name=tale", "resume=auto"]
+    run(*base, "steps=2")
+    assert "no run named tale with a checkpoint" in capsys.readouterr().out
+    run(*base, "steps=4")
+    assert "resumed from step 2; changed: steps 2 -> 4" in capsys.readouterr().out
+    run(*base, "steps=4")
+    assert "is complete, 4 of 4 steps" in capsys.readouterr().out
+    (directory,) = Path("outputs/tale").iterdir()
+    assert len(losses(directory)) == 4
+    run(*settings("ggml"), "name=other", "steps=2", "resume=auto")
+    assert [p.name for p in Path("outputs").iterdir() if p.name == "other"]
+
+
+def test_steps_before_the_checkpoint_are_refused(capsys):
+    run(*settings("ggml"), "steps=4", "hydra.run.dir=run")
+    capsys.readouterr()
+    assert main(["resume=run", "steps=3"]) == 2
+    assert "steps=3: the run stands at step 4 already" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def run(words: Sequence[str]) -> int:
     if "--multirun" not in flags:
         settings, resume = take_resume(settings)
     from toyexp import config, mistakes, schema  # deferred: Hydra takes a third of a second that plugins need not
-    from toyexp.resume import AUTO, Complete, find_newest, require_run
+    from toyexp.resume import AUTO, Complete, OtherExperiment, find_newest, require_run
 
     parsed = mistakes.parse(settings)
     modules = local_modules(parsed)
@@ -130,6 +130,10 @@ def run(words: Sequence[str]) -> int:
             raise
         say(f"{error}, or without resume=auto for a new run")
         return 0
+    except OtherExperiment as error:
+        if resume != AUTO:
+            raise
+        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
     print_result(result)
     return 0
 

@@ -74,6 +74,10 @@ class Complete(UserError):
     """There is nothing to go on with: all steps were taken."""
 
 
+class OtherExperiment(UserError):
+    """The run is of other settings, data or files, which are named."""
+
+
 def find_newest(parent: Path, name: str) -> Path | None:
     """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
     found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
@@ -129,7 +133,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
             for k, (a, b) in list(fixed.items())[:3]
         ]
         more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
-        raise UserError(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
+        raise OtherExperiment(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     if found.step == settings.steps and _completed(directory):

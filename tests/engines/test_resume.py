@@ -131,6 +131,9 @@ def test_auto_begins_goes_on_and_is_content(capsys):
     assert "is complete, 4 of 4 steps" in capsys.readouterr().out
     (directory,) = Path("outputs/tale").iterdir()
     assert len(losses(directory)) == 4
+    assert main([*base, "steps=6", "seed=1"]) == 2
+    told = capsys.readouterr().err
+    assert "seed was 0 and is 1; a new run takes a name=... of its own" in told
     run(*settings("ggml"), "name=other", "steps=2", "resume=auto")
     assert [p.name for p in Path("outputs").iterdir() if p.name == "other"]
 

@@ -15,12 +15,13 @@ from toyexp.engine import Engine
 from toyexp.errors import RunFailed, UserError, printable
 from toyexp.plan import Plan
 
+GROUPS = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
 
 
 def available_bytes() -> int | None:
-    """What the machine and the limits of this process (ulimit -v) leave to it; None where the system does not say."""
-    left: list[int] = []
+    """What the machine, a container and ulimit -v leave to this process; None where the system does not say."""
+    left = list(_left_by_groups())
     with contextlib.suppress(OSError, KeyError):
         known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
         left.append(1024 * (int(known["MemAvailable"]) + int(known["SwapFree"])))
@@ -35,6 +36,23 @@ def available_bytes() -> int | None:
         with contextlib.suppress(OSError, ValueError):
             left.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(left, default=None)
+
+
+def _left_by_groups() -> Iterator[int]:
+    """What the control groups (version 2) of this process leave to it, as containers set them."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = GROUPS / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(GROUPS) and (limit := _read(group / "memory.max")) is not None:
+                cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                yield max(limit - (_read(group / "memory.current") or 0) + int(cache[1] if cache else 0), 0)
+
+
+def _read(path: Path) -> int | None:
+    """The number in a file; None for one that is not there or says `max`."""
+    text = path.read_text().strip() if path.is_file() else "max"
+    return None if text == "max" else int(text)
 
 
 def check_plan(plan: Plan, engine: Engine) -> None:

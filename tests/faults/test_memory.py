@@ -3,6 +3,7 @@
 import functools
 import re
 import resource
+from pathlib import Path
 
 import pytest
 from faults import FIGURES, toyexp, words
@@ -105,3 +106,14 @@ def test_little_memory(asked, engine, megabytes, here):
         assert len(done.stderr.splitlines()) == 1, done.stderr
     if done.returncode == 2:
         assert not directory.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="control groups are Linux's")
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    before = memory.available_bytes()
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    for name, text in (("max", "500000000"), ("current", "400000000"), ("stat", "anon 7\ninactive_file 50000000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.available_bytes() == 150_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() == pytest.approx(before, rel=0.2)

@@ -256,6 +256,7 @@ class RunSaver(Saver):
                 "config": self._run.config,
                 "scores": self._keeper.scores,
             }
+            self._keeper.wait()  # so that memory holds one snapshot, not two
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
 

@@ -201,11 +201,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def conforms(value: Any, hint: Any) -> bool:
-    """Whether plain data, as JSON gives it, is of a type: a scalar, a union, list[T] or Mapping[str, T]."""
+    """Whether data as JSON gives it is of a type: a scalar (int: of 64 bits), a union, list[T] or Mapping[str, T]."""
     parts = typing.get_args(hint)
     match typing.get_origin(hint):
+        case None if hint is int:
+            return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
         case None:
-            return hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
+            return hint is Any or isinstance(value, hint)
         case types.UnionType:
             return any(conforms(value, part) for part in parts)
         case kind if kind is list:

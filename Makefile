@@ -20,7 +20,7 @@ run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to
 test: $(INSTALLED) check  ## lint, types, and the default test suite
 	$(BIN)/python -m pytest $(PYTEST)
 
-faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes; the figures go to tests/faults/figures.txt
+faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)
 
 check: $(INSTALLED)  ## lint and types only

@@ -78,3 +78,7 @@ def test_every_file_of_the_core_is_in_the_readmes_tree():
 def test_the_table_of_files_has_the_cells_that_are_tested():
     """Its figures are those of the last `make table`."""
     assert ticked(README) == CELLS
+
+
+def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():
+    assert f"```\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in README

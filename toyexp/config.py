@@ -276,7 +276,8 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
     for offer in offers:
-        engine = offer.cls(**(threads if hasattr(offer.cls, "threads") else {}))
+        takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
+        engine = offer.cls(**(threads if takes_threads else {}))
         try:
             facts = engine.check()
         except Unavailable:

@@ -67,7 +67,7 @@ def test_a_run_directory_and_data_for_short(capsys):
         ([".", "seed=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["book.txt"], "book.txt"),
-        (["run/model.gguf", "more"], "eval more: takes one file"),
+        (["run/model.gguf", "more"], "eval run/model.gguf more: takes one file"),
         (["run/model.gguf", "recipe=full"], "the model comes from"),
         (["run/model.gguf", "model.context=17"], "from 1 to 16"),
         (["run/model.gguf", "data=digits"], "reads tokens; data=digits gives images"),

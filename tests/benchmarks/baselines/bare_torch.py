@@ -5,6 +5,7 @@ import torch._dynamo  # torch.optim would import it later, and its 70 MB would c
 import torch.nn.functional as F
 
 from toyexp import Unavailable
+from toyexp.threads import counted
 
 ENGINE = "cpu"
 
@@ -24,7 +25,7 @@ class BareTorch:
         model = plan.model
         if model.name != "llama" or plan.adapters or not is_plain(model):
             raise Unavailable("only written for a plain model=llama")
-        self.note = f"torch {torch.__version__}, {threads} threads"
+        self.note = f"torch {torch.__version__}, {counted(threads)}"
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
         self.weights = {t.name: torch.from_numpy(plan.initial(t)).requires_grad_() for t in plan.tensors}

@@ -7,6 +7,7 @@ import ggml
 import numpy as np
 
 from toyexp import Unavailable
+from toyexp.threads import counted
 
 ENGINE = "ggml"
 
@@ -24,7 +25,7 @@ class GGMLAutodiff:
             raise Unavailable("only written for a plain model=llama")
         if model.n_kv_heads != model.n_heads and rows > 1:
             raise Unavailable("ggml has no gradient of grouped heads in a batch: model.n_kv_heads=model.n_heads")
-        self.note = f"ggml {ggml.ggml_version().decode()}, {threads} threads"
+        self.note = f"ggml {ggml.ggml_version().decode()}, {counted(threads)}"
         self.model, self.rows, self.adamw, self.steps = model, rows, adamw, 0
         self.backend = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)

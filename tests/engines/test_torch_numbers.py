@@ -141,7 +141,7 @@ def test_200_steps_repeat_to_the_bit(name):
     assert curve(plan(name, rows=8), 200) == curve(plan(name, rows=8), 200)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
     whole = curve(plan(name, rows=8), 200)
     parts = curve(plan(name, rows=2, accumulate=4), 200)
@@ -150,7 +150,7 @@ def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_compiled_curve_is_the_eager_one(name):
     np.testing.assert_allclose(curve(plan(name, rows=8), 20, compile=True), curve(plan(name, rows=8), 20), rtol=1e-4)
 

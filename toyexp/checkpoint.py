@@ -218,10 +218,11 @@ def conforms(value: Any, hint: Any) -> bool:
 
 def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
     """A dataclass from what asdict() and JSON made of it; ValueError for a field that is missing or of another type."""
-    for name, hint in typing.get_type_hints(cls).items():
+    hints = typing.get_type_hints(cls)
+    for name, hint in hints.items():
         if name not in saved or not conforms(saved[name], hint):
             raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
-    return cls(**{name: saved[name] for name in typing.get_type_hints(cls)})
+    return cls(**{name: saved[name] for name in hints})
 
 
 def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType
+from requantised import requantised
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
@@ -363,30 +364,10 @@ def q4_k(values: np.ndarray) -> np.ndarray:
     return np.concatenate([*heads, packed, quants], axis=1).reshape(len(values), -1)
 
 
-def in_q4_k(source: Path, path: Path) -> Path:
-    """The file again, its matrices of rows of 256 in Q4_K."""
-    reader = GGUFReader(source)
-    writer = GGUFWriter(path, "llama")
-    for key, found in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            kind = found.types[0]
-            writer.add_key_value(key, found.contents(), kind, found.types[1] if kind == GGUFValueType.ARRAY else None)
-    for tensor in reader.tensors:
-        if len(tensor.shape) == 2:
-            writer.add_tensor(tensor.name, q4_k(tensor.data), raw_dtype=GGMLQuantizationType.Q4_K)
-        else:
-            writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
     """As on q8_0: llama.cpp's own kernels round what the base is multiplied by to 8 bits."""
     base = workshop("llama, 256 wide", WIDE)
-    path = in_q4_k(base.path, tmp_path / "base.gguf")
+    path = requantised(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)
     with GGUFFile(path) as file:
         assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"Q4_K"}
     lora = workshop("llama, q4_k lora", (base.plan.model, "auto"), Lora(base=str(path), targets=["*"], rank=4))

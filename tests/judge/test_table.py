@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cells import CELLS, TYPES
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType
+from requantised import requantised
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
 from toyexp.data import TokenDataset
@@ -161,24 +162,9 @@ def dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_foreign(source: Path, path: Path, kind: str) -> Path:
-    """The file again as other programs make it: by gguf-py, its matrices, all but gpt2's positions, in one type."""
-    reader, made = GGUFReader(source), GGMLQuantizationType[TYPES[kind]]
-    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for key, found in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture", "general.file_type")):
-            value_type = found.types[0]
-            of = found.types[1] if value_type == GGUFValueType.ARRAY else None
-            writer.add_key_value(key, found.contents(), value_type, of)
-    for tensor in reader.tensors:
-        if len(tensor.shape) == 2 and tensor.name != "position_embd.weight":
-            writer.add_tensor(tensor.name, quantised(tensor.data, made), raw_dtype=made)
-        else:
-            writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """The file again as other programs make it, in one type."""
+    made = GGMLQuantizationType[TYPES[kind]]
+    return requantised(source, path, made, lambda values: quantised(values, made))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

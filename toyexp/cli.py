@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import RunFailed, ToyexpError, UserError, choose
+from toyexp.home import with_home
 from toyexp.registry import Registry, load
 from toyexp.signals import end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say, short
+from toyexp.terminal import complain, drop_output, fit_encoding, hold_standard_files, print_result, say, short, status
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [with_home(word) for word in (sys.argv[1:] if argv is None else argv)]
     follow_the_sweep()
     hold_standard_files()
+    fit_encoding()
     try:
         with stop_signals():
             if words and words[0] in COMMANDS:
+                status("")
                 return COMMANDS[words[0]](words[1:])
             if "-h" in words or "--help" in words:
                 return show_help()
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
                 return 1
         raise
+    finally:
+        status("")
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
@@ -202,8 +207,11 @@ def experiment(
     from toyexp.memory import running_out
     from toyexp.resume import load as load_run
 
+    status("starting the engine")
     with running_out():
-        prepared = prepare(build(cfg, registry, modules))
+        config = build(cfg, registry, modules)
+        status("reading the data")
+        prepared = prepare(config)
         resumed = load_run(resume, prepared) if resume else None
     return execute(prepared, resume or directory(), say, resumed)
 

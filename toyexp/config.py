@@ -26,6 +26,7 @@ from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
+from toyexp.home import expanded
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
@@ -235,7 +236,7 @@ def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"{dot}{key}=nan: must be a number")
-    return values
+    return {key: expanded(value) for key, value in values.items()} if where in PARTS else values
 
 
 def make(cls: type, node: Mapping[str, Any]) -> Any:

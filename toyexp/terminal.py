@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,29 @@ if TYPE_CHECKING:
     from toyexp.sweepdir import Job, SweepDir
 
 
+def fit_encoding() -> None:
+    """Lets what the terminal's encoding lacks (a C locale, PYTHONIOENCODING=ascii) become a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+_status = ""  # what stands in the terminal's last line, to be gone when the next line comes
+
+
+def status(text: str) -> None:
+    """What is being done, on a terminal alone and until the next line; "" takes it away."""
+    global _status
+    if text == _status or not (sys.stdout and sys.stdout.isatty()):
+        return
+    with contextlib.suppress(OSError):
+        print(f"\r{' ' * len(_status)}\r{text}", end="", flush=True)
+        _status = text
+
+
 def say(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
+    status("")
     try:
         print(for_terminal(line), flush=True)
     except OSError:  # or the disk that takes the output is full
@@ -39,13 +61,14 @@ def hold_standard_files() -> None:
 
 
 def write_text(text: str) -> None:
-    """Text as it comes, without a new line; what the terminal's encoding lacks becomes a question mark."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+    """Text as it comes, without a new line."""
+    status("")
+    print(text, end="", flush=True)
 
 
 def complain(line: str) -> None:
     """A line on stderr; where that cannot be written, the exit code has to do."""
+    status("")
     with contextlib.suppress(OSError):
         print(f"toyexp: {for_terminal(line)}", file=sys.stderr)
 

@@ -141,8 +141,6 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 
 def _open(path: Path) -> GGUFFile:
-    if not path.exists():
-        raise DonorError(f"{path}: donor GGUF not found")
     try:
         return GGUFFile(path)
     except GGUFError as error:

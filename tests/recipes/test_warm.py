@@ -135,7 +135,9 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
         return str(raised.value)
 
     missing = tmp_path / "nowhere.gguf"
-    assert error(donor=str(missing)) == f"{missing}: donor GGUF not found"
+    assert error(donor=str(missing)).startswith(f"{missing}: not found") and "toyexp models" in error(
+        donor=str(missing)
+    )
     (tmp_path / "text.gguf").write_text("this is no model, only a text that is long enough")
     assert "text.gguf: is not a GGUF file" in error(donor=str(tmp_path / "text.gguf"))
     assert "width mismatch: expected 32 (model.d_model), the donor has 48" in error(donor=str(path), lens="none")

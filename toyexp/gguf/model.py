@@ -17,6 +17,8 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 def file_of(path: Path, leaves: Sequence[str] = (MODEL,)) -> Path:
     """The file meant by `path`: itself, or what a run left in that directory; UserError when there is nothing."""
+    if not os.path.exists(path):  # noqa: PTH110 - as below
+        raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
     found = next((path / name for name in leaves if (path / name).is_file()), None)

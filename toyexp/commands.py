@@ -81,7 +81,8 @@ def doctor(words: Sequence[str]) -> int:
     width = max((len(n) for n in registry.offers["engine"]), default=0)
     for name, offer in sorted(registry.offers["engine"].items(), key=lambda item: -getattr(item[1].cls, "priority", 0)):
         try:
-            verdict = f"PASS  {offer.cls().check()}"
+            engine = offer.cls()
+            verdict = "; ".join((f"PASS  {engine.check()}", *engine.advice()))
         except Unavailable as reason:
             verdict = f"no    {reason}"
         except Exception as error:  # whatever a plugin raises, the others are still reported

@@ -74,6 +74,10 @@ class Engine(ABC):
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
 
+    def advice(self) -> list[str]:
+        """What would make it faster here, a short line each; empty when there is nothing to say."""
+        return []
+
     def rounds_to(self) -> str:
         """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
         return "float32"

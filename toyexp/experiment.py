@@ -298,6 +298,7 @@ def introduction(prepared: Prepared) -> list[str]:
     facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",
+        *(f"note    {line}" for line in config.engine.advice()),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",

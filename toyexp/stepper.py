@@ -54,7 +54,8 @@ class EngineStepper:
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts else []
         # An engine may say the same twice.
-        self.note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
+        note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
+        self.note = "; ".join((note, *prepared.config.engine.advice()))
 
     def step(self, batch: Batch) -> float:
         """One step, with the numbers that AdamW has for it."""

@@ -42,20 +42,20 @@ def counted(threads: int) -> str:
 
 
 def crowding(threads: int) -> str:
-    """A remark when so many threads would share their cores, with each other or with other processes; else empty.
+    """A short remark when so many threads would share their cores, with each other or with other processes; else empty.
 
     ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
     """
     cores = machine_cores()
     if threads > cores:
-        return f"; {threads} threads on {cores} cores wait for one another, engine.threads={cores} is faster"
+        return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
     busy = cores
     for _ in range(3):  # one moment says little: only what goes on is a crowd
         busy = min(busy, _running())
         if threads == 1 or threads + busy <= cores:
             return ""
         time.sleep(0.005)
-    return f"; other processes keep {busy} of {cores} cores busy, engine.threads={max(1, cores - busy)} may be faster"
+    return f"{busy} of {cores} cores busy; engine.threads={max(1, cores - busy)} may be faster"
 
 
 def _running() -> int:

@@ -87,8 +87,11 @@ class GGMLCPU(GGMLEngine):
         """The number of threads, and whether BLAS is there."""
         self.check_settings()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
-        threads = self.thread_count()
-        return f"ggml on the CPU{with_blas}, {counted(threads)}{crowding(threads)}{self.slow_build()}"
+        return f"ggml on the CPU{with_blas}, {counted(self.thread_count())}"
+
+    def advice(self) -> list[str]:
+        """Whether its threads have to share their cores, and what this build of ggml lacks."""
+        return [line for line in (crowding(self.thread_count()), self.slow_build()) if line]
 
     def slow_build(self) -> str:
         """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""
@@ -98,7 +101,7 @@ class GGMLCPU(GGMLEngine):
         flags = "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if openblas and "BLAS" not in devices() else ""
         if has_llamafile() and not flags:
             return ""
-        return f"; slower than it could be, build ggml-python again: {rebuild(flags)}"
+        return f"slower than it could be, build ggml-python again: {rebuild(flags)}"
 
 
 @dataclass

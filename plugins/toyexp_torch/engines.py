@@ -67,8 +67,11 @@ class TorchCPU(TorchEngine):
         self._check_settings()
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
-        threads = self.threads or available_cores()
-        return f"torch {import_torch().__version__}, {counted(threads)}{crowding(threads)}"
+        return f"torch {import_torch().__version__}, {counted(self.threads or available_cores())}"
+
+    def advice(self) -> list[str]:
+        """Whether its threads have to share their cores."""
+        return [line for line in (crowding(self.threads or available_cores()),) if line]
 
 
 @dataclass

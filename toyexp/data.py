@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from toyexp.errors import UserError
 from toyexp.init import stream
 from toyexp.plan import InputSpec, Plan
 from toyexp.tokenizer import Tokenizer
+
+PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
 
 
 @dataclass
@@ -52,6 +54,11 @@ class Dataset(ABC):
     def gguf_metadata(self) -> dict[str, Any]:
         """What a reader of the exported model must know of its data, without the architecture's prefix."""
         return {}
+
+    def prompt(self) -> list[int]:
+        """Ids for a model to continue, as a held-out text begins; only asked of data with a tokenizer."""
+        assert self.tokenizer is not None
+        return cast("list[int]", self.tokenizer.prompt("").tolist())
 
     @abstractmethod
     def batches(self, context: int, rows: int, seed: int) -> Batches:
@@ -99,6 +106,14 @@ class TokenDataset(Dataset):
     def describe(self) -> dict[str, Any]:
         """Token counts and a digest over both parts."""
         return self._facts
+
+    def prompt(self) -> list[int]:
+        """The first words of a line of the held-out text, of one without an indent if there is one."""
+        assert self.tokenizer is not None
+        lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
+        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # the first may be cut, as the last is
+        line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
+        return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Windows of `context` tokens and their next tokens."""

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Run, UserError, hookimpl
+from toyexp.errors import for_terminal
 from toyexp.terminal import say
 
 REDRAW_SECONDS = 0.1
+SHORTEST_BAR = 8  # columns; a shorter one is not drawn
 SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
 
 
@@ -39,7 +41,7 @@ class Progress(Callback):
         self._redrawn = 0.0
         self._first = run.resumed + 1
         if sys.stdout is not None and sys.stdout.isatty():
-            self._bar = _bar(run.steps, run.resumed)
+            self._bar = Bar(run.steps, run.resumed)
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -50,10 +52,11 @@ class Progress(Callback):
         if self._bar is not None:
             if last or now - self._redrawn >= REDRAW_SECONDS:
                 self._redrawn = now
-                self._draw(completed=step, loss=f"{metrics['loss']:.4f}", note=f"  {self._note(run, step, now)}")
+                self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._note(run, step, now))
         elif step == self._first or last or step % self._lines == 0:
             rate = f"lr {metrics['lr']:.2e}"
-            self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {self._note(run, step, now)}")
+            note = "  ".join(filter(None, self._note(run, step, now).values()))
+            self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {note}")
 
     def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         if step <= self._first + 1:  # the first also prepares kernels and buffers: it is forgotten
@@ -65,23 +68,22 @@ class Progress(Callback):
         self._tokens = self._tokens * kept + metrics["tokens"]
         self._seconds = self._seconds * kept + seconds
 
-    def _note(self, run: Run, step: int, now: float) -> str:
+    def _note(self, run: Run, step: int, now: float) -> dict[str, str]:
         """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         speed = f"{rate:.0f}" if rate < 1e3 else f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.1f}M"
         speed += f" {run.plan.model.reads}/s"
-        if step == run.steps:
-            return speed
         taken = step - self._first
         pace = (now - self._began) / taken if taken else self._seconds
-        return f"{speed}  {duration((run.steps - step) * pace)} left"
+        left = f"{duration((run.steps - step) * pace)} left" if step < run.steps else ""
+        return {"speed": speed, "left": left}
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the held-out loss and scores."""
         scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))
         if self._bar is not None:
-            self._draw(held_out=f"  held-out {metrics['loss']:.4f}{scores}")
+            self._bar.draw(step, held_out=f"held-out {metrics['loss']:.4f}{scores}")
         else:
             self._print(f"{_place(run, step)}  held-out loss {metrics['loss']:.4f}{scores}")
 
@@ -89,20 +91,17 @@ class Progress(Callback):
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Shows sampled text, notes and skipped steps, above the bar."""
         if kind == "sample":
-            self._print(f"{_place(run, fields['step'])}  sample {fields['prompt']!r} -> {fields['text']!r}")
+            text = "".join(f"\n    {line}" for line in f"{fields['prompt']}{fields['text']}".splitlines())
+            self._print(f"{_place(run, fields['step'])}  sample{text}")
         elif kind == "note":
             self._print(str(fields["text"]))
         elif kind == "skipped":
             what = f"loss {fields['loss']:g}, gradient norm {fields['grad_norm']:g}"
             self._print(f"{_place(run, fields['step'])}  skipped: {what}")
 
-    def _draw(self, **fields: Any) -> None:
-        self._bar.update(0, **fields)
-        self._bar.refresh()
-
     def _print(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._bar.above(for_terminal(line))
             return
         say(line)
 
@@ -127,20 +126,46 @@ def _place(run: Run, step: int) -> str:
     return f"step {step:>{len(str(run.steps))}}/{run.steps}"
 
 
-def _bar(steps: int, completed: int) -> Any:
-    from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
+class Bar:
+    """One line of a terminal: the count, what was measured last, and a bar that takes what room is left."""
 
-    # The text comes first and the bar takes what is left, so that a narrow terminal loses the bar, then the time.
-    width = len(str(steps))
-    count = f"{{task.completed:>{width}}}/{{task.total}}"
-    text = count + "  loss {task.fields[loss]}{task.fields[held_out]}{task.fields[note]}"
-    bar = Progress(
-        TextColumn(text, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None),
-        expand=True,
-        auto_refresh=False,  # a redrawing thread would steal time from the steps
-    )
-    bar.start()
-    bar.add_task("train", total=steps, completed=completed, loss="-", held_out="", note="")
-    return bar
+    def __init__(self, steps: int, completed: int):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._steps, self._parts = steps, dict.fromkeys(("loss", "held_out", "speed", "left"), "")
+        self._console = Console(highlight=False)
+        # Drawn when told: a thread that redraws would steal time from the steps.
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        self.draw(completed)
+
+    def draw(self, step: int, **parts: str) -> None:
+        """Shows the step, and the `parts` in place of what they were."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        self._parts.update(parts)
+        room = self._console.width - 3  # of which `^C` takes two: in the last column it would break the line in two
+        text = self._text(step, room)
+        line, left = Table.grid(), room - len(text)
+        line.add_row(text, *([ProgressBar(self._steps, step, left)] if left >= SHORTEST_BAR else []))
+        self._live.update(line, refresh=True)
+
+    def _text(self, step: int, room: int) -> str:
+        """The numbers that fit; the narrower, the fewer: the speed goes first, then the held-out loss and the time."""
+        count = f"{step:>{len(str(self._steps))}}/{self._steps}"
+        for dropped in (set(), {"speed"}, {"speed", "held_out"}, {"speed", "held_out", "left"}):
+            shown = (text for name, text in self._parts.items() if text and name not in dropped)
+            line = "  ".join((count, *shown)) + "  "
+            if len(line) + SHORTEST_BAR * (not dropped) <= room:
+                return line
+        return line[:room]
+
+    def above(self, text: str) -> None:
+        """Prints lines above the bar, which stays the last one."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Leaves the last state in its line."""
+        self._live.stop()

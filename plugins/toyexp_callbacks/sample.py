@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Run, UserError, hookimpl, printable
+from toyexp import Callback, Dataset, Run, Tokenizer, UserError, hookimpl, printable
 from toyexp.init import stream
 from toyexp.sampling import Sampling, endless
 
@@ -22,7 +22,7 @@ class Sample(Callback):
     name: ClassVar[str] = "sample"
 
     every: int = 0  # steps between samples; 0: only at the end
-    prompt: str = "def "  # text to continue
+    prompt: str | None = None  # text to continue; null: how a text of the held-out data begins
     tokens: int = 48  # tokens to write
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # choose among this many likeliest tokens; 0: all
@@ -46,6 +46,9 @@ class Sample(Callback):
         """Encodes the prompt, so that one the tokenizer cannot take is refused before anything is built."""
         if dataset.tokenizer is None:
             raise UserError("callbacks.sample needs a tokenizer: give data.tokenizer=..., or drop '~callbacks.sample'")
+        if self.prompt is None:
+            self._prompt = dataset.prompt()
+            return
         try:
             self._prompt = dataset.tokenizer.prompt(self.prompt).tolist()
         except UserError as error:
@@ -70,11 +73,12 @@ class Sample(Callback):
             self._sample(run)
 
     def _sample(self, run: Run) -> None:
-        run.emit("sample", step=self._step, prompt=self.prompt, text=self._write(run, self._step))
-
-    def _write(self, run: Run, step: int) -> str:
         tokenizer = run.dataset.tokenizer
         assert tokenizer is not None
+        prompt = tokenizer.decode(self._prompt) if self.prompt is None else self.prompt
+        run.emit("sample", step=self._step, prompt=prompt, text=self._write(run, self._step, tokenizer))
+
+    def _write(self, run: Run, step: int, tokenizer: Tokenizer) -> str:
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         words, last = stream(run.seed, "sample", step), tokenizer.ends
         drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -49,6 +49,11 @@ class ExampleDataset(Dataset):
     def describe(self) -> dict[str, Any]:
         """Counts and a digest; once `batches` was asked for a context, also what it cuts and what it leaves out."""
         return {**self._facts, **self._fitted}
+
+    def prompt(self) -> list[int]:
+        """What a model reads of the first held-out example before it is to write."""
+        read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
+        return cast("list[int]", self.held_out.ids[:read].tolist())
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""

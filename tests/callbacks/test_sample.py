@@ -16,6 +16,22 @@ def test_the_same_seed_writes_the_same_text_and_another_seed_another(train):
     assert texts(first)[0][1] != texts(first)[1][1], "each step draws its own numbers"
 
 
+def test_without_a_prompt_a_sample_begins_as_the_runs_own_held_out_text_does(train):
+    run = train("callbacks=[events,sample,progress]", engine="noop")
+    (sample,) = run.of("sample")
+    assert sample["prompt"] == "the quick brown"
+    shown = run.out.partition("  sample\n")[2].splitlines()
+    assert shown[0].startswith("    the quick brown")
+
+
+def test_without_a_prompt_a_sample_of_examples_begins_with_what_is_asked_of_a_held_out_one(train, tmp_path):
+    rows = [f'{{"prompt": "say {i}", "completion": " {i}"}}\n' for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    run = train("data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "callbacks=[events,sample]", engine="noop")
+    (sample,) = run.of("sample")
+    assert sample["prompt"].startswith("say ") and sample["prompt"][4:].isdecimal()
+
+
 def test_a_trained_model_writes_its_text(train):
     run = train(
         "callbacks=[cosine,events,sample]", "steps=150", "eval_every=0", "lr=0.02", "batch_size=16",

@@ -1,0 +1,88 @@
+"""What stands on a terminal, in which letters, and paths as people write them."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toyexp
+from toyexp.cli import main
+from toyexp.home import expanded, with_home
+
+
+def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    for words in (["describe", "modèle.gguf"], ["name=日本", "steps=0"], ["plugins", "é"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "toyexp", *words], cwd=tmp_path, env=ascii_only, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_public_names_are_loaded_when_they_are_asked_for():
+    program = "import sys, toyexp; before = 'numpy' in sys.modules; toyexp.Plan; print(before, 'numpy' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False True\n"
+    with pytest.raises(AttributeError, match="no attribute 'Plane'"):
+        toyexp.Plane  # noqa: B018
+
+
+def test_each_public_name_is_the_one_that_type_checkers_see():
+    tree = ast.parse(Path(toyexp.__file__).read_text())
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("toyexp.")
+    ]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert sorted(seen) == toyexp.__all__
+    for name, module in seen.items():
+        assert getattr(toyexp, name) is getattr(sys.modules[module], name)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("data.path=~/a.txt", "data.path=HOME/a.txt"),
+        ("data.path=~/a.txt,~/b.txt", "data.path=HOME/a.txt,HOME/b.txt"),
+        ("--to=~/b", "--to=HOME/b"),
+        ("recipe.base=~", "recipe.base=HOME"),
+        ("recipe.base=~nobody-of-this-name/a", "recipe.base=~nobody-of-this-name/a"),
+        ("recipe.base=a~/b", "recipe.base=a~/b"),
+        ("callbacks.sample.prompt='~/a'", "callbacks.sample.prompt='~/a'"),
+        ("--prompt=~/a", "--prompt=~/a"),
+        ("~callbacks.cosine", "~callbacks.cosine"),
+    ],
+)
+def test_a_tilde_behind_an_equals_sign_is_the_home_directory(word, meant, monkeypatch):
+    monkeypatch.setenv("HOME", "HOME")
+    assert with_home(word) == meant
+
+
+def test_a_tilde_in_a_configuration_file_is_the_home_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("defaults: [/config, _self_]\nrecipe: {donor: ~/none.gguf}\n")
+    assert main(["--config-path=~", "--config-name", "mine", "recipe=warm"]) == 2
+    assert f"{tmp_path / 'none.gguf'}: not found" in capsys.readouterr().err
+    assert expanded("a ~/b") == "a ~/b" and expanded(None) is None
+
+
+@pytest.mark.parametrize("words", [["recipe=lora", "recipe.base=smol.gguf"], ["describe", "smol.gguf"]])
+def test_a_missing_gguf_is_told_with_the_command_that_lists_those_that_are_here(words, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "smol.gguf: not found" in error and "toyexp models" in error
+
+
+def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toyexp.threads._running", lambda: 2)
+    monkeypatch.setattr("toyexp.threads.machine_cores", lambda: 2)
+    tiny = ["model.d_model=8", "model.n_heads=2", "model.n_kv_heads=1", "model.context=8", "model.n_layers=1"]
+    run = ["engine=cpu", "engine.threads=2", "steps=1", "eval_every=0", "hydra.run.dir=run", *tiny]
+    assert main([*run, "data=random", "callbacks=[events]"]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "busy" in line]
+    assert note == "note    2 of 2 cores busy; engine.threads=1 may be faster"
+    start = Path("run/events.jsonl").read_text().splitlines()[0]
+    assert '"device": "torch ' in start and "busy" not in start

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import RunFailed, ToyexpError, UserError, choose
 from toyexp.registry import Registry, load
-from toyexp.signals import end_process, hidden_interrupt, stop_signals
+from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
 from toyexp.terminal import complain, drop_output, hold_standard_files, print_result, say, short
 
@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     follow_the_sweep()
     hold_standard_files()
+    signals: Signals | None = None
     try:
-        with stop_signals():
+        with stop_signals() as signals:
             if words and words[0] in COMMANDS:
                 return COMMANDS[words[0]](words[1:])
             if "-h" in words or "--help" in words:
@@ -44,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()
         return 0
     except Exception as error:
-        hidden = hidden_interrupt(error)
-        if hidden is not None and not isinstance(error, RunFailed):  # it came in the middle of someone's clean-up
+        # It came in the middle of someone's clean-up, or of native code that raises its own error, as imports in C do.
+        hidden = hidden_interrupt(error) or (signals.last_word() if signals else None)
+        if hidden is not None and not isinstance(error, RunFailed):
             return _interrupted(hidden)
         match error:
             case ToyexpError():

@@ -85,3 +85,36 @@ def test_an_editable_install_runs_the_files_of_the_clone_with_all_its_plugins(ed
     for name in ("cpu", "ggml", "llama", "warm", "stdlib", "gguf_export"):
         assert f"\n  {name} " in listed.stdout, listed.stderr
     assert "broken" not in listed.stdout
+
+
+LAZY = """
+from dataclasses import dataclass
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Lazy(Callback):
+    '''Needs a module beside it once it runs.'''
+    name = "lazy"
+    @hookimpl
+    def on_start(self):
+        import beside_it
+        print(beside_it.WORD)
+
+@hookimpl
+def register_callbacks(register):
+    register(Lazy)
+"""
+
+
+def test_what_lies_in_the_working_directory_is_not_taken_for_a_library_but_for_what_a_local_plugin_names(tmp_path):
+    (tmp_path / "lazy_plugin.py").write_text(LAZY)
+    (tmp_path / "beside_it.py").write_text("WORD = 'found it'")
+    for name in ("torch", "ggml", "random", "yaml", "numpy", "hydra", "rich", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')")
+    for name in ("conf", "plugins", "toyexp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("steps: 7")
+    words = ["plugins=[lazy_plugin]", "experiment=smoke", "engine=ggml", "steps=1", "callbacks=[lazy]"]
+    done = environments.run(sys.executable, "-m", "toyexp", *words, "hydra.run.dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "found it" in done.stdout and "completed after 1 steps" in done.stdout

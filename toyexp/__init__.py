@@ -4,6 +4,8 @@ This is what plugin authors import. Each name is loaded when it is first asked f
 on the screen before numpy is there. It loads numpy and pluggy, and no framework.
 """
 
+import toyexp.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

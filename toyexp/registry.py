@@ -100,7 +100,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
             registry.problems.append(problem)
     if modules:
         here = str(Path.cwd())
-        sys.path.insert(0, here)  # a console script does not look beside the user's files
+        sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
         try:
             for name in modules:
                 problem = _add(registry, name, "local module", partial(importlib.import_module, name))
@@ -108,6 +108,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
                     raise UserError(f"plugins=[{name}]: {problem.reason}")
         finally:
             sys.path.remove(here)
+        if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
+            sys.path.append(here)
     return registry
 
 

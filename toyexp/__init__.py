@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from toyexp.model import Model, TensorSpec
     from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
     from toyexp.optim import AdamW
+    from toyexp.packages import needed
     from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
     from toyexp.recipe import Recipe, Setup
     from toyexp.tokenizer import Tokenizer
@@ -74,6 +75,7 @@ __all__ = [
     "choose",
     "hookimpl",
     "nearest",
+    "needed",
     "printable",
 ]
 
@@ -90,6 +92,7 @@ _HOMES = {
     "toyexp.model": "Model TensorSpec",
     "toyexp.ops": "Adapted LowRank Ops Params Rotary",
     "toyexp.optim": "AdamW",
+    "toyexp.packages": "needed",
     "toyexp.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
     "toyexp.recipe": "Recipe Setup",
     "toyexp.tokenizer": "Tokenizer",

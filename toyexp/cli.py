@@ -50,12 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hidden = hidden_interrupt(error)
         if hidden is not None and not isinstance(error, RunFailed):  # it came in the middle of someone's clean-up
             return _interrupted(hidden)
+        from toyexp.packages import broken_requirement
+
         match error:
             case ToyexpError():
                 complain(f"error: {error}")
                 return error.exit_code
             case MemoryError():
                 complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
+                return 1
+            case _ if (broken := broken_requirement(error)) is not None:
+                complain(f"error: {broken}")
                 return 1
             case OSError():  # a disk that is full, a directory that went away, too many open files
                 complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")

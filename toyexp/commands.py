@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import UserError, choose
 from toyexp.matrix import table
 from toyexp.options import read_options
 from toyexp.registry import KINDS, Registry, load, settings_of
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def plugins(words: Sequence[str]) -> int:
-    """What can be asked for, and which plugins are broken."""
+    """What can be asked for, and which plugins and engines are broken."""
+    from toyexp.here import broken_engines
+
     names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
@@ -46,7 +48,9 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<{width}} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
+    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix", flush=True)
+    for line in broken_engines(registry):  # last, for to know it takes as long as loading them
+        say(f"not here: {line}")
     return 0
 
 
@@ -75,24 +79,15 @@ def doctor(words: Sequence[str]) -> int:
     if words:
         raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
+    from toyexp.here import by_priority, not_here, verdict
 
     registry = load()
     print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
-    for name, offer in sorted(registry.offers["engine"].items(), key=lambda item: -getattr(item[1].cls, "priority", 0)):
-        try:
-            engine = offer.cls()
-            verdict = "; ".join((f"PASS  {engine.check()}", *engine.advice()))
-        except Unavailable as reason:
-            verdict = f"no    {reason}"
-        except Exception as error:  # whatever a plugin raises, the others are still reported
-            verdict = f"FAIL  {type(error).__name__}: {error}"
-        print(f"  {name:<{width}}  {verdict}")
-    for name, offer in sorted(registry.offers["callbacks"].items()):
-        try:
-            offer.cls().check()
-        except Unavailable as reason:
-            print(f"  callbacks.{name}: {reason}")
+    for offer in by_priority(registry):
+        say(f"  {offer.name:<{width}}  {verdict(offer)}")
+    for line in not_here(registry):
+        say(f"  {line}")
     for problem in registry.problems:
         print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     return 0

@@ -23,6 +23,7 @@ from toyexp.errors import UserError, choose
 from toyexp.foreign import NAMES_CODE
 from toyexp.hooks import Registration, RunHooks
 from toyexp.model import Model
+from toyexp.packages import why
 from toyexp.recipe import Recipe
 
 GROUP = "toyexp"  # of entry points
@@ -140,17 +141,10 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         raise
     except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
         offered = tuple((o.kind, o.name) for o in staged)
-        return Problem(plugin, package, _reason(error), offered)
+        return Problem(plugin, package, why(error), offered)
     for offer in staged:
         registry.offers[offer.kind][offer.name] = offer
     return None
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, ModuleNotFoundError):
-        return f"there is no module {error.name}"
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 def _registrar(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from toyexp.errors import UserError, choose
 from toyexp.matrix import table
 from toyexp.options import read_options
-from toyexp.registry import KINDS, Registry, load, settings_of
+from toyexp.registry import KINDS, Registry, conf_dir, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
 
@@ -26,12 +26,13 @@ def plugins(words: Sequence[str]) -> int:
     """What can be asked for, and which plugins and engines are broken."""
     from toyexp.here import broken_engines
 
-    names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
+    given = read_options("plugins", words, ["--matrix"])
+    names = [w for w in given.rest if not w.startswith("plugins=")]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
-    if "--matrix" in words:
+    if given.switches:
         if names:
             raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
         print("\n".join(table(registry)))
@@ -72,10 +73,11 @@ def _plugin_settings(name: str, registry: Registry) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
-    if "--graph" in words:
-        return _graphs([w for w in words if w != "--graph"])
-    if "--numerics" in words:
-        return _numerics([w for w in words if w != "--numerics"])
+    given = read_options("doctor", words, ["--graph", "--numerics"])
+    if "--graph" in given.switches:
+        return _graphs(given.rest)
+    if "--numerics" in given.switches:
+        return _numerics(given.rest)
     if words:
         raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
@@ -193,8 +195,6 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
     """The file that eval is asked about, the settings with what --data stands for, and --json; or UserError."""
-    from toyexp.config import setting
-
     given = read_options("eval", words, ["--json"], {"--data": "book.txt"})
     files = [word for word in given.rest if "=" not in word]
     settings = [word for word in given.rest if "=" in word]
@@ -204,6 +204,8 @@ def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
             "--json: toyexp eval model.gguf seed=1"
         )
     if "--data" in given.values:
+        from toyexp.config import setting
+
         settings += ["data=text", setting("data.path", given.values["--data"])]
     return files[0], settings, "--json" in given.switches
 
@@ -293,7 +295,7 @@ def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words:
         raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
-    from toyexp.schema import conf_dir
+    from toyexp.completion import top_level
 
     registry = load()
     print(
@@ -316,6 +318,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           generate FILE ... text from a model in a GGUF file: toyexp generate --help
           export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
+          completion SHELL  tab completion for bash, zsh or fish: toyexp completion --help
           help              this page
 
         examples
@@ -333,17 +336,11 @@ def show_help(words: Sequence[str] = ()) -> int:
         listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
         print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
     print("\ntop-level keys (conf/config.yaml)")
-    under: list[str] = []
-    for line in (conf_dir() / "config.yaml").read_text().splitlines():
-        key, _, comment = line.partition("#")
-        name, colon, value = key.strip().partition(":")
-        if not comment or not colon or name.startswith("-"):
-            continue
-        under[(len(line) - len(line.lstrip())) // 2 :] = [name]
-        if value.strip():
-            print(f"  {'.'.join(under) + '=' + value.strip():<34} {comment.strip()}")
+    for key, setting in top_level():
+        if setting.comment:
+            print(f"  {f'{key}={setting.default}':<34} {setting.comment}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
-    print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
+    print('Tab completion (or zsh, fish): eval "$(toyexp completion bash)"')
     return 0
 
 
@@ -353,6 +350,13 @@ def show_version() -> int:
 
     print(f"toyexp {toyexp.__version__}")
     return 0
+
+
+def completion(words: Sequence[str]) -> int:
+    """What makes a shell complete command lines."""
+    from toyexp.shells import show
+
+    return show(words)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -365,5 +369,19 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "models": models,
     "generate": generate,
     "export": export,
+    "completion": completion,
     "help": show_help,
+}
+# What they take beside their options, for completion; settings and a file unless it stands here.
+TAKES = {
+    "plugins": "names",
+    "doctor": "settings",
+    "parity": "settings",
+    "bench": "settings",
+    "describe": "file",
+    "models": "directory",
+    "generate": "file",
+    "export": "file",
+    "completion": "shells",
+    "help": "",
 }

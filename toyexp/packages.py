@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points, packages_distributions
 from types import ModuleType
 
 from toyexp.errors import Broken, Unavailable, UserError, printable
@@ -98,6 +96,8 @@ def told_by(who: str) -> Iterator[None]:
 @functools.cache
 def why_not_apart(package: str) -> str | None:
     """Why a process of its own cannot import a package, or None when it can: for one that may end its process."""
+    import subprocess  # deferred: every command imports this module, and few ask for it
+
     spec = importlib.util.find_spec(package)
     if spec is None:
         return "is not installed"
@@ -112,6 +112,8 @@ def why_not_apart(package: str) -> str | None:
 
 def broken_requirement(error: BaseException) -> Broken | None:
     """What to say of an error that came out of the import of an installed package, wherever that stood."""
+    from importlib.metadata import entry_points, packages_distributions
+
     plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
     known = packages_distributions()
     found, trace = None, error.__traceback__

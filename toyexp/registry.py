@@ -38,6 +38,13 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 
 
+def conf_dir() -> Path:
+    """The checkout's conf/, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
+
+
 @dataclass(frozen=True)
 class Offer:
     """One thing a plugin offers."""

@@ -111,7 +111,7 @@ def why_not_apart(package: str) -> str | None:
 
 
 def broken_requirement(error: BaseException) -> Broken | None:
-    """What to say of an error that came out of the import of an installed package, wherever that stood."""
+    """What to say of an error that came out of the import of a package, wherever that stood; None of any other."""
     from importlib.metadata import entry_points, packages_distributions
 
     plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
@@ -122,4 +122,6 @@ def broken_requirement(error: BaseException) -> Broken | None:
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and name in known and name not in plugins:
             found = known[name][0]
+    if found is None and isinstance(error, ModuleNotFoundError) and error.name:
+        return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
     return broken(found, why(error)) if found else None

@@ -168,6 +168,7 @@ FAKES = {
     "xllamacpp": "import os; os.abort()",
     "llama_cpp": f"raise {LIBRARY}",
     "tokenizers": f"raise {LIBRARY}",
+    "numpy": "raise ImportError('undefined symbol: cblas_dgemm')",
 }
 SMOKE = ["experiment=smoke", "steps=1", "callbacks=[]", "hydra.run.dir=run", "data.max_mb=0.1"]
 
@@ -215,7 +216,7 @@ def test_a_named_engine_that_cannot_be_loaded_is_refused_with_the_reason(beside,
 
 
 def test_doctor_has_a_line_about_everything_that_is_broken(beside):
-    done = beside(FAKES, "doctor")
+    done = beside([name for name in FAKES if name != "numpy"], "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     for pattern in (
         r"  cpu +no +torch is installed but cannot be loaded \(OSError: libnothing",
@@ -249,6 +250,15 @@ def test_a_requirement_that_cannot_be_loaded_is_one_line_too(beside, tmp_path):
         "object file); install it again: pip install --force-reinstall tokenizers\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
+    done = beside(["numpy"], "plugins")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        "toyexp: error: numpy is installed but cannot be loaded (ImportError: undefined symbol"
+    )
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_reason_of_a_users_own_error_is_its_words():

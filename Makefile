@@ -45,9 +45,9 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	CMAKE_ARGS="$(GGML_FLAGS)" $(BIN)/python -m pip install --quiet --no-cache-dir 'ggml-python>=0.0.45,<0.1'
-	rm -rf toyexp.egg-info build
+	rm -rf toyexp.egg-info  # of an older install; it would be found beside the new one
 	$(BIN)/python -m pip install --quiet --editable '.[all,test]'
 	touch $(INSTALLED)
 
 clean:  ## remove what was built; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The wheel: installed somewhere else it runs from any directory, with conf/ inside the package."""
+"""Installed from a wheel or as a clone, it runs from any directory, whatever lies there."""
 
 import subprocess
 import sys
@@ -11,25 +11,52 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    root = tmp_path_factory.mktemp("wheel")
-    source = root / "source"
+def clone(tmp_path_factory):
+    """A copy of the source, in a folder of the name that git gives a clone."""
+    source = tmp_path_factory.mktemp("parent") / "toyexp"
     files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in files.stdout.splitlines() or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]:
         if (ROOT / name).is_file() and not name.startswith((".venv", "outputs")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(root), str(source)]
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory):
+    """The wheel, and what was said while it was built."""
+    root = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(root), str(clone)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return environments.make(root / "env", install=next(root.glob("toyexp-*.whl")))
+    return next(root.glob("toyexp-*.whl")), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The python of an environment that the wheel is installed in."""
+    return environments.make(tmp_path_factory.mktemp("wheel_env"), install=wheel[0])
+
+
+@pytest.fixture(scope="module")
+def editable(clone, tmp_path_factory):
+    """The python of an environment that the clone is installed in as it lies there."""
+    return environments.make(tmp_path_factory.mktemp("editable_env"), install=clone, editable=True)
+
+
+def site_of(python):
+    (site,) = (python.parent.parent / "lib").glob("python*/site-packages")
+    return site
+
+
+def test_building_the_wheel_warns_of_nothing(wheel):
+    assert "arning" not in wheel[1] and "would be ignored" not in wheel[1]
 
 
 def test_it_is_the_installed_copy_that_runs_and_conf_is_no_package(python, tmp_path):
-    code = "import importlib.util as u, toyexp; print(toyexp.__file__, u.find_spec('conf'), u.find_spec('tests'))"
-    where, *found = environments.run(python, "-c", code, cwd=tmp_path).stdout.split()
-    assert Path(where).is_relative_to(python.parent.parent)
-    assert found == ["None", "None"]
+    done = environments.run(python, "-c", "import toyexp, toyexp_torch; print(toyexp.__file__)", cwd=tmp_path)
+    assert Path(done.stdout.strip()).is_relative_to(site_of(python)), done.stderr
+    assert not {"conf", "plugins", "tests"} & {p.name for p in site_of(python).iterdir()}
 
 
 def test_help_and_a_short_run_work_from_another_directory(python, tmp_path):
@@ -40,3 +67,54 @@ def test_help_and_a_short_run_work_from_another_directory(python, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("outputs/smoke/*/model.gguf"))) == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
+
+
+@pytest.mark.parametrize("where", ["beside the clone", "inside the clone", "elsewhere"])
+def test_an_editable_install_is_found_from_every_directory(editable, clone, where):
+    # A folder named toyexp in the working directory is a package without __init__.py to Python.
+    cwd = {"beside the clone": clone.parent, "inside the clone": clone, "elsewhere": "/"}[where]
+    done = environments.run(editable, "-m", "toyexp", "--version", cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("toyexp "), done.stderr
+
+
+def test_an_editable_install_runs_the_files_of_the_clone_with_all_its_plugins(editable, clone):
+    code = "import toyexp, toyexp_torch; print(toyexp.__file__, toyexp_torch.__file__)"
+    found = environments.run(editable, "-c", code, cwd=clone.parent).stdout.split()
+    assert found == [str(clone / "toyexp/__init__.py"), str(clone / "plugins/toyexp_torch/__init__.py")]
+    listed = environments.run(editable.parent / "toyexp", "plugins", cwd=clone.parent)
+    for name in ("cpu", "ggml", "llama", "warm", "stdlib", "gguf_export"):
+        assert f"\n  {name} " in listed.stdout, listed.stderr
+    assert "broken" not in listed.stdout
+
+
+LAZY = """
+from dataclasses import dataclass
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Lazy(Callback):
+    '''Needs a module beside it once it runs.'''
+    name = "lazy"
+    @hookimpl
+    def on_start(self):
+        import beside_it
+        print(beside_it.WORD)
+
+@hookimpl
+def register_callbacks(register):
+    register(Lazy)
+"""
+
+
+def test_what_lies_in_the_working_directory_is_not_taken_for_a_library_but_for_what_a_local_plugin_names(tmp_path):
+    (tmp_path / "lazy_plugin.py").write_text(LAZY)
+    (tmp_path / "beside_it.py").write_text("WORD = 'found it'")
+    for name in ("torch", "ggml", "random", "yaml", "numpy", "hydra", "rich", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')")
+    for name in ("conf", "plugins", "toyexp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("steps: 7")
+    words = ["plugins=[lazy_plugin]", "experiment=smoke", "engine=ggml", "steps=1", "callbacks=[lazy]"]
+    done = environments.run(sys.executable, "-m", "toyexp", *words, "hydra.run.dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "found it" in done.stdout and "completed after 1 steps" in done.stdout

@@ -4,6 +4,8 @@ This is what plugin authors import. Each name is loaded when it is first asked f
 on the screen before numpy is there. It loads numpy and pluggy, and no framework.
 """
 
+import toyexp.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from toyexp.model import Model, TensorSpec
     from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
     from toyexp.optim import AdamW
+    from toyexp.packages import needed
     from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
     from toyexp.recipe import Recipe, Setup
     from toyexp.tokenizer import Tokenizer
@@ -72,6 +75,7 @@ __all__ = [
     "choose",
     "hookimpl",
     "nearest",
+    "needed",
     "printable",
 ]
 
@@ -88,6 +92,7 @@ _HOMES = {
     "toyexp.model": "Model TensorSpec",
     "toyexp.ops": "Adapted LowRank Ops Params Rotary",
     "toyexp.optim": "AdamW",
+    "toyexp.packages": "needed",
     "toyexp.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
     "toyexp.recipe": "Recipe Setup",
     "toyexp.tokenizer": "Tokenizer",

@@ -2,14 +2,22 @@
 
 import sys
 
-from toyexp.terminal import status
+from toyexp.terminal import complain, status
 
 
 def main() -> int:
     """Runs the command line of this process; returns its exit code."""
     status("starting")
-    from toyexp.cli import main as run  # deferred: numpy takes longer than a person waits without a sign of life
+    try:
+        from toyexp.cli import main as run  # deferred: numpy takes longer than a person waits without a sign of life
+    except Exception as error:
+        from toyexp.packages import broken_requirement
 
+        broken = broken_requirement(error)
+        if broken is None:
+            raise
+        complain(f"error: {broken}")
+        return 1
     return run()
 
 

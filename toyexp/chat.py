@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toyexp.errors import Unavailable, UserError, printable
+from toyexp.errors import UserError, printable
+from toyexp.packages import needed, told_by
 from toyexp.signals import cpu_limit
 from toyexp.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
 RENDERED_LIMIT = 1 << 24  # characters of a conversation it has rendered
@@ -32,16 +35,12 @@ class Template:
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str):
-        if importlib.util.find_spec("jinja2") is None:
-            raise Unavailable(f"the chat template of {path} needs jinja2: pip install 'toyexp[data]'")
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+        with told_by(f"the chat template of {path}"):
+            sandboxed = sandbox()
         if len(text) > TEMPLATE_LIMIT:
             raise UserError(f"{path}: its chat template has more than {TEMPLATE_LIMIT} characters")
         # The settings that chat templates are written for.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = sandboxed(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.globals["raise_exception"] = _refuse
         try:
             with cpu_limit(SECONDS, _TooLong(f"it takes more than {SECONDS:g} s")):
@@ -68,6 +67,13 @@ class Template:
         except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
             raise BadChat(f"the chat template refuses it ({printable(str(error), 120)})") from None
         return text.removeprefix(self._added)
+
+
+def sandbox() -> type[ImmutableSandboxedEnvironment]:
+    """Jinja's sandbox; raises Unavailable when jinja2 is missing or broken."""
+    with needed("jinja2", "pip install 'toyexp[data]'"):
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    return ImmutableSandboxedEnvironment
 
 
 def _refuse(message: Any) -> None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
-    words = [with_home(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["completion"]:  # which completes what is typed as it is typed
+        words = [with_home(word) for word in words]
     follow_the_sweep()
     hold_standard_files()
     fit_encoding()
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if words and words[0] in COMMANDS:
                 status("")
                 return COMMANDS[words[0]](words[1:])
+            if words and words[0] in ("-sc", "--shell-completion"):  # Hydra's words for it
+                return COMMANDS["completion"]([word.removeprefix("install=") for word in words[1:]])
             if "-h" in words or "--help" in words:
                 return show_help()
             if "--version" in words:
@@ -52,12 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hidden = hidden_interrupt(error) or (signals.last_word() if signals else None)
         if hidden is not None and not isinstance(error, RunFailed):
             return _interrupted(hidden)
+        from toyexp.packages import broken_requirement
+
         match error:
             case ToyexpError():
                 complain(f"error: {error}")
                 return error.exit_code
             case MemoryError():
                 complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
+                return 1
+            case _ if (broken := broken_requirement(error)) is not None:
+                complain(f"error: {broken}")
                 return 1
             case OSError():  # a disk that is full, a directory that went away, too many open files
                 complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
@@ -75,7 +84,7 @@ def _interrupted(error: KeyboardInterrupt) -> int:
 # -- running --------------------------------------------------------------------------------------------------------
 
 SHORT = {
-    "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info", "-sc": "--shell-completion",
+    "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
     "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir",
 }  # fmt: skip
 # What a flag takes: None is nothing, () anything, and otherwise one of these words.
@@ -88,10 +97,8 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--config-path": (),
     "--config-name": (),
     "--config-dir": (),
-    "--shell-completion": None,
     "--hydra-help": None,
 }
-SHELLS = ("bash", "fish", "zsh")
 
 
 def run(words: Sequence[str]) -> int:
@@ -112,7 +119,7 @@ def run(words: Sequence[str]) -> int:
     for flag in ("--resolve", "--package"):
         if flag in flags and "--cfg" not in flags:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
-    if flags.keys() & {"--cfg", "--info", "--shell-completion", "--hydra-help"}:
+    if flags.keys() & {"--cfg", "--info", "--hydra-help"}:
         return inspect(flags, settings, registry, source)
     of_sweeps = {o.key_or_group: str(o.input_line) for o in parsed if o.key_or_group.split(".")[0] == "sweep"}
     if "--multirun" in flags or "sweep.resume" in of_sweeps:
@@ -232,14 +239,12 @@ def sweep(
 
 
 def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, source: Source) -> int:
-    """Shows what Hydra knows, without running: --cfg, --info, --hydra-help and tab completion."""
+    """Shows what Hydra knows, without running: --cfg, --info and --hydra-help."""
     import hydra
 
     from toyexp import config, mistakes
 
-    if "--shell-completion" in flags:
-        _check_completion(settings)
-    elif "--hydra-help" not in flags:
+    if "--hydra-help" not in flags:
         cfg = config.compose(settings, registry, source)
         if "--package" in flags:
             config.require_node(cfg, flags["--package"])
@@ -260,13 +265,3 @@ def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, 
         if full is not None:
             os.environ["HYDRA_FULL_ERROR"] = full
     return 0
-
-
-def _check_completion(settings: Sequence[str]) -> None:
-    verb, _, shell = settings[0].partition("=") if settings else ("", "", "")
-    if verb not in ("install", "uninstall", "query") or shell not in SHELLS:
-        raise UserError("-sc takes install, uninstall or query, with =bash, =fish or =zsh")
-    if verb == "query" and "COMP_LINE" not in os.environ:
-        raise UserError(
-            f'-sc query={shell} is what the shell asks; to switch it on: eval "$(toyexp -sc install={shell})"'
-        )

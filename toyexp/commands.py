@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import UserError, choose
 from toyexp.matrix import table
 from toyexp.options import read_options
-from toyexp.registry import KINDS, Registry, load, settings_of
+from toyexp.registry import KINDS, Registry, conf_dir, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 
 def plugins(words: Sequence[str]) -> int:
-    """What can be asked for, and which plugins are broken."""
-    names = [w for w in words if not w.startswith("plugins=") and w != "--matrix"]
+    """What can be asked for, and which plugins and engines are broken."""
+    from toyexp.here import broken_engines
+
+    given = read_options("plugins", words, ["--matrix"])
+    names = [w for w in given.rest if not w.startswith("plugins=")]
     modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
     registry = load(modules)
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
-    if "--matrix" in words:
+    if given.switches:
         if names:
             raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
         print("\n".join(table(registry)))
@@ -46,7 +49,9 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<{width}} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
+    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix", flush=True)
+    for line in broken_engines(registry):  # last, for to know it takes as long as loading them
+        say(f"not here: {line}")
     return 0
 
 
@@ -68,31 +73,23 @@ def _plugin_settings(name: str, registry: Registry) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
-    if "--graph" in words:
-        return _graphs([w for w in words if w != "--graph"])
-    if "--numerics" in words:
-        return _numerics([w for w in words if w != "--numerics"])
+    given = read_options("doctor", words, ["--graph", "--numerics"])
+    if "--graph" in given.switches:
+        return _graphs(given.rest)
+    if "--numerics" in given.switches:
+        return _numerics(given.rest)
     if words:
         raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
+    from toyexp.here import by_priority, not_here, verdict
 
     registry = load()
     print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
-    for name, offer in sorted(registry.offers["engine"].items(), key=lambda item: -getattr(item[1].cls, "priority", 0)):
-        try:
-            engine = offer.cls()
-            verdict = "; ".join((f"PASS  {engine.check()}", *engine.advice()))
-        except Unavailable as reason:
-            verdict = f"no    {reason}"
-        except Exception as error:  # whatever a plugin raises, the others are still reported
-            verdict = f"FAIL  {type(error).__name__}: {error}"
-        print(f"  {name:<{width}}  {verdict}")
-    for name, offer in sorted(registry.offers["callbacks"].items()):
-        try:
-            offer.cls().check()
-        except Unavailable as reason:
-            print(f"  callbacks.{name}: {reason}")
+    for offer in by_priority(registry):
+        say(f"  {offer.name:<{width}}  {verdict(offer)}")
+    for line in not_here(registry):
+        say(f"  {line}")
     for problem in registry.problems:
         print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     return 0
@@ -198,8 +195,6 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
     """The file that eval is asked about, the settings with what --data stands for, and --json; or UserError."""
-    from toyexp.config import setting
-
     given = read_options("eval", words, ["--json"], {"--data": "book.txt"})
     files = [word for word in given.rest if "=" not in word]
     settings = [word for word in given.rest if "=" in word]
@@ -209,6 +204,8 @@ def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
             "--json: toyexp eval model.gguf seed=1"
         )
     if "--data" in given.values:
+        from toyexp.config import setting
+
         settings += ["data=text", setting("data.path", given.values["--data"])]
     return files[0], settings, "--json" in given.switches
 
@@ -298,7 +295,7 @@ def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words:
         raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
-    from toyexp.schema import conf_dir
+    from toyexp.completion import top_level
 
     registry = load()
     print(
@@ -321,6 +318,7 @@ def show_help(words: Sequence[str] = ()) -> int:
           generate FILE ... text from a model in a GGUF file: toyexp generate --help
           export WHAT [...] a model's GGUF again in another type: toyexp export --help
           bench [...]       engines side by side on this machine: toyexp bench --help
+          completion SHELL  tab completion for bash, zsh or fish: toyexp completion --help
           help              this page
 
         examples
@@ -338,17 +336,11 @@ def show_help(words: Sequence[str] = ()) -> int:
         listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
         print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
     print("\ntop-level keys (conf/config.yaml)")
-    under: list[str] = []
-    for line in (conf_dir() / "config.yaml").read_text().splitlines():
-        key, _, comment = line.partition("#")
-        name, colon, value = key.strip().partition(":")
-        if not comment or not colon or name.startswith("-"):
-            continue
-        under[(len(line) - len(line.lstrip())) // 2 :] = [name]
-        if value.strip():
-            print(f"  {'.'.join(under) + '=' + value.strip():<34} {comment.strip()}")
+    for key, setting in top_level():
+        if setting.comment:
+            print(f"  {f'{key}={setting.default}':<34} {setting.comment}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
-    print('Tab completion for bash:    eval "$(toyexp -sc install=bash)"')
+    print('Tab completion (or zsh, fish): eval "$(toyexp completion bash)"')
     return 0
 
 
@@ -358,6 +350,13 @@ def show_version() -> int:
 
     print(f"toyexp {toyexp.__version__}")
     return 0
+
+
+def completion(words: Sequence[str]) -> int:
+    """What makes a shell complete command lines."""
+    from toyexp.shells import show
+
+    return show(words)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -370,5 +369,19 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "models": models,
     "generate": generate,
     "export": export,
+    "completion": completion,
     "help": show_help,
+}
+# What they take beside their options, for completion; settings and a file unless it stands here.
+TAKES = {
+    "plugins": "names",
+    "doctor": "settings",
+    "parity": "settings",
+    "bench": "settings",
+    "describe": "file",
+    "models": "directory",
+    "generate": "file",
+    "export": "file",
+    "completion": "shells",
+    "help": "",
 }

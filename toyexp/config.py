@@ -24,13 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
-from toyexp.errors import Unavailable, UserError, choose, printable
+from toyexp.errors import Broken, Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
 from toyexp.home import expanded
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
+from toyexp.packages import told_by, why
 from toyexp.recipe import Recipe
 from toyexp.registry import Registry
 from toyexp.schema import (
@@ -45,6 +46,7 @@ from toyexp.schema import (
     schema,
     yaml_error,
 )
+from toyexp.signals import hidden_interrupt
 
 if typing.TYPE_CHECKING:
     pass
@@ -168,8 +170,9 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
             f"optim.accumulate={optim.accumulate} does not divide batch_size={settings.batch_size} into micro-batches"
         )
     parts = {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in ("model", "data", "recipe")}
-    for part in parts.values():
-        part.check()
+    for kind, part in parts.items():
+        with told_by(f"{kind}={part.name}"):
+            part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
     return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
@@ -246,7 +249,8 @@ def make(cls: type, node: Mapping[str, Any]) -> Any:
 
 def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callback:
     callback = make(registry.get("callbacks", name), node)
-    callback.check()
+    with told_by(f"callbacks.{name}"):
+        callback.check()
     return typing.cast("Callback", callback)
 
 
@@ -269,21 +273,38 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
     if node["name"] != AUTO:
         engine = make(class_of("engine", node, registry), node)
-        try:
-            return engine, f"{engine.name}: {engine.check()}"
-        except Unavailable as reason:
-            raise Unavailable(f"engine={engine.name}: {reason}") from None
+        with told_by(f"engine={engine.name}"):
+            return engine, f"{engine.name}: {facts_of(engine)}"
     passed_over: list[str] = []
+    broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
     threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
     for offer in offers:
         takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
         engine = offer.cls(**(threads if takes_threads else {}))
         try:
-            facts = engine.check()
+            facts = facts_of(engine)
+        except Broken as reason:
+            broken.setdefault(reason.fact, []).append(offer.name)
         except Unavailable:
             passed_over.append(offer.name)
-            continue
-        why = f"auto; not here: {', '.join(passed_over)}" if passed_over else "auto"
-        return engine, f"{offer.name}: {facts} ({why})"
-    raise UserError("engine=auto: no engine works here; `toyexp doctor` says why and what to install")
+        else:
+            return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken)})"
+    found = "".join(f"; {fact}" for fact in broken)
+    raise UserError(f"engine=auto: no engine works here{found}; `toyexp doctor` says why and what to install")
+
+
+def facts_of(engine: Engine) -> str:
+    """What an engine says about its device; Broken when its check fails in another way than saying why not."""
+    try:
+        return engine.check()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library raises while it loads, or a plugin
+        raise hidden_interrupt(error) or Broken(f"its check failed ({why(error)})") from None
+
+
+def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]]) -> str:
+    told = [", ".join(passed_over)] if passed_over else []
+    told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
+    return "auto" + (f"; not here: {'; '.join(told)}" if told else "")

@@ -22,6 +22,14 @@ class Unavailable(UserError):
     """An engine or an optional package that was asked for and is not here, with the remedy in the text."""
 
 
+class Broken(Unavailable):
+    """What is here and does not work; `fact` is the text without the remedy."""
+
+    def __init__(self, fact: str, remedy: str = ""):
+        self.fact = fact
+        super().__init__(f"{fact}; {remedy}" if remedy else fact)
+
+
 class SessionError(ToyexpError):
     """A session used out of order or with a wrong tensor: names what was expected and what came."""
 

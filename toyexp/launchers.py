@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import selectors
@@ -19,7 +20,8 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from toyexp import checkpoint
-from toyexp.errors import Unavailable, UserError
+from toyexp.errors import UserError
+from toyexp.packages import needed, told_by
 from toyexp.run import lock
 from toyexp.sweepdir import Ended, Job
 from toyexp.sweeps import LIFELINE
@@ -228,11 +230,11 @@ def side_by_side(jobs: Iterator[Job], run: Callable[[Job], Ended], limit: int) -
 
 
 def require(launcher: str) -> None:
-    """Raises Unavailable when the package that a launcher needs is not installed."""
-    import importlib.util
-
-    if launcher != "serial" and importlib.util.find_spec(launcher) is None:
-        raise Unavailable(f"sweep.launcher={launcher}: {launcher} is not installed: pip install 'toyexp[{launcher}]'")
+    """Raises Unavailable when the package that a launcher needs is missing or broken."""
+    if launcher == "serial":
+        return
+    with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
+        importlib.import_module(launcher)
 
 
 class OnCluster:

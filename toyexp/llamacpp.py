@@ -8,7 +8,6 @@ attention off, so that nothing is rounded that our engines do not round.
 from __future__ import annotations
 
 import codecs
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toyexp.errors import RunFailed, Unavailable, printable
+from toyexp.packages import why_not_apart
 
 PACKAGES = ("xllamacpp", "llama_cpp")
 MARGIN = 1024  # positions for what a chat template adds
@@ -28,11 +28,13 @@ Tell = Callable[..., None]
 
 
 def installed() -> str:
-    """The Python package to use; Unavailable when there is none."""
-    for name in PACKAGES:
-        if importlib.util.find_spec(name) is not None:
+    """The Python package to use; Unavailable when none works here."""
+    reasons = {name: why_not_apart(name) for name in PACKAGES}
+    for name, reason in reasons.items():
+        if reason is None:
             return name
-    raise Unavailable("--engine llama.cpp: neither xllamacpp nor llama-cpp-python is here: pip install xllamacpp")
+    told = ", ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Unavailable(f"--engine llama.cpp: {told}: pip install xllamacpp, or llama-cpp-python")
 
 
 def stream(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 
 from toyexp.errors import UserError, choose
 
+PROBE = "--\0"  # a word that no command line can hold: read_options answers it with its tables
+
+
+class Tables(Exception):
+    """The options that a sub-command reads: switches, and those that take a value with an example of one."""
+
+    def __init__(self, switches: Collection[str], values: Mapping[str, str]):
+        super().__init__()
+        self.switches, self.values = tuple(switches), dict(values)
+
 
 @dataclass(frozen=True)
 class Words:
@@ -21,8 +31,13 @@ class Words:
 def read_options(
     command: str, words: Sequence[str], switches: Collection[str] = (), values: Mapping[str, str] | None = None
 ) -> Words:
-    """Tells the words apart; `values` has an example for each option that takes one. UserError for any other option."""
+    """Tells the words apart; `values` has an example for each option that takes one. UserError for any other option.
+
+    Raises Tables when they are the PROBE.
+    """
     values = values or {}
+    if list(words) == [PROBE]:
+        raise Tables(switches, values)
     found = Words(set(), {}, [])
     left = list(words)
     while left:

@@ -23,6 +23,7 @@ from toyexp.errors import UserError, choose
 from toyexp.foreign import NAMES_CODE
 from toyexp.hooks import Registration, RunHooks
 from toyexp.model import Model
+from toyexp.packages import why
 from toyexp.recipe import Recipe
 
 GROUP = "toyexp"  # of entry points
@@ -35,6 +36,13 @@ KINDS: dict[str, tuple[type, str]] = {
     "data": (Data, "register_data"),
     "callbacks": (Callback, "register_callbacks"),
 }
+
+
+def conf_dir() -> Path:
+    """The checkout's conf/, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
             registry.problems.append(problem)
     if modules:
         here = str(Path.cwd())
-        sys.path.insert(0, here)  # a console script does not look beside the user's files
+        sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
         try:
             for name in modules:
                 problem = _add(registry, name, "local module", partial(importlib.import_module, name))
@@ -108,6 +116,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
                     raise UserError(f"plugins=[{name}]: {problem.reason}")
         finally:
             sys.path.remove(here)
+        if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
+            sys.path.append(here)
     return registry
 
 
@@ -138,17 +148,10 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         raise
     except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
         offered = tuple((o.kind, o.name) for o in staged)
-        return Problem(plugin, package, _reason(error), offered)
+        return Problem(plugin, package, why(error), offered)
     for offer in staged:
         registry.offers[offer.kind][offer.name] = offer
     return None
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, ModuleNotFoundError):
-        return f"there is no module {error.name}"
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 def _registrar(

@@ -29,7 +29,7 @@ from toyexp.data import read_text
 from toyexp.errors import UserError, choose, printable
 from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
-from toyexp.registry import Registry
+from toyexp.registry import Registry, conf_dir
 
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
@@ -54,7 +54,7 @@ class Submitit:
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it."""
 
-    launcher: str = "serial"  # one job after another; joblib: several at once here; submitit: on a cluster
+    launcher: str = "serial"  # serial (one job after another) | joblib (several at once here) | submitit (on a cluster)
     jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
     fail_fast: bool = False  # the first failure ends the sweep
@@ -132,13 +132,6 @@ class AutoEngine:
     """The best engine that works here; it says which one and why."""
 
     threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
-
-
-def conf_dir() -> Path:
-    """The checkout's conf/, or the copy inside the installed package."""
-    package = Path(__file__).resolve().parent
-    checkout = package.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
 class FileConfigSource(file_config_source.FileConfigSource):

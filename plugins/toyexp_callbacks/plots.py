@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, Unavailable, hookimpl
+from toyexp import Callback, Run, hookimpl, needed
 
 
 @dataclass(eq=False)
@@ -23,8 +22,9 @@ class Plots(Callback):
 
     def check(self) -> None:
         """Raises Unavailable without matplotlib."""
-        if importlib.util.find_spec("matplotlib") is None:
-            raise Unavailable("callbacks.plots needs matplotlib: pip install 'toyexp[plots]'")
+        with needed("matplotlib", "pip install 'toyexp[plots]'"):
+            import matplotlib.backends.backend_agg
+            import matplotlib.figure  # noqa: F401 - what on_end will use
 
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -7,7 +7,6 @@ warning. events.jsonl stays the record.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import queue
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, Unavailable, UserError, choose, hookimpl, printable
+from toyexp import Callback, Run, UserError, choose, hookimpl, needed, printable
 
 log = logging.getLogger("toyexp")
 
@@ -57,12 +56,16 @@ class Wandb(Callback):
             raise UserError(f"callbacks.wandb.mode={self.mode}: {choose(self.mode, MODES)}")
         if self.every < 1:
             raise UserError(f"callbacks.wandb.every={self.every}: must be at least 1")
-        if importlib.util.find_spec("wandb") is None:
-            raise Unavailable("callbacks.wandb needs wandb: pip install 'toyexp[wandb]'")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        with needed("wandb", "pip install 'toyexp[wandb]'"):
+            import wandb
+
+            _ = wandb.init, wandb.Settings  # what is left of a package that was removed has none
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Starts the listening thread; wandb itself is imported and started there."""
+        """Starts the listening thread; wandb itself is started there."""
         self._queue: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._listen, args=(run,), name="wandb", daemon=True)
         self._thread.start()
@@ -73,8 +76,6 @@ class Wandb(Callback):
             # wandb falls back to a temporary directory in silence when this one cannot be written.
             if not os.access(run.dir, os.W_OK):
                 raise OSError(f"{run.dir} cannot be written")
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            os.environ.setdefault("WANDB_SILENT", "true")
             import wandb
 
             record = wandb.init(

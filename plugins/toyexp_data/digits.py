@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Data, ImageDataset, Unavailable
+from toyexp.packages import broken
 from toyexp_data.images import check_images
 
 FILE = Path("datasets", "data", "digits.csv.gz")  # 64 pixels from 0 to 16 and the digit, a line each
@@ -35,9 +36,11 @@ class Digits(Data):
     def _file(self) -> Path:
         # Its load_digits reads this file; importing scikit-learn for that would take longer than the first steps.
         spec = importlib.util.find_spec("sklearn")
-        path = Path(spec.origin).parent / FILE if spec and spec.origin else None
-        if path is None or not path.is_file():
-            raise Unavailable("data=digits needs scikit-learn's digits: pip install 'toyexp[data]'")
+        if spec is None:
+            raise Unavailable("scikit-learn is not installed: pip install 'toyexp[data]'")
+        path = Path(*(spec.submodule_search_locations or [])[:1], FILE)
+        if not path.is_file():
+            raise broken("scikit-learn", f"there is no {path}")
         return path
 
     def open(self, vocabulary: Path | None) -> ImageDataset:

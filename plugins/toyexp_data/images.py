@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 import os
 import warnings
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, Unavailable, UserError, choose, printable
+from toyexp import Data, ImageDataset, UserError, choose, needed, printable
 from toyexp.data import read_text
 from toyexp.images import AUGMENTATIONS, NORMALISATIONS
 
@@ -54,6 +53,8 @@ class Images(Data):
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""
+        with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
+            from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
         if not self.path:
             raise UserError("data=images needs a folder with one folder per class: data.path=...")
         if not Path(self.path).is_dir():
@@ -71,8 +72,6 @@ class Images(Data):
         check_images(self.val_fraction, self.augment, self.eval_images)
         if not 0 < self.max_mb < math.inf:
             raise UserError(f"data.max_mb={self.max_mb}: must be above 0")
-        if importlib.util.find_spec("PIL") is None:
-            raise Unavailable("data=images needs Pillow: pip install 'toyexp[data]'")
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""

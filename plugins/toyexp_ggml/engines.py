@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import sys
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Engine, Plan, Session, Unavailable, UserError
+from toyexp import Engine, Plan, Session, Unavailable, UserError, needed
 from toyexp.threads import available_cores, calm_threads, counted, crowding
 from toyexp_ggml import profiles
 
@@ -19,8 +18,9 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
-    if importlib.util.find_spec("ggml") is None:
-        raise Unavailable("ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler)")
+    calm_threads()
+    with needed("ggml", "pip install 'toyexp[ggml]' (needs a C compiler)", "ggml-python"):
+        import toyexp_ggml.binding  # noqa: F401 - which also looks up what it uses of ggml
 
 
 def rebuild(flags: str) -> str:
@@ -53,11 +53,9 @@ class GGMLEngine(Engine):
         return self.threads or available_cores()
 
     def check_settings(self) -> None:
-        """Raises UserError for settings that cannot work, Unavailable without ggml-python."""
+        """Raises UserError for settings that cannot work."""
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
-        require_ggml()
-        calm_threads()  # before anything imports ggml
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
@@ -86,6 +84,7 @@ class GGMLCPU(GGMLEngine):
     def check(self) -> str:
         """The number of threads, and whether BLAS is there."""
         self.check_settings()
+        require_ggml()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
         return f"ggml on the CPU{with_blas}, {counted(self.thread_count())}"
 
@@ -127,12 +126,14 @@ class GGMLGPU(GGMLEngine):
         self.check_settings()
         name = self.profile.label
         if self.emulate:
+            require_ggml()
             return f"{name}'s graph, emulated on the CPU with {counted(self.thread_count())}"
         system, flag = self.needs
         if system and platform.system() != system:
             raise Unavailable(
                 f"{name} needs macOS; this is {platform.system()}. Use engine=ggml, or engine.emulate=true for a test"
             )
+        require_ggml()
         from toyexp_ggml.binding import built_with, devices
 
         for found, description in devices().items():

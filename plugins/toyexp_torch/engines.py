@@ -7,7 +7,9 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp import Engine, Plan, Session, Unavailable, UserError, choose
+import numpy as np
+
+from toyexp import Engine, Plan, Session, Unavailable, UserError, choose, needed
 from toyexp.threads import available_cores, calm_threads, counted, crowding
 
 if TYPE_CHECKING:
@@ -19,10 +21,10 @@ DTYPES = ("float32", "bfloat16", "float64")
 def import_torch() -> types.ModuleType:
     """torch, or Unavailable with what to install."""
     calm_threads()
-    try:
+    with needed("torch", "pip install 'toyexp[torch]'"):
         import torch
-    except ImportError as error:
-        raise Unavailable(f"PyTorch cannot be imported ({error}); install it: pip install 'toyexp[torch]'") from None
+
+        torch.from_numpy(np.zeros(1, np.float32))  # which one that was built for another numpy does not do
     return torch
 
 

@@ -1,4 +1,3 @@
-import importlib.util
 import sys
 
 import pytest
@@ -42,17 +41,17 @@ def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):
 
 
 def test_without_matplotlib_the_run_is_refused_with_what_to_install(train, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = train("callbacks=[default,plots]")
     assert run.code == 2
-    assert run.err == "toyexp: error: callbacks.plots needs matplotlib: pip install 'toyexp[plots]'\n"
+    assert run.err == "toyexp: error: callbacks.plots: matplotlib is not installed: pip install 'toyexp[plots]'\n"
     assert not run.dir.exists()
 
 
-def test_a_matplotlib_that_cannot_be_imported_costs_the_picture_and_nothing_else(train, monkeypatch):
+def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train, monkeypatch):
+    monkeypatch.setattr("toyexp.packages._broken", {})
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = train("callbacks=[plots,events,gguf_export]", engine="noop")
-    assert run.code == 1 and "matplotlib.figure" in run.err
-    assert (run.dir / "model.gguf").exists() and run.result["train_loss"] is not None
-    assert run.events[-1]["exit_code"] == 1
+    assert run.code == 2 and run.err.count("\n") == 1
+    assert "callbacks.plots: matplotlib is installed but cannot be loaded" in run.err
+    assert not run.dir.exists()

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import sys
@@ -134,11 +133,10 @@ def test_settings_that_cannot_work_are_refused(train, word, hint):
 
 
 def test_without_wandb_the_run_is_refused_with_what_to_install(train, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a))
+    monkeypatch.setitem(sys.modules, "wandb", None)
     run = train("callbacks=[default,wandb]")
     assert run.code == 2
-    assert run.err == "toyexp: error: callbacks.wandb needs wandb: pip install 'toyexp[wandb]'\n"
+    assert run.err == "toyexp: error: callbacks.wandb: wandb is not installed: pip install 'toyexp[wandb]'\n"
     assert not run.dir.exists()
 
 

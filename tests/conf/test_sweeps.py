@@ -473,8 +473,8 @@ def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
 
 
 def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for launcher in ("joblib", "submitit"):
+        monkeypatch.setitem(sys.modules, launcher, None)
         assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={launcher}"]) == 2
         assert f"{launcher} is not installed: pip install 'toyexp[{launcher}]'" in capsys.readouterr().err
 

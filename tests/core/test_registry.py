@@ -209,9 +209,10 @@ def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
     name = f"local_module_{next(COUNTER)}"
     (tmp_path / f"{name}.py").write_text(callback("local_one"))
     before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
     registry = load([name], installed=[])
     assert registry.offers["callbacks"]["local_one"].package == "local module"
-    assert sys.path == before
+    assert sys.path == [*before, str(tmp_path)], "last, for what it imports later"
 
 
 @pytest.mark.parametrize(

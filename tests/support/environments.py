@@ -8,7 +8,7 @@ import venv
 from pathlib import Path
 
 
-def make(root, install):
+def make(root, install, editable=False):
     """An environment in `root` with `install` (a wheel or a project) in it; returns its python."""
     venv.create(root, with_pip=False, symlinks=True)
     python = root / "bin" / "python"
@@ -16,7 +16,7 @@ def make(root, install):
     (Path(site) / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     options = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    subprocess.run([*pip, *options, str(install)], check=True)
+    subprocess.run([*pip, *options, *(["--editable"] if editable else []), str(install)], check=True)
     return python
 
 

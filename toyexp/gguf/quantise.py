@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from toyexp.errors import RunFailed, Unavailable, printable
 from toyexp.gguf.whole import in_one_piece
+from toyexp.packages import why_not_apart
 
 # It takes the words that llama-quantize takes. llama.cpp may abort, which must not end more than this.
 CHILD = """
@@ -29,11 +29,12 @@ def quantiser(asked: str) -> list[str]:
     program = shutil.which("llama-quantize")
     if program is not None:
         return [program]
-    if importlib.util.find_spec("llama_cpp") is not None:
+    reason = why_not_apart("llama_cpp")
+    if reason is None:
         return [sys.executable, "-P", "-c", CHILD]
     raise Unavailable(
         f"{asked} is written by llama.cpp, which is not here: put its llama-quantize on the PATH, "
-        "or pip install llama-cpp-python"
+        f"or pip install llama-cpp-python (llama_cpp {reason})"
     )
 
 

@@ -1,0 +1,225 @@
+"""TAB: what may come next is offered, in the shells as they are."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import shells
+
+from toyexp import schema
+from toyexp.cli import FLAGS, main
+from toyexp.commands import COMMANDS, TAKES
+from toyexp.completion import SHELLS, complete, tables, top_level, values_of
+from toyexp.optim import MODES, Optim
+from toyexp.registry import load, settings_of
+from toyexp.shells import read_line
+
+
+@pytest.fixture
+def offered(tmp_path, monkeypatch):
+    """What is offered for a command line, whose words stand between single spaces, in a directory with these files."""
+    for name in ("tiny.gguf", "my model.gguf", "a:b=c.gguf", "book.txt", ".hidden.gguf"):
+        (tmp_path / name).touch()
+    (tmp_path / "texts").mkdir()
+    for name in ("mine", "yours"):
+        (tmp_path / "outputs" / name / "2026-11-21_1").mkdir(parents=True)
+    (tmp_path / "outputs" / "mine" / "2026-11-21_1" / "config.yaml").touch()
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "model" / "odd_one.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    return lambda line: [c.text for c in complete(line.split(" ")[1:])]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("toyexp des", ["describe"]),
+        ("toyexp nonf", ["nonfinite="]),
+        ("toyexp nonfinite=", ["nonfinite=skip", "nonfinite=stop"]),
+        ("toyexp steps=", []),
+        ("toyexp recipe=w", ["recipe=warm"]),
+        ("toyexp rec", ["recipe.", "recipe="]),
+        ("toyexp recipe=lora recipe.ra", ["recipe.rank="]),
+        ("toyexp recipe=warm recipe.ra", []),
+        ("toyexp model.n_kv", ["model.n_kv_heads="]),
+        ("toyexp +model.n_kv", ["+model.n_kv_heads="]),
+        ("toyexp experiment=vit", ["experiment=vit_digits"]),
+        ("toyexp --config-dir own model=odd", ["model=odd_one"]),
+        ("toyexp -cd own model=odd", ["model=odd_one"]),
+        ("toyexp engine=cpu engine.dt", ["engine.dtype="]),
+        ("toyexp engine=cpu engine.dtype=b", ["engine.dtype=bfloat16"]),
+        ("toyexp engine.compile=", ["engine.compile=false", "engine.compile=true"]),
+        ("toyexp optim.mode=", [f"optim.mode={mode}" for mode in sorted({"auto", *MODES})]),
+        ("toyexp sweep.l", ["sweep.launcher="]),
+        ("toyexp sweep.submitit.cp", ["sweep.submitit.cpus="]),
+        ("toyexp hydra.run", ["hydra.run.dir="]),
+        ("toyexp callbacks=[default,sam", ["callbacks=[default,sample,", "callbacks=[default,sample]"]),
+        ("toyexp callbacks=[sample,default,sam", []),
+        ("toyexp callbacks=pl", []),  # it takes a list
+        ("toyexp callbacks.sample.top", ["callbacks.sample.top_k=", "callbacks.sample.top_p="]),
+        ("toyexp callbacks.sam", ["callbacks.sample."]),
+        ("toyexp ~callbacks.prog", ["~callbacks.progress"]),
+        ("toyexp -m recipe=scratch,w", ["recipe=scratch,warm"]),
+        ("toyexp -m des", []),  # a command stands first
+        ("toyexp --mul", ["--multirun"]),
+        ("toyexp --cfg ", ["all", "hydra", "job"]),
+        ("toyexp --cfg=j", ["--cfg=job"]),
+        ("toyexp -cd o", ["outputs/", "own/"]),
+        ("toyexp --config-name ", ["config"]),
+        # files
+        ("toyexp recipe.base=t", ["recipe.base=texts/", "recipe.base=tiny.gguf"]),
+        ("toyexp data.path=b", ["data.path=book.txt"]),
+        ("toyexp data.tokenizer=b", ["data.tokenizer=bpe", "data.tokenizer=byte"]),
+        ("toyexp data.tokenizer=t", ["data.tokenizer=texts/", "data.tokenizer=tiny.gguf"]),
+        ("toyexp hydra.run.dir=t", ["hydra.run.dir=texts/"]),
+        ("toyexp resume=a", ["resume=auto"]),
+        ("toyexp resume=outputs/m", ["resume=outputs/mine/", "resume=outputs/mine/2026-11-21_1"]),
+        ("toyexp resume=outputs/mine/", ["resume=outputs/mine/2026-11-21_1"]),
+        ("toyexp recipe.base=.h", ["recipe.base=.hidden.gguf"]),
+        ("toyexp recipe.base=nowhere/", []),
+        # commands
+        ("toyexp describe ti", ["tiny.gguf"]),
+        ("toyexp describe --t", ["--tensors"]),
+        ("toyexp eval out", ["outputs/", "outputs/mine/2026-11-21_1"]),
+        ("toyexp eval tiny.gguf --data b", ["book.txt"]),
+        ("toyexp eval tiny.gguf --data=b", ["--data=book.txt"]),
+        ("toyexp eval tiny.gguf seed", ["seed="]),
+        ("toyexp eval tiny.gguf engine=gg", ["engine=ggml", "engine=ggml_cuda"]),
+        ("toyexp generate tiny.gguf --engine ll", ["llama.cpp"]),
+        ("toyexp generate tiny.gguf --prompt b", []),
+        ("toyexp generate tiny.gguf --tokens ", []),
+        ("toyexp export tiny.gguf --type q8", ["q8_0"]),
+        ("toyexp export tiny.gguf --type hf", ["hf", "hf-bf16", "hf-f16"]),
+        ("toyexp bench engine=cpu,gg", ["engine=cpu,ggml", "engine=cpu,ggml_cuda"]),
+        ("toyexp parity --grad", ["--gradient"]),
+        ("toyexp doctor --n", ["--numerics"]),
+        ("toyexp doctor --graph eng", ["engine.", "engine="]),
+        ("toyexp plugins war", ["warm"]),
+        ("toyexp plugins --m", ["--matrix"]),
+        ("toyexp models o", ["outputs/", "own/"]),
+        ("toyexp completion ", ["bash", "fish", "zsh"]),
+        ("toyexp help ", []),
+    ],
+)  # fmt: skip
+def test_what_may_come_next_is_offered(offered, line, words):
+    assert offered(line) == words
+
+
+def test_at_the_beginning_there_are_all_commands_and_all_keys(offered):
+    found = offered("toyexp ")
+    assert set(COMMANDS) <= set(found)
+    assert {f"{f.name}=" for f in dataclasses.fields(schema.Settings)} - {"sweep="} <= set(found)
+    assert {f"{group}=" for group in schema.GROUPS} <= set(found) and "sweep." in found
+
+
+def test_what_a_value_may_be_is_what_the_code_takes():
+    keys = dict(top_level())
+    assert values_of(keys["nonfinite"])[0] == list(schema.NONFINITE)
+    assert values_of(keys["sweep.launcher"])[0] == list(schema.LAUNCHERS)
+    assert set(values_of(next(s for s in settings_of(Optim) if s.name == "mode"))[0]) == {"auto", *MODES}
+    named = {key for key in keys if key.startswith("sweep.") and key.count(".") == 1}
+    assert named == {f"sweep.{f.name}" for f in dataclasses.fields(schema.Sweep)} - {"sweep.submitit"}
+
+
+def test_the_default_of_a_setting_is_among_its_choices():
+    for offers in load().offers.values():
+        for offer in offers.values():
+            for setting in settings_of(offer.cls):
+                choices, paths = values_of(setting)
+                if choices and setting.type.startswith("str") and paths is None:
+                    assert setting.default in choices, (offer.name, setting)
+
+
+def test_every_flag_and_every_option_of_every_command_is_offered(offered):
+    assert set(FLAGS) <= set(offered("toyexp -"))
+    for command in COMMANDS:
+        found = tables(command)
+        assert {*found.switches, *found.values} <= set(offered(f"toyexp {command} -")), command
+    assert {"--tokens", "--chat"} <= set(offered("toyexp generate -"))
+    assert set(TAKES) <= set(COMMANDS)
+
+
+def test_asking_a_command_for_its_options_prints_nothing_and_does_nothing(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS:
+        tables(command)
+    assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "kept", "quote"),
+    [
+        ("toyexp recipe=wa", ["toyexp", "recipe=wa"], 7, ""),
+        ("toyexp  a ", ["toyexp", "a", ""], 0, ""),
+        ("toyexp 'callbacks=[a", ["toyexp", "callbacks=[a"], 0, "'"),
+        ("toyexp callbacks='[a", ["toyexp", "callbacks=[a"], 10, "'"),
+        ('toyexp data.path="my f', ["toyexp", "data.path=my f"], 10, '"'),
+        ("toyexp data.path=my\\ f", ["toyexp", "data.path=my f"], 10, ""),
+        ("toyexp recipe.base=c:d", ["toyexp", "recipe.base=c:d"], 14, ""),
+        ("toyexp ''", ["toyexp", ""], 0, ""),
+        ("HERE=1 toyexp a", ["toyexp", "a"], 0, ""),
+    ],
+)
+def test_a_line_is_read_as_bash_reads_it(line, words, kept, quote):
+    found = read_line(line, " \t\n\"'><=;|&(:")
+    assert (found.words, found.kept, found.quote) == (words, kept, quote)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_printed_by_its_name_and_in_hydras_words(capsys, shell):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert f"completion --for {shell}" in script
+    assert main(["-sc", f"install={shell}"]) == 0
+    assert capsys.readouterr().out == script
+
+
+def test_a_tab_imports_neither_a_framework_nor_hydra(tmp_path):
+    program = (
+        "import sys; from toyexp.cli import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
+        "print('LOADED', *({'torch', 'ggml', 'hydra', 'omegaconf', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "recipe.base="], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.endswith("LOADED\n") and done.stderr == "", done.stdout
+
+
+# -- in the shells themselves -----------------------------------------------------------------------------------------
+
+TYPED = [
+    ("toyexp recipe=wa", "<toyexp><recipe=warm>"),  # bash breaks words at `=` and `:`
+    ("toyexp recipe.base=a", "<toyexp><recipe.base=a:b=c.gguf>"),
+    ("toyexp describe my\\ mo", "<toyexp><describe><my model.gguf>"),
+]
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_a_press_of_tab_completes_the_word(offered, tmp_path, name):
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    shell = shells.Shell(name, tmp_path)
+    try:
+        for line, becomes in TYPED:
+            assert shell.tab(line) == becomes
+        assert shell.tab("toyexp 'callbacks=[default,sam", then="'") == "<toyexp><callbacks=[default,sample>"
+    finally:
+        shell.close()
+
+
+def test_fish_is_offered_the_words_with_what_they_mean(offered, tmp_path):
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    assert shells.fish("toyexp recipe=wa", tmp_path) == ["recipe=warm"]
+    assert shells.fish("toyexp describe 'my m", tmp_path) == ["my model.gguf"]
+
+
+def test_the_scripts_are_no_errors_to_their_shells(tmp_path, capsys):
+    for name in SHELLS:
+        if shutil.which(name) is not None:
+            main(["completion", name])
+            script = capsys.readouterr().out
+            assert re.search("toyexp", script)
+            done = subprocess.run([name, "-n"], input=script, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,265 @@
+"""Packages that are missing or broken in any way: one line with the reason, and what else works goes on working."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from toyexp import Unavailable, UserError, needed
+from toyexp.config import facts_of, pick_engine
+from toyexp.errors import Broken
+from toyexp.packages import why, why_not_apart
+from toyexp.registry import Offer, load
+from toyexp.signals import Interrupted
+from toyexp.testing.null import NullEngine
+
+COUNTER = itertools.count()
+LIBRARY = "OSError('libnothing.so.1: cannot open shared object file')"
+
+# how it is broken: (the source of its __init__.py, or None for a folder without one; words of the reason)
+BREAKAGES = {
+    "a library is missing": (f"raise {LIBRARY}", "OSError: libnothing.so.1: cannot open"),
+    "an extension does not load": ("raise ImportError('undefined symbol: _ZN3foo')", "ImportError: undefined symbol"),
+    "what it needs is missing": ("import not_installed_anywhere", "there is no module not_installed_anywhere"),
+    "a part of it is missing": ("import {name}.part", "there is no module {name}.part"),
+    "it was built for another numpy": (
+        "raise RuntimeError('module compiled against ABI version 0x1000009\\n but this is 0x2000000')",
+        "RuntimeError: module compiled against ABI version 0x1000009 but this",
+    ),
+    "it asks for what is gone": ("import numpy; numpy.float_of_old", "AttributeError: module 'numpy' has no attribute"),
+    "it ends the process": ("raise SystemExit('needs a licence')", "SystemExit: needs a licence"),
+    "a page of advice wraps the cause": (
+        f"try: raise {LIBRARY}\nexcept OSError as e: raise ImportError('IMPORTANT: PLEASE READ ' * 99) from e",
+        "(OSError: libnothing.so.1",
+    ),
+    "it is no Python": ("def (", "SyntaxError"),
+    "only its folder is left": (None, "{name} holds no __init__.py"),
+    "it is another file of that name": ("", "module '{name}' has no attribute 'works' in "),
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes a package that can be imported once; returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source):
+        name = f"some_package_{next(COUNTER)}"
+        (tmp_path / name).mkdir()
+        if source is not None:
+            (tmp_path / name / "__init__.py").write_text(source.replace("{name}", name))
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
+    source, words = BREAKAGES[how]
+    name = package(source)
+    said = []
+    for _ in range(2):  # what is left of a first attempt may fail in another way
+        with pytest.raises(Broken) as error, needed(name, "pip install it", "Some-Package"):
+            module = __import__(name)
+            if source is not None:
+                module.works()
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    assert said[0].startswith("Some-Package is installed but cannot be loaded (")
+    assert words.replace("{name}", name) in said[0] and "\n" not in said[0] and len(said[0]) < 500
+    assert said[0].endswith("); install it again: pip install --force-reinstall Some-Package")
+
+
+def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Unavailable) as error, needed("comes_later", "pip install 'toyexp[later]'"):
+        import comes_later
+    assert str(error.value) == "comes_later is not installed: pip install 'toyexp[later]'"
+    assert not isinstance(error.value, Broken)
+    (tmp_path / "comes_later.py").write_text("value = 3")
+    with needed("comes_later", ""):
+        import comes_later
+    assert comes_later.value == 3
+
+
+def test_an_interruption_in_the_middle_of_an_import_is_no_broken_package(package):
+    name = package("")
+    with pytest.raises(Interrupted), needed(name, ""):
+        try:
+            raise Interrupted(15)
+        except Interrupted:
+            raise ImportError("its clean-up expected to have got further")  # noqa: B904 - as such code does
+    with needed(name, ""):
+        __import__(name)
+
+
+def test_a_package_that_may_end_its_process_is_tried_in_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = {"aborts": "import os; os.abort()", "raises": f"raise {LIBRARY}", "works": "", "is_gone": None}
+    for name, source in sources.items():
+        if source is not None:
+            (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "is_left").mkdir()
+    assert why_not_apart("works") is None
+    assert why_not_apart("is_gone") == "is not installed"
+    assert "OSError: libnothing.so.1" in why_not_apart("raises")
+    assert "its import ended with -6" in why_not_apart("aborts")
+    assert "is_left holds no __init__.py" in why_not_apart("is_left")
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+class Faulty(NullEngine):
+    """Fails while it asks for its device, in the way of libraries."""
+
+    def check(self):
+        raise OSError("libdriver.so: too old")
+
+
+def test_an_engine_whose_check_raises_anything_is_not_here():
+    with pytest.raises(Broken, match=r"^its check failed \(OSError: libdriver\.so: too old\)$"):
+        facts_of(Faulty())
+
+
+def engine(name, check):
+    def checked(self):
+        if isinstance(check, Exception):
+            raise check
+        return check
+
+    return type(name, (NullEngine,), {"name": name, "check": checked, "__doc__": "One."})
+
+
+def test_auto_says_which_engines_it_passed_over_and_what_is_broken():
+    registry = load(installed=[])
+    lame = Broken("xlib is installed but cannot be loaded (OSError: no)", "install it again")
+    checks = {"best": lame, "good": Unavailable("no such device"), "fair": Broken("its check failed (X: y)"),
+              "also": lame, "works": "a device"}  # fmt: skip
+    for priority, (name, check) in enumerate(checks.items()):
+        cls = engine(name, check)
+        cls.priority = -priority
+        registry.offers["engine"][name] = Offer("engine", name, cls, "some_plugin", "some package")
+    _, note = pick_engine({"name": "auto"}, registry)
+    assert note == (
+        "works: a device (auto; not here: good; best, also: xlib is installed but cannot be loaded (OSError: no); "
+        "fair: its check failed (X: y))"
+    )
+    del registry.offers["engine"]["works"]
+    with pytest.raises(UserError, match=r"no engine works here; xlib is installed but .* \(OSError: no\); its check"):
+        pick_engine({"name": "auto"}, registry)
+
+
+# -- in real processes, beside packages that are broken --------------------------------------------------------------
+
+FAKES = {
+    "torch": f"raise {LIBRARY}",
+    "ggml": "import ctypes",  # and nothing that is expected of it
+    "wandb": "",
+    "matplotlib": "",  # without its parts
+    "PIL": "raise ImportError('the _imaging extension was built for another version of Pillow')",
+    "jinja2": "import markupsafe_of_old",
+    "joblib": "raise AttributeError('numpy.bool')",
+    "submitit": "import cloudpickle_of_old",
+    "xllamacpp": "import os; os.abort()",
+    "llama_cpp": f"raise {LIBRARY}",
+    "tokenizers": f"raise {LIBRARY}",
+    "numpy": "raise ImportError('undefined symbol: cblas_dgemm')",
+}
+SMOKE = ["experiment=smoke", "steps=1", "callbacks=[]", "hydra.run.dir=run", "data.max_mb=0.1"]
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """Runs `python -m toyexp WORDS` where the packages that are named are broken."""
+
+    def run(names, *words):
+        for name in names:
+            (tmp_path / "fakes" / name).mkdir(parents=True)
+            (tmp_path / "fakes" / name / "__init__.py").write_text(FAKES[name])
+        path = os.pathsep.join(filter(None, [str(tmp_path / "fakes"), os.environ.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, "-m", "toyexp", *words],
+            capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, timeout=60,
+        )  # fmt: skip
+
+    return run
+
+
+def test_auto_takes_the_next_engine_when_torch_cannot_be_loaded_and_says_so(beside, tmp_path):
+    done = beside(["torch"], *SMOKE)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("engine ")]
+    assert line.startswith("engine  ggml: ")
+    assert "cuda, cpu: torch is installed but cannot be loaded (OSError: libnothing.so.1" in line
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "words"),
+    [
+        (["torch"], "cpu", ["engine=cpu: torch is installed but cannot be loaded (OSError: libnothing.so.1"]),
+        (["ggml"], "metal engine.emulate=true", ["engine=metal: ggml-python is installed but", "AttributeError"]),
+        (["torch", "ggml"], "auto", ["engine=auto: no engine works here; torch is", "; ggml-python is", "doctor"]),
+    ],
+)
+def test_a_named_engine_that_cannot_be_loaded_is_refused_with_the_reason(beside, tmp_path, names, asked, words):
+    done = beside(names, *SMOKE, *f"engine={asked}".split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_doctor_has_a_line_about_everything_that_is_broken(beside):
+    done = beside([name for name in FAKES if name != "numpy"], "doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    for pattern in (
+        r"  cpu +no +torch is installed but cannot be loaded \(OSError: libnothing",
+        r"  cuda +no +torch is installed but cannot be loaded \(OSError: libnothing",
+        r"  ggml +no +ggml-python is installed but cannot be loaded \(AttributeError: module 'ggml' has no attribute",
+        r"  data=images: Pillow is installed but .*another version of Pillow",
+        r"  callbacks\.plots: matplotlib is installed but .*there is no module matplotlib\.",
+        r"  callbacks\.wandb: wandb is installed but .*no attribute 'init'",
+        r"  sweep\.launcher=joblib: joblib is installed but .*numpy\.bool",
+        r"  sweep\.launcher=submitit: submitit is installed but .*cloudpickle_of_old",
+        r"  the chat template of a GGUF: jinja2 is installed but .*markupsafe_of_old",
+        r"  --engine llama\.cpp: xllamacpp is installed but .*ended with -6.*llama_cpp is installed but .*libnothing",
+    ):
+        assert re.search(f"^{pattern}", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_plugins_lists_everything_and_says_which_engines_are_broken(beside):
+    done = beside(["torch"], "plugins")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  cpu " in done.stdout and "\n  plots " in done.stdout
+    assert "\nnot here: engine=cuda,cpu: torch is installed but cannot be loaded (OSError: libnothing" in done.stdout
+
+
+def test_a_requirement_that_cannot_be_loaded_is_one_line_too(beside, tmp_path):
+    (tmp_path / "book.txt").write_text("of all that could be written, only this was\n" * 99)
+    words = ["data=text", "data.path=book.txt", "data.tokenizer=bpe", "engine=ggml", "hydra.run.dir=run"]
+    done = beside(["tokenizers"], *words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "toyexp: error: tokenizers is installed but cannot be loaded (OSError: libnothing.so.1: cannot open shared "
+        "object file); install it again: pip install --force-reinstall tokenizers\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
+    done = beside(["numpy"], "plugins")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        "toyexp: error: numpy is installed but cannot be loaded (ImportError: undefined symbol"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_reason_of_a_users_own_error_is_its_words():
+    assert why(UserError("it says\nwhat is wrong")) == "it says what is wrong"

@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 import types
@@ -31,6 +30,7 @@ import numpy as np
 
 from toyexp.engine import MOMENTS
 from toyexp.errors import UserError, choose, printable
+from toyexp.files import misfit
 from toyexp.model import falls
 from toyexp.run import dump_json, sync_directory, write_synced
 
@@ -125,9 +125,10 @@ def _digest(path: Path) -> tuple[int, str]:
 def _open(path: Path) -> BufferedReader:
     """A regular file for reading: a pipe or a device would be read without end. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    reason = misfit(os.fstat(descriptor).st_mode)
+    if reason:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is not a regular file")
+        raise OSError(errno.EINVAL, reason)
     return open(descriptor, "rb")
 
 

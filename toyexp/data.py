@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,13 @@ class Dataset(ABC):
     def describe(self) -> dict[str, Any]:
         """What run_start records: sizes and a digest of the contents."""
 
+    def left_out(self) -> Sequence[str]:
+        """What of the source is not learned from, a phrase each: how much of how much, and the key that changes that.
+
+        `batches` may add to it what the context leaves out.
+        """
+        return ()
+
     def gguf_metadata(self) -> dict[str, Any]:
         """What a reader of the exported model must know of its data, without the architecture's prefix."""
         return {}
@@ -90,17 +97,18 @@ class TokenDataset(Dataset):
         vocab: int,
         eval_batches: int,
         facts: Mapping[str, Any],
+        digest: str | None = None,
+        left_out: Sequence[str] = (),
     ):
+        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known."""
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
-        self._eval_batches = eval_batches
-        digest = hashlib.sha256(train.tobytes())
-        digest.update(held_out.tobytes())
+        self._eval_batches, self._left_out = eval_batches, left_out
         self._facts = {
             **facts,
             "train_tokens": len(train),
             "held_out_tokens": len(held_out),
-            "tokens_sha256": digest.hexdigest(),
+            "tokens_sha256": digest or _digest((train, held_out)),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -114,6 +122,10 @@ class TokenDataset(Dataset):
         whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # the first may be cut, as the last is
         line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
+
+    def left_out(self) -> Sequence[str]:
+        """What whoever opened the data has left out."""
+        return self._left_out
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Windows of `context` tokens and their next tokens."""
@@ -219,10 +231,13 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
     }
 
 
-def split_documents(documents: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Each document's first part, and its last `fraction`: held-out text is of the same kind as the rest."""
-    cuts = [len(d) - int(len(d) * fraction) for d in documents]
-    return [d[:c] for d, c in zip(documents, cuts, strict=True)], [d[c:] for d, c in zip(documents, cuts, strict=True)]
+def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
+    """SHA-256 of arrays one after another, of which memory holds `step` ids at a time."""
+    digest = hashlib.sha256()
+    for ids in parts:
+        for first in range(0, len(ids), step):
+            digest.update(ids[first : first + step].tobytes())
+    return digest.hexdigest()
 
 
 def batch_digest(batch: Batch) -> str:
@@ -231,21 +246,3 @@ def batch_digest(batch: Batch) -> str:
     for name in sorted(batch):
         digest.update(batch[name].tobytes())
     return digest.hexdigest()[:16]
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def text_files(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
-    """`path` itself, or the files below it with one of the suffixes, in a fixed order."""
-    if path.is_dir():
-        yield from sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in suffixes)
-    else:
-        yield path

@@ -93,7 +93,7 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
     text = model.reads == "tokens"
     return Evaluation(
         file=str(path), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
-        data=built.data.name, targets=round(weights), loss=loss,
+        data="; ".join([built.data.name, *dataset.left_out()]), targets=round(weights), loss=loss,
         perplexity=math.exp(min(loss, 700)) if text else None,
         bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,
     )  # fmt: skip

@@ -291,10 +291,7 @@ def introduction(prepared: Prepared) -> list[str]:
     share = "" if trainable == total else f", {count(trainable)} of them train"
     sizes, reads = prepared.dataset.describe(), prepared.model.reads
     known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
-    named = sizes.get("skipped_files") or sizes.get("skipped_lines")
-    known += [f"{sizes['skipped']} skipped, such as {named[0]}"] if named else []
-    known += [f"{sizes['truncated']} cut to the context"] if sizes.get("truncated") else []
-    known += [f"{sizes['too_long']} left out, prompts longer than the context"] if sizes.get("too_long") else []
+    known = [*prepared.dataset.left_out(), *known]
     facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",
@@ -323,7 +320,11 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "git": git_facts(),
         "backend": {"kind": prepared.config.engine.name, **engine},
         "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
-        "data": {"name": prepared.config.data.name, **prepared.dataset.describe()},
+        "data": {
+            "name": prepared.config.data.name,
+            **prepared.dataset.describe(),
+            "left_out": list(prepared.dataset.left_out()),
+        },
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": asdict(prepared.adamw),

@@ -32,6 +32,7 @@ class ImageDataset(Dataset):
         augment: str = "none",
         eval_images: int = 0,
         facts: Mapping[str, Any] | None = None,
+        left_out: Sequence[str] = (),
     ):
         held_out = held_out_mask(labels, val_fraction)
         if not held_out.any():
@@ -47,7 +48,7 @@ class ImageDataset(Dataset):
         self.mean, self.std = (
             mean_and_std(self.train[0]) if normalise == "train" else (np.full(channels, 0.5), np.full(channels, 0.5))
         )
-        self._augment, self._eval_images = augment, eval_images
+        self._augment, self._eval_images, self._left_out = augment, eval_images, left_out
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
         self._facts = {
@@ -62,6 +63,10 @@ class ImageDataset(Dataset):
     def describe(self) -> dict[str, Any]:
         """Image counts, their shape, and a digest of pixels and classes."""
         return self._facts
+
+    def left_out(self) -> Sequence[str]:
+        """What whoever opened the data has left out."""
+        return self._left_out
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The classes' names, and how pixels from 0 to 1 become the model's input: (pixel - mean) / std."""

@@ -7,8 +7,20 @@ does: it keeps letters apart by case in ASCII alone, for one. Tests hold every n
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Any
+
+TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
+REACH = 1000  # characters on each side that are held against one another there
+TRIED = 16  # places of a kind that are tried
+# No counted repetition, whose phase depends on what stands far before, crosses these: a letter and the end of its line,
+# the end of a line and a letter, and within a line a blank and a letter, or a letter and the end of its sentence.
+LINE_ENDS = re.compile(r"(?<=[^\W\d_])(?=[\r\n])|(?<=\S\n)(?=[^\W\d_])")
+WORD_ENDS = re.compile(r"(?<=\S)(?= [^\W\d_])|(?<=[^\W\d_])(?=[.,;:!?\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,28 @@ class PreTokenizer:
 
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    def cuts(self, text: str) -> Iterator[int]:
+        """Where a text that begins so and goes on may be cut, the last places first: its words stay what they are.
+
+        Lines and words end in the same places whatever stands far from there, in most patterns; whether they do in
+        these is tried on the text around.
+        """
+        for ends in (LINE_ENDS, WORD_ENDS):
+            places = [m.start() for m in ends.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
+            yield from (place for place in islice(reversed(places), TRIED) if self._words_end(text, place))
+
+    def _words_end(self, text: str, place: int) -> bool:
+        """Whether the words on both sides of a place are the same without the other side."""
+        before, behind = text[max(place - REACH, 0) : place], text[place : place + REACH]
+        return self._words(before) + self._words(behind) == self._words(before + behind)
+
+    def _words(self, text: str) -> list[str]:
+        return [word for word, _ in self._built.pre_tokenize_str(text)]
+
+    @cached_property
+    def _built(self) -> Any:
+        return self.build()
 
 
 # Both cases are spelled out: (?i:'s) would match the long s too.

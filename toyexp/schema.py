@@ -25,8 +25,8 @@ from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.checkpoint import Interval
-from toyexp.data import read_text
 from toyexp.errors import UserError, choose, printable
+from toyexp.files import read_text, require, require_folder
 from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry, conf_dir
@@ -228,14 +228,16 @@ class Source:
     def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
         """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
         for flag, given in (("--config-path", path), ("--config-dir", extra)):
-            if given is not None and not Path(given).is_dir():
-                raise UserError(f"{flag} {given}: there is no such directory (looked in {Path.cwd()})")
+            if given is not None:
+                require_folder(given, f"{flag} {given}")
         directory = Path(path).absolute() if path else conf_dir()
         source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
-        if not (directory / f"{source.name}.yaml").is_file():
+        file = directory / f"{source.name}.yaml"
+        if not file.exists():
             there = [p.stem for p in directory.glob("*.yaml")]
             raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; "
                             f"{choose(source.name, there)}")  # fmt: skip
+        require(file, f"--config-name {source.name}: {file}")
         return source
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from toyexp.tokenizer import BYTE, Tokenizer
 
 BLANK = "\u2581"  # how a blank is written in a token
 CACHED = 1 << 17  # words whose ids are kept
+TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
 
 
 class SentencePiece(Tokenizer):
@@ -56,11 +57,19 @@ class SentencePiece(Tokenizer):
     def _words(self, text: str, start: bool) -> list[str]:
         """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
         text = (" " * (start and self._prefix) + text).replace(" ", BLANK)
+        return [text[begin:end] for begin, end in itertools.pairwise([0, *self._between(text), len(text)])]
+
+    def _between(self, text: str) -> list[int]:
+        """The places in a text without blanks before and behind which no token has those two characters."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         pairs = codes[:-1] << 21 | codes[1:]
         place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
-        ends = [*(np.flatnonzero(self._pairs[place] != pairs) + 1).tolist(), len(text)]
-        return [text[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+        found: list[int] = (np.flatnonzero(self._pairs[place] != pairs) + 1).tolist()
+        return found
+
+    def _places(self, text: str) -> Iterator[int]:
+        begin = max(len(text) - TAIL, 0)
+        return (begin + place for place in reversed(self._between(text[begin:].replace(" ", BLANK))))
 
     def _ids_of(self, word: str) -> list[int]:
         found = self._known.get(word)

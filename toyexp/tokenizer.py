@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from toyexp.errors import UserError
 from toyexp.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_LEARNED = 1 << 20  # tokens of a BPE made here; the library takes memory for as many as are asked for
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 
 
@@ -75,13 +76,21 @@ class Tokenizer(ABC):
 
         With `special`, control tokens that are spelled out in the text are meant; otherwise no text produces one.
         """
-        return self._encode_all([text], special, after)[0]
+        return self._encode_all([text], [after is None or after in self._special], special)[0]
 
-    def _encode_all(self, texts: Sequence[str], special: bool = False, after: int | None = None) -> list[np.ndarray]:
+    def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids of each text: one that `begins`, or goes on where `cuts` allowed to cut what stands before it."""
+        return self._encode_all(texts, begins)
+
+    def _encode_all(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
         """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
         texts_cut = [cut(text, self._literals[special]) for text in texts]
-        begins = after is None or after in self._special
-        starts = [n > 0 or begins for parts in texts_cut for n, part in enumerate(parts) if isinstance(part, str)]
+        starts = [
+            n > 0 or first
+            for parts, first in zip(texts_cut, begins, strict=True)
+            for n, part in enumerate(parts)
+            if isinstance(part, str)
+        ]
         plain = [part for parts in texts_cut for part in parts if isinstance(part, str)]
         found = iter(self._encode(plain, starts))
         none = np.zeros(0, np.int32)
@@ -89,6 +98,19 @@ class Tokenizer(ABC):
             np.concatenate([none, *(next(found) if isinstance(p, str) else np.array([p], np.int32) for p in parts)])
             for parts in texts_cut
         ]
+
+    def cuts(self, text: str) -> Iterator[int]:
+        """Where a text that begins so and goes on may be cut, the last places first: its ids stay what they are."""
+        literals = self._literals[False]
+        ahead = max(map(len, literals), default=1) - 1
+        for place in self._places(text):
+            near = text[max(place - ahead - 1, 0) : place + ahead]
+            if place + ahead <= len(text) and not any(spelled in near for spelled in literals):
+                yield place
+
+    @abstractmethod
+    def _places(self, text: str) -> Iterator[int]:
+        """The same where nothing is special."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -102,13 +124,6 @@ class Tokenizer(ABC):
         )
         first, second = ({self.pieces[i]: i for i in ids} for ids in wanted)
         return first, second
-
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """All texts in one array, each followed by the end-of-text id, and begun as `add_bos` says."""
-        start = np.array([self.bos] if self.add_bos else [], np.int32)
-        end = np.array([self.eos], np.int32)
-        found = self._encode_all([text for text in texts if text])
-        return np.concatenate([start[:0], *(part for ids in found for part in (start, ids, end))])
 
     def prompt(self, text: str) -> np.ndarray:
         """int32 ids of a text that a model is to continue, as llama.cpp hands it over; never none."""
@@ -271,6 +286,9 @@ class Bytes(Tokenizer):
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
     def _library(self) -> Any:
         return BPE(self.pieces, [], self.eos)._library()
 
@@ -304,6 +322,9 @@ class Characters(Tokenizer):
                 raise UserError(f"the character {text[int(np.argmin(ids))]!r} is not in this character tokenizer")
         return found
 
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
     def _library(self) -> Any:
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Engine
@@ -313,6 +334,14 @@ class Characters(Tokenizer):
         engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         engine.decoder = decoders.Fuse()
         return engine
+
+
+def check_bpe_vocab(vocab: int) -> None:
+    """Raises UserError for a number of tokens that cannot be learned."""
+    if vocab < 258:
+        raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
+    if vocab > MOST_LEARNED:
+        raise UserError(f"data.bpe_vocab={vocab}: at most {MOST_LEARNED} tokens can be learned")
 
 
 class BPE(Tokenizer):
@@ -333,13 +362,12 @@ class BPE(Tokenizer):
         self._pre, self._unreachable = pre, unreachable
 
     @classmethod
-    def train(cls, texts: Sequence[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
+    def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
         """Learns `vocab` tokens from the texts (Sennrich et al. 2016); the same texts give the same tokens."""
         from tokenizers import Tokenizer as Engine
         from tokenizers import models, trainers
 
-        if vocab < 258:
-            raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
+        check_bpe_vocab(vocab)
         engine = Engine(models.BPE())
         engine.pre_tokenizer = pre.build()
         trainer = trainers.BpeTrainer(
@@ -360,6 +388,9 @@ class BPE(Tokenizer):
         else:
             encoded = self._engine.encode_batch(texts, add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
+
+    def _places(self, text: str) -> Iterator[int]:
+        return self._pre.cuts(text)
 
     @cached_property
     def _engine(self) -> Any:

@@ -1,14 +1,31 @@
-"""Tokens of texts that were tokenized before, so that the second run starts at once."""
+"""What the second run need not do again: token ids, packed in files that are mapped, and what is known of a text.
+
+A cache that cannot be read or written is only slower: it never fails a run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import mmap
 import os
-from collections.abc import Callable
+import secrets
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
+
+HEADER = 512  # bytes in front of the ids
+BLOCK = 1 << 20  # bytes of ids that one checksum is of
+CHECKED = 64  # blocks that are checked when a file is opened: all of a small file, of a large one evenly spread
+ABANDONED = 24 * 3600  # seconds after which nobody goes on with a temporary file
 
 
 def cache_dir() -> Path | None:
@@ -22,28 +39,171 @@ def cache_dir() -> Path | None:
         return None
 
 
-def cached_tokens(key: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-    """The two arrays kept under `key`, or what `make` returns, kept for next time.
-
-    A cache that cannot be read or written is only slower: it never fails a run.
-    """
+def _place(kind: str, key: str, suffix: str) -> Path | None:
     folder = cache_dir()
-    if folder is None:
-        return make()
-    path = folder / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
-    # A damaged archive raises whatever zipfile and numpy come to raise on the way.
-    with contextlib.suppress(Exception), open(path, "rb") as stored, np.load(stored, allow_pickle=False) as kept:
-        return [kept["train"], kept["held_out"]]
-    train, held_out = make()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return folder and folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.{suffix}"
+
+
+class _Full(Exception):
+    """What is kept cannot be written, which is another thing than a text that cannot be read."""
+
+
+@contextlib.contextmanager
+def _disk() -> Iterator[None]:
     try:
+        yield
+    except OSError as error:
+        raise _Full from error
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there under its name once all of it is written, and else not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with _disk():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            np.savez(file, train=train, held_out=held_out)
-        temporary.replace(path)
-    except OSError:
-        pass
+        _tidy(path.parent)
+        file = open(temporary, "xb+", buffering=BLOCK)  # noqa: SIM115 - closed below
+    try:
+        yield file
+        with _disk():
+            file.close()
+            temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return [train, held_out]
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            file.close()
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what a process that was killed has left half written."""
+    for left in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+def recall(kind: str, key: str) -> dict[str, Any] | None:
+    """What was remembered under the key, if it is there and whole."""
+    path = _place(kind, key, "json")
+    with contextlib.suppress(OSError, ValueError):
+        digest, _, text = path.read_text("utf-8").partition("\n") if path else ("", "", "")
+        if digest and digest == hashlib.sha256(text.encode()).hexdigest():
+            found: dict[str, Any] = json.loads(text)
+            return found
+    return None
+
+
+def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
+    """Keeps plain data under the key."""
+    path = _place(kind, key, "json")
+    text = json.dumps(facts)
+    if path:
+        with contextlib.suppress(_Full), _written(path) as file, _disk():
+            file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+
+
+# -- token ids --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Parts of a text as arrays of ids that cannot be written to, and the SHA-256 of all of them as int32."""
+
+    parts: list[np.ndarray]
+    sha256: str
+
+
+def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> Packed:
+    """The parts kept under the key, or those that `make` gives piece by piece, kept for next time.
+
+    They are mapped, not read: from the cache, or where that cannot be written from a temporary file; where there is no
+    room either they are held in memory.
+    """
+    path = _place("tokens", key, "ids")
+    if path and (kept := _open(path)):
+        return kept
+    dtype = "<u2" if vocab <= 1 << 16 else "<i4"
+    for place in (path, None):
+        with contextlib.suppress(_Full), _written(path) if place and path else _unnamed() as file:
+            _pack(file, dtype, make())
+            return _parts(_mapped(file))
+    memory = BytesIO()
+    _pack(memory, dtype, make())
+    return _parts(memory.getbuffer())
+
+
+@contextlib.contextmanager
+def _unnamed() -> Iterator[IO[bytes]]:
+    with _disk():
+        file = tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115 - closed below
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _mapped(file: IO[bytes]) -> memoryview:
+    with _disk():
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) -> None:
+    """Writes a header, the ids one after another, and the checksums of their blocks."""
+    digest, counts = hashlib.sha256(), []
+    with _disk():
+        file.write(bytes(HEADER))
+    for part in parts:
+        counts.append(0)
+        for ids in part:
+            counts[-1] += len(ids)
+            digest.update(ids.astype("<i4").tobytes())
+            with _disk():
+                file.write(ids.astype(dtype).tobytes())
+    with _disk():
+        sums = _checksums(file)
+        file.write(sums)
+        facts = {"dtype": dtype, "counts": counts, "sha256": digest.hexdigest(), "sums": zlib.crc32(sums)}
+        text = json.dumps(facts)
+        file.seek(0)
+        file.write(f"{zlib.crc32(text.encode()):08x}{text}".encode().ljust(HEADER))
+        file.flush()
+
+
+def _checksums(file: IO[bytes]) -> bytes:
+    """Those of all blocks of a file that is open at its end."""
+    file.seek(HEADER)
+    blocks = iter(lambda: file.read(BLOCK), b"")
+    return np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
+
+
+def _open(path: Path) -> Packed | None:
+    """What a file of the cache holds; None for one that is not there or not whole."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, _Full), open(path, "rb") as file:
+        return _parts(_mapped(file))
+    return None
+
+
+def _parts(view: memoryview) -> Packed:
+    """The ids in a file of the cache; ValueError, LookupError or TypeError for one that is damaged."""
+    head = bytes(view[:HEADER]).rstrip()
+    if f"{zlib.crc32(head[8:]):08x}".encode() != head[:8]:
+        raise ValueError
+    facts = json.loads(head[8:])
+    dtype, counts = np.dtype(facts["dtype"]), facts["counts"]
+    end = HEADER + dtype.itemsize * sum(counts)
+    sums = np.frombuffer(view[end:], "<u4")
+    starts = range(HEADER, end, BLOCK)
+    if len(sums) != len(starts) or zlib.crc32(view[end:]) != facts["sums"]:
+        raise ValueError
+    for n in np.unique(np.linspace(0, len(starts) - 1, min(CHECKED, len(starts)), dtype=np.int64)):
+        if zlib.crc32(view[starts[n] : min(starts[n] + BLOCK, end)]) != sums[n]:
+            raise ValueError
+    ids = np.ndarray(sum(counts), dtype, view, HEADER)
+    ids.flags.writeable = False
+    return Packed(np.split(ids, np.cumsum(counts)[:-1]), facts["sha256"])

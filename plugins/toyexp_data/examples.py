@@ -55,6 +55,18 @@ class ExampleDataset(Dataset):
         read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:read].tolist())
 
+    def left_out(self) -> list[str]:
+        """Lines that cannot be used, and once a context is known, examples that do not go into it."""
+        facts, count = self.describe(), len(self.train.lengths) + len(self.held_out.lengths)
+        skipped, cut, too_long = (facts.get(key, 0) for key in ("skipped", "truncated", "too_long"))
+        first = next(iter(facts.get("skipped_lines", ())), "")
+        told = {
+            f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}": skipped,
+            f"{cut} of {count} examples cut to the context (model.context)": cut,
+            f"{too_long} of {count} examples left out, prompts longer than the context (model.context)": too_long,
+        }
+        return [text for text, number in told.items() if number]
+
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
         whole = context + 1  # a row's tokens and the target of the last

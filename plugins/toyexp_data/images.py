@@ -6,7 +6,7 @@ import csv
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from toyexp import Data, ImageDataset, UserError, choose, needed, printable
-from toyexp.data import read_text
+from toyexp.files import read_text, require, require_folder
 from toyexp.images import AUGMENTATIONS, NORMALISATIONS
 
 if TYPE_CHECKING:
@@ -57,10 +57,9 @@ class Images(Data):
             from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
         if not self.path:
             raise UserError("data=images needs a folder with one folder per class: data.path=...")
-        if not Path(self.path).is_dir():
-            raise UserError(f"data.path={self.path}: there is no such folder (looked in {Path.cwd()})")
-        if self.labels and not Path(self.labels).is_file():
-            raise UserError(f"data.labels={self.labels}: not found (looked in {Path.cwd()})")
+        require_folder(self.path, f"data.path={self.path}")
+        if self.labels:
+            require(self.labels, f"data.labels={self.labels}")
         if self.classes and not self.labels:
             raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
         for name, least in (("image_size", 1), ("classes", 0)):
@@ -104,7 +103,21 @@ class Images(Data):
         return ImageDataset(
             images[: len(labels)], np.array(labels, np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
+            self._left_out({file for file, _ in listed}, skipped),
         )  # fmt: skip
+
+    def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:
+        """What of the folder is not learned from, and which key changes that."""
+        told = (
+            [f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {skipped[0]}"] if skipped else []
+        )
+        others = sorted(f for f in _files_below(Path(self.path)) if f not in listed)
+        if self.labels:
+            others = [f for f in others if f.suffix.lower() in SUFFIXES]
+            told += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
+        elif others:
+            told.append(f"{len(others)} other files, such as {_below(others[0], self.path)}")
+        return told
 
     def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """Every image below the class folders with its class, in path order, and the classes' names."""
@@ -187,6 +200,12 @@ def _flat(image: Image, mode: str) -> Image:
 
 def _images_below(folder: Path) -> Iterator[Path]:
     return (f for f in folder.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All that is not hidden, as what a system keeps for itself in a folder of images is."""
+    inside = (f for f in folder.rglob("*") if not f.is_dir())
+    return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def _below(file: Path, folder: str) -> str:

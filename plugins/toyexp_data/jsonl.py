@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from toyexp import UserError, choose, printable
+from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, ChatTemplate, Example, Message, Part, plain, tokenize
@@ -48,8 +49,7 @@ class Jsonl(TokenizedData):
         super().check()
         if not self.path:
             raise UserError("data=jsonl needs a file of JSON lines: data.path=...")
-        if not Path(self.path).is_file():
-            raise UserError(f"data.path={self.path}: there is no such file (looked in {Path.cwd()})")
+        require(self.path, f"data.path={self.path}")
         for name, words in (("train_on", TRAIN_ON), ("template", TEMPLATES), ("on_error", ON_ERROR)):
             if getattr(self, name) not in words:
                 raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
@@ -96,10 +96,7 @@ class Jsonl(TokenizedData):
 
     def _lines(self) -> Iterable[tuple[int, bytes]]:
         """The lines that are not empty, with their numbers."""
-        try:
-            raw = Path(self.path).read_bytes().removeprefix(codecs.BOM_UTF8)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        raw = read_file(Path(self.path)).removeprefix(codecs.BOM_UTF8)
         # By newline alone: within JSON text, U+2028 and its kind end no line.
         return [(number, line) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
 

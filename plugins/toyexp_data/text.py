@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
-from toyexp.data import read_text, split_documents, text_files
+from toyexp.files import require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.pieces import cut_up, encoded
+from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.signals import interruptible
-from toyexp.tokenizer import BPE, Bytes, Characters
-from toyexp_data.cache import cached_tokens
+from toyexp.terminal import complain
+from toyexp.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
+from toyexp_data.cache import packed, recall, remember
+from toyexp_data.corpus import Corpus, characters, megabytes, spread
+from toyexp_data.found import Found, find, meant
 
 KINDS = ("auto", "byte", "char", "bpe")
+ON_ERROR = ("refuse", "skip")
+LONG = 20_000_000  # bytes of text from which on tokenizing is announced
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
 
 
@@ -40,8 +48,10 @@ class TokenizedData(Data):
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
         if self.tokenizer not in KINDS and not self.tokenizer.endswith(".gguf"):
             raise UserError(f"data.tokenizer={self.tokenizer}: {choose(self.tokenizer, (*KINDS, 'a .gguf file'))}")
-        if self.tokenizer.endswith(".gguf") and not Path(self.tokenizer).is_file():
-            raise UserError(f"data.tokenizer={self.tokenizer}: not found")
+        if self.tokenizer.endswith(".gguf"):
+            require(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+        if self.tokenizer == "bpe":
+            check_bpe_vocab(self.bpe_vocab)
         check_split(self.val_fraction, self.eval_batches)
 
     def source(self, vocabulary: Path | None) -> Path | None:
@@ -50,68 +60,106 @@ class TokenizedData(Data):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
 
-    def make_tokenizer(self, texts: Sequence[str], train: Sequence[str], vocabulary: Path | None) -> Tokenizer:
-        """The tokenizer for `texts`; one that learns merges learns them from `train`."""
-        if self.tokenizer == "char":
-            return Characters.of(texts)
-        if self.tokenizer == "bpe":
-            return interruptible(lambda: BPE.train(train, self.bpe_vocab))
+    def read_tokenizer(self, vocabulary: Path | None) -> Tokenizer:
+        """The tokenizer that is not made from the text."""
         source = self.source(vocabulary)
         if source is None:
             return Bytes()
         with GGUFFile(source) as file:
             return read_tokenizer(file)
 
+    def make_tokenizer(self, texts: Sequence[str], train: Sequence[str], vocabulary: Path | None) -> Tokenizer:
+        """The tokenizer for `texts`; one that learns merges learns them from `train`."""
+        if self.tokenizer == "char":
+            return Characters.of(texts)
+        if self.tokenizer == "bpe":
+            return interruptible(lambda: BPE.train(train, self.bpe_vocab))
+        return self.read_tokenizer(vocabulary)
+
 
 @dataclass
 class TextData(TokenizedData):
-    """What all plain text shares: the last part of every document is held out."""
+    """What all plain text shares: it is read and tokenized piece by piece, and kept as ids that are mapped."""
 
-    max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
+    max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
+    bpe_mb: float = 100.0  # million characters, evenly spread, that tokenizer=bpe learns from at most; 0: all
+
+    @property
+    def skips(self) -> bool:
+        """Whether files that cannot be used are left out."""
+        return False
 
     @abstractmethod
-    def files(self) -> Iterable[Path]:
+    def files(self) -> Found:
         """The documents, in a fixed order."""
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
         super().check()
-        if not 0 <= self.max_mb < math.inf:
-            raise UserError(f"data.max_mb={self.max_mb}: must be 0 (all) or above")
+        for name in ("max_mb", "bpe_mb"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"data.{name}={getattr(self, name)}: must be 0 (all) or above")
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
-        texts = self._texts()
-        train, held_out = split_documents(texts, self.val_fraction)
-        tokenizer = self.make_tokenizer(texts, train, vocabulary)
-        digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-        key = f"{digest}-{tokenizer.fingerprint()}-{self.val_fraction!r}"
-        parts = cached_tokens(
-            key, lambda: [interruptible(partial(tokenizer.encode_documents, part)) for part in (train, held_out)]
+        found = self.files()
+        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.skips)
+        text = corpus.facts
+        if not text.taken:
+            raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
+        tokenizer, limits = self._tokenizer(corpus, vocabulary)
+        digest = tokenizer.fingerprint()
+        ids = packed(
+            f"{text.digest}-{digest}-{self.val_fraction!r}", tokenizer.vocab, partial(_encoded, corpus, tokenizer)
         )
         facts = {
-            "documents": len(texts),
-            "text_sha256": digest,
+            "documents": text.documents,
+            "text_sha256": text.digest,
             "tokenizer": tokenizer.kind,
-            "tokenizer_digest": tokenizer.fingerprint(),
+            "tokenizer_digest": digest,
         }
-        return TokenDataset(parts[0], parts[1], tokenizer, tokenizer.vocab, self.eval_batches, facts)
+        left_out = [*text.left_out(), *limits, *found.left_out()]
+        train, held_out = ids.parts
+        return TokenDataset(train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out)
 
-    def _texts(self) -> list[str]:
-        room = math.ceil(self.max_mb * 1e6) or None
-        texts = []
-        files = list(self.files())
-        for path in files:
-            text = read_text(path)
-            texts.append(text if room is None else text[:room])
-            if room is not None:
-                room -= len(text)
-                if room <= 0:
-                    break
-        if not any(texts):
-            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-            raise UserError(f"data={self.name}: there is no text to learn from in {files[0]}{more}")
-        return texts
+    def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[Tokenizer, list[str]]:
+        """The tokenizer, and what of the text it was not made from; one that is made from a text is made once."""
+        if self.tokenizer not in ("char", "bpe"):
+            return self.read_tokenizer(vocabulary), []
+        settings = (self.bpe_vocab, self.bpe_mb) if self.tokenizer == "bpe" else ()
+        key = f"{corpus.facts.digest}-{self.val_fraction!r}-{self.tokenizer}-{settings}"
+        known = recall("tokenizer", key)
+        if known is None:
+            known = self._learned_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
+            remember("tokenizer", key, known)
+        if not settings:
+            return Characters(known["characters"]), []
+        merges = [(a, b) for a, b in known["merges"]]
+        return BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
+
+    def _learned_bpe(self, corpus: Corpus) -> dict[str, Any]:
+        """The pieces and merges of a BPE, and what of the text it did not learn from."""
+        size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
+        cuts = PRE_TOKENIZERS["gpt-2"].cuts
+        pieces: Iterator[str] = (piece for document in corpus.train() for piece in cut_up(document, cuts))
+        partly = 0 < limit < size
+        made = interruptible(lambda: BPE.train(spread(pieces, size, limit) if partly else pieces, self.bpe_vocab))
+        left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
+        return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
+
+
+def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Iterator[np.ndarray]]:
+    """The ids of both parts."""
+    if corpus.facts.taken > LONG:
+        complain(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
+    yield encoded(tokenizer, corpus.train())
+    yield encoded(tokenizer, corpus.held_out())
+    corpus.check_unchanged()
+
+
+def _named(files: Sequence[Path], skipped: Sequence[str]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}" + (f" ({skipped[0]})" if skipped else "")
 
 
 def check_split(val_fraction: float, eval_batches: int) -> None:
@@ -128,39 +176,42 @@ class Stdlib(TextData):
 
     name: ClassVar[str] = "stdlib"
 
-    def files(self) -> Iterable[Path]:
+    max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
+
+    def files(self) -> Found:
         """Every .py file of the library but its tests, in path order."""
         root = sysconfig.get_path("stdlib")
         found = []
         for folder, folders, names in os.walk(root):  # pruned: site-packages may hold a hundred times as many files
             folders[:] = [f for f in folders if f not in NOT_CODE]
             found += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
-        return [Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))]
+        return Found([Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))])
 
 
 @dataclass
 class Text(TextData):
-    """Text files of your own: one file, or a folder of them."""
+    """Text files of your own: one file, a folder of them, or a pattern."""
 
     name: ClassVar[str] = "text"
 
-    path: str = ""  # a text file, or a folder
-    suffixes: str = ".txt .md .py"  # which files of a folder
+    path: str = ""  # a text file, a folder, or a pattern such as 'books/*.txt'
+    suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
+    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     def check(self) -> None:
         """Raises UserError when there is no such file or folder."""
         super().check()
         if not self.path:
             raise UserError("data=text needs a file or folder: data.path=...")
-        if not Path(self.path).exists():
-            raise UserError(f"data.path={self.path}: not found (looked in {Path.cwd()})")
+        if self.on_error not in ON_ERROR:
+            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
+        meant(self.path)
 
-    def files(self) -> Iterable[Path]:
+    @property
+    def skips(self) -> bool:
+        """Whether files that cannot be used are left out."""
+        return self.on_error == "skip"
+
+    def files(self) -> Found:
         """The file, or the folder's files in path order."""
-        files = list(text_files(Path(self.path), self.suffixes.split()))
-        if not files:
-            raise UserError(
-                f"data.path={self.path}: no file in there ends in {self.suffixes.replace(' ', ', ')}; "
-                "for others: data.suffixes='.rst .c'"
-            )
-        return files
+        return find(self.path, self.suffixes.split())

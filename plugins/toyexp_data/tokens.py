@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
+from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp_data.text import check_split
@@ -37,8 +38,8 @@ class Tokens(Data):
         if not self.path:
             raise UserError("data=tokens needs a token file: data.path=...")
         for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
-            if path and not Path(path).is_file():
-                raise UserError(f"data.{key}={path}: not found (looked in {Path.cwd()})")
+            if path:
+                require(path, f"data.{key}={path}")
         if self.dtype not in DTYPES:
             raise UserError(f"data.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
         check_split(self.val_fraction, self.eval_batches)
@@ -62,7 +63,7 @@ class Tokens(Data):
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
-    raw = path.read_bytes()
+    raw = read_file(path)
     declared, body = 0, raw
     if raw[:4] == MAGIC:
         if len(raw) < 16:

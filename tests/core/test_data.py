@@ -1,7 +1,15 @@
+import gzip
+import hashlib
 import itertools
+import json
+import os
+import re
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
-from toyexp.data import batch_digest, split_documents
+from toyexp.cli import main
+from toyexp.data import batch_digest
 from toyexp.init import stream
+from toyexp.pieces import encoded
 from toyexp.tokenizer import BPE, Bytes, Characters
-from toyexp_data.cache import cached_tokens
+from toyexp_data import cache as caching
+from toyexp_data import corpus as reading
+from toyexp_data.cache import packed, recall, remember
+from toyexp_data.images import Images
+from toyexp_data.jsonl import Jsonl
 from toyexp_data.text import Stdlib, Text
 from toyexp_data.tokens import Tokens, read_tokens
 
+DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
 SIZES = st.integers(2, 400), st.integers(1, 40), st.integers(1, 9)
 
 
@@ -169,11 +184,18 @@ def test_the_digest_of_the_data_changes_with_a_token_and_with_the_split():
 # -- the split --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.text(max_size=60), max_size=5), st.floats(0.01, 0.99))
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=5), st.floats(0.01, 0.99))
+@settings(deadline=None, max_examples=60)
 def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
-    train, held_out = split_documents(documents, fraction)
-    assert [a + b for a, b in zip(train, held_out, strict=True)] == documents
-    assert all(len(h) == int(len(d) * fraction) for d, h in zip(documents, held_out, strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(n)) for n in range(len(documents))]
+        for file, text in zip(files, documents, strict=True):
+            file.write_bytes(text.encode())
+        corpus = reading.Corpus(files, None, fraction)
+        train, held_out = ([*map("".join, part)] for part in (corpus.train(), corpus.held_out()))
+        assert [a + b for a, b in zip(train, held_out, strict=True)] == documents
+        assert all(len(h) == int(len(d) * fraction) for d, h in zip(documents, held_out, strict=True))
+        assert corpus.facts.digest == hashlib.sha256("\0".join(documents).encode()).hexdigest()
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------
@@ -228,11 +250,10 @@ def test_bpe_refuses_a_vocabulary_without_room_for_the_bytes():
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_documents_are_joined_by_end_of_text_and_read_back_without_it(bpe, kind):
     tokenizer = {"byte": Bytes(), "char": Characters.of(SENTENCES), "bpe": bpe}[kind]
-    ids = tokenizer.encode_documents([SENTENCES[0], "", SENTENCES[1]])
+    ids = np.concatenate([*encoded(tokenizer, [[SENTENCES[0]], [""], [], [SENTENCES[1][:7], SENTENCES[1][7:]]])])
     assert np.flatnonzero(ids == tokenizer.eos).tolist() == [len(tokenizer.encode(SENTENCES[0])), len(ids) - 1]
     assert tokenizer.decode(ids) == SENTENCES[0] + SENTENCES[1]
     assert ids.dtype == np.int32 and ids.max() < tokenizer.vocab
-    assert tokenizer.encode_documents([]).shape == (0,)
 
 
 def test_a_broken_character_decodes_to_the_replacement_character():
@@ -266,17 +287,110 @@ def test_a_folder_is_read_in_path_order_with_the_chosen_suffixes(tmp_path):
     assert only.tokenizer.decode(only.train) == "ddd"
 
 
-def test_max_mb_stops_reading_and_zero_reads_everything(tmp_path):
+def test_max_mb_stops_reading_and_says_so_and_a_text_of_ones_own_is_read_whole(tmp_path):
     (tmp_path / "t.txt").write_text("x" * 3000)
-    sizes = (0.001, 1e-8, 0)
-    lengths = [len(d.train) + len(d.held_out) for d in (opened(tmp_path / "t.txt", max_mb=m) for m in sizes)]
-    assert lengths == [1000 + 2, 1 + 1, 3000 + 2], "the least that is asked for is not everything"
+    sizes = ({"max_mb": 0.001}, {"max_mb": 1e-8}, {"max_mb": 0}, {})
+    found = [opened(tmp_path / "t.txt", **size) for size in sizes]
+    lengths = [len(d.train) + len(d.held_out) for d in found]
+    assert lengths == [1000 + 2, 1 + 1, 3000 + 2, 3000 + 2], "the least that is asked for is not everything"
+    told = ["0.001 of 0.003 MB: data.max_mb"], ["0.000001 of 0.003000 MB: data.max_mb"], [], []
+    assert [d.left_out() for d in found] == list(told)
 
 
-def test_text_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
-    (tmp_path / "t.txt").write_bytes(b"good \xff bad")
-    with pytest.raises(UserError, match=r"t\.txt: not UTF-8 text \(byte 5 is 0xff\)"):
+def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("a few words " * 10_000)
+    small = ["model.d_model=8", "model.n_layers=1", "model.context=8", "steps=1", "checkpoint_every=0", "engine=ggml"]
+    words = ["data=text", f"data.path={tmp_path / 't.txt'}", "data.tokenizer=byte", *small, "engine.threads=1"]
+    for name, more in {"part": ["data.max_mb=0.05"], "whole": []}.items():
+        run = tmp_path / name
+        assert main([*words, *more, f"hydra.run.dir={run}", "eval_every=0", "callbacks=[events]"]) == 0
+        told = "0.05 of 0.12 MB: data.max_mb"
+        line = f"data    text ({told}; 47.5k tokens to train on)" if more else "data    text (114k tokens to train on)"
+        assert line in capsys.readouterr().out and line in (run / "log.txt").read_text()
+        start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+        assert start["data"]["left_out"] == ([told] if more else [])
+    quick = ["data.max_mb=0.05", "data.eval_batches=1", "model.context=8", "engine=ggml", "engine.threads=1"]
+    assert main(["eval", str(next(DONOR.glob("*.gguf"))), *words[:2], *quick]) == 0
+    assert "data    text; 0.05 of 0.12 MB: data.max_mb, " in capsys.readouterr().out
+
+
+def test_of_text_in_other_letters_the_megabytes_told_are_bytes(tmp_path):
+    (tmp_path / "t.txt").write_text("я" * 600_000)
+    assert opened(tmp_path / "t.txt", max_mb=0.5).left_out() == ["1.0 of 1.2 MB: data.max_mb"]
+
+
+def test_the_standard_library_says_how_much_of_it_is_read():
+    data = Stdlib(tokenizer="byte")
+    assert data.max_mb == 4.0
+    (told,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).left_out()
+    assert re.fullmatch(r"0\.5 of \d+\.\d MB: data\.max_mb", told)
+
+
+def test_what_of_a_folder_is_no_text_is_counted(tmp_path):
+    for name in ("a.txt", "b.rst", "c.csv", "sub/d.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("abcd")
+    os.mkfifo(tmp_path / "in" / "pipe.txt")
+    (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "in" / "link").symlink_to(tmp_path, target_is_directory=True)
+    others, strange = opened(tmp_path / "in").left_out()
+    assert others == "2 of 4 files: data.suffixes"
+    assert strange.startswith("3 skipped, such as ")
+    everything = opened(tmp_path / "in", suffixes="*")
+    assert everything.describe()["documents"] == 4 and len(everything.left_out()) == 1
+
+
+def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
+    for name, raw in {"a.txt": b"good text", "b.txt": b"bad \xff", "c.txt": b"more of it"}.items():
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(UserError, match=r"b\.txt: not UTF-8 text \(byte 4 is 0xff\)"):
+        opened(tmp_path)
+    dataset = opened(tmp_path, on_error="skip", val_fraction=0.5)
+    assert dataset.tokenizer.decode(dataset.train) == "good more " and dataset.describe()["documents"] == 2
+    good = tmp_path / "good"
+    good.mkdir()
+    for name in ("a.txt", "c.txt"):
+        (good / name).write_bytes((tmp_path / name).read_bytes())
+    assert opened(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
+    (told,) = dataset.left_out()
+    assert told.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in told
+
+
+def test_a_pattern_means_the_files_that_it_matches(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b1.txt", "b2.rst", "c.txt", "[x].txt"):
+        Path(name).write_text(name[:2] * 4)
+    dataset = opened("b*")
+    assert dataset.tokenizer.decode(dataset.train) == "b1b1b1b2b2b2"
+    assert opened("[x].txt").describe()["documents"] == 1, "a file of that name comes first"
+    with pytest.raises(UserError, match="matches no file"):
+        opened("z*.txt")
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"good \xff bad", "byte 5 is 0xff"),
+        (b"a" * 2_000_000 + "\u20ac".encode()[:2], "byte 2000000 is 0xe2"),
+        ("text".encode("utf-16"), "iconv -f UTF-16"),
+        ("naïve".encode("latin-1"), "iconv -f LATIN1"),
+        (gzip.compress(b"text"), "gunzip"),
+    ],
+    ids=["a byte", "cut within a character", "UTF-16", "Latin-1", "gzip"],
+)
+def test_what_is_no_utf8_is_refused_with_the_byte_and_the_remedy(tmp_path, raw, words):
+    (tmp_path / "t.txt").write_bytes(raw)
+    with pytest.raises(UserError, match=r"t\.txt: not UTF-8 text") as error:
         opened(tmp_path / "t.txt")
+    assert words in str(error.value)
+
+
+def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "CHUNK", 5)
+    text = "aé日🙂\r\nb" * 40
+    (tmp_path / "t.txt").write_bytes(text.encode())
+    dataset = opened(tmp_path / "t.txt", tokenizer="char", val_fraction=0.5)
+    assert dataset.tokenizer.decode(dataset.train) + dataset.tokenizer.decode(dataset.held_out) == text
 
 
 def test_empty_text_is_refused(tmp_path):
@@ -292,22 +406,136 @@ def test_the_standard_library_is_the_same_text_every_time():
     assert one.describe() == two.describe() and one.describe()["documents"] > 1
 
 
+NO_FILES = {
+    "/dev/zero": "is a device",
+    "/dev/null": "is a device",
+    "pipe": "is a pipe, which can be read only once",
+    "socket": "is a socket",
+    "nowhere": "not found (looked in",
+    "file/below": "not found (looked in",
+    "a" * 300: "cannot be read",
+}
+
+
+@pytest.fixture
+def no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("file").write_text("text")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        yield
+
+
+ASKED = {
+    "text": lambda path: Text(path=path),
+    "jsonl": lambda path: Jsonl(path=path),
+    "tokens": lambda path: Tokens(path=path),
+    "tokens' tokenizer": lambda path: Tokens(path="file", tokenizer=path),
+    "images": lambda path: Images(path=path),
+    "labels": lambda path: Images(path=".", labels=path),
+}
+
+
+@pytest.mark.timeout(10)  # a pipe would be waited for, and a device read, without end
+@pytest.mark.parametrize("name", NO_FILES)
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_no_file_is_refused_at_once_whatever_asks_for_it(no_files, asked, name):
+    with pytest.raises(UserError) as error:
+        ASKED[asked](name).check()
+    words = NO_FILES[name].partition(",")[0]  # only where a file is wanted is there a remedy
+    assert f"={name}: {words}" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("key", ["data.tokenizer", "recipe=lora recipe.base", "recipe=warm recipe.donor"])
+def test_a_gguf_that_is_a_pipe_is_refused_before_anything_is_made(no_files, key, capfd):
+    Path("pipe.gguf").symlink_to("pipe")
+    assert main([*f"{key}=pipe.gguf".split(), "engine=cpu", "hydra.run.dir=run"]) == 2
+    err = capfd.readouterr().err
+    assert "pipe.gguf: is a pipe" in err and err.count("\n") == 1 and not Path("run").exists()
+
+
+def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
+    os.mkfifo("mine.yaml")
+    assert main(["--config-path", ".", "--config-name", "mine"]) == 2
+    assert "mine.yaml: is a pipe" in capfd.readouterr().err
+
+
+def test_a_folder_where_a_file_is_wanted_and_the_other_way_round(no_files):
+    for data, words in (
+        (Jsonl(path="."), "data.path=.: is a folder, not a file"),
+        (Tokens(path="."), "data.path=.: is a folder, not a file"),
+        (Images(path="file"), "data.path=file: is a file, not a folder"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            data.check()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.timeout(20)
+def test_files_that_a_system_makes_up_are_empty_and_never_waited_for(tmp_path):
+    with pytest.raises(UserError, match="there is no text to learn from"):
+        opened("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/status")
+    with pytest.raises(UserError, match="no file in there ends in"):
+        opened("/proc/self/net")
+    with pytest.raises(UserError, match="there is no text to learn from"):
+        opened("/proc/sys/kernel", suffixes="*", on_error="skip")
+
+
+@pytest.mark.parametrize("vocab", [257, 1_000_000_000])
+def test_a_vocabulary_that_cannot_be_learned_is_refused_before_the_text_is_read(tmp_path, vocab):
+    with pytest.raises(UserError, match=rf"data\.bpe_vocab={vocab}: .* (258|1048576)"):
+        Text(path=str(tmp_path), tokenizer="bpe", bpe_vocab=vocab).check()
+
+
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_made_once_and_then_read(cache):
+def split(*parts):
+    """What `packed` takes: parts that come in pieces."""
+    return lambda: [np.array_split(np.array(part, np.int32), 3) for part in parts]
+
+
+def test_tokens_are_made_once_and_then_mapped(cache):
     made = []
 
     def make():
         made.append(1)
-        return [np.arange(5, dtype=np.int32), np.arange(2, dtype=np.int32)]
+        return split(range(5), [7, 70_000])()
 
-    first, again = cached_tokens("key", make), cached_tokens("key", make)
+    first, again = (packed("key", 70_001, make) for _ in range(2))
     assert len(made) == 1
-    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(first, again, strict=True))
-    cached_tokens("another key", make)
+    assert [p.tolist() for p in first.parts] == [p.tolist() for p in again.parts] == [[*range(5)], [7, 70_000]]
+    whole = np.array([*range(5), 7, 70_000], np.int32).tobytes()
+    assert first.sha256 == again.sha256 == hashlib.sha256(whole).hexdigest()
+    packed("another key", 70_001, make)
     assert len(made) == 2
-    assert sorted(p.suffix for p in cache.iterdir()) == [".npz", ".npz"], "no temporary file stays"
+    assert sorted(p.suffix for p in cache.iterdir()) == [".ids", ".ids"], "no temporary file stays"
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(65_536, 2), (65_537, 4)])
+def test_ids_take_two_bytes_where_they_fit(cache, vocab, size):
+    (ids, none) = packed("key", vocab, split([vocab - 1, 0], [])).parts
+    assert ids.tolist() == [vocab - 1, 0] and ids.itemsize == size and none.tolist() == []
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 1
+
+
+def test_mapped_ids_make_the_same_batches_as_ids_in_memory():
+    rng = np.random.default_rng(0)
+    train, held_out = (rng.integers(0, 300, n, dtype=np.int32) for n in (900, 300))
+    kept = packed("key", 300, split(train, held_out))
+    one, two = (
+        TokenDataset(train, held_out, None, 300, 3, {}),
+        TokenDataset(*kept.parts, None, 300, 3, {}, kept.sha256),
+    )
+    assert one.describe() == two.describe()
+    a, b = (d.batches(16, 4, seed=5) for d in (one, two))
+    for k in (0, 40, 1000):
+        assert batch_digest(a.batch(k)) == batch_digest(b.batch(k))
+        assert type(b.batch(k)["tokens"]) is np.ndarray and b.batch(k)["tokens"].dtype == np.int32
+    assert [*map(batch_digest, a.held_out())] == [*map(batch_digest, b.held_out())]
 
 
 def test_another_tokenizer_or_split_does_not_meet_the_first_ones_tokens(tmp_path):
@@ -326,31 +554,39 @@ def damaged(kind, whole):
         "cut in half": whole[:middle],
         "cut by a byte": whole[:-1],
         "garbage": b"garbage" * 50,
-        "zip header, then garbage": whole[:4] + b"\xff" * 300,
-        "flipped contents": whole[:200] + bytes(b ^ 0xFF for b in whole[200:260]) + whole[260:],
-        "another archive": b"PK\x05\x06" + b"\0" * 18,
-        "a pickle": b"\x80\x04K\x01.",
+        "a header, then garbage": whole[:512] + b"\xff" * 300,
+        "flipped contents": whole[:600] + bytes(b ^ 0xFF for b in whole[600:660]) + whole[660:],
+        "a flipped bit in the header": whole[:20] + bytes([whole[20] ^ 1]) + whole[21:],
+        "zeros, as a crash leaves them": bytes(len(whole)),
+        "longer": whole + b"\0" * 4,
     }[kind]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "empty", "cut in half", "cut by a byte", "garbage", "zip header, then garbage", "flipped contents",
-        "another archive", "a pickle",
-    ],
-)  # fmt: skip
-def test_a_damaged_cache_file_is_made_again(cache, kind):
-    def make():
-        return [np.arange(500, dtype=np.int32), np.arange(200, dtype=np.int32)]
+DAMAGE = [
+    "empty", "cut in half", "cut by a byte", "garbage", "a header, then garbage", "flipped contents",
+    "a flipped bit in the header", "zeros, as a crash leaves them", "longer",
+]  # fmt: skip
 
-    cached_tokens("key", make)
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_cache_file_is_made_again(cache, kind):
+    make = split(range(500), range(200))
+    packed("key", 500, make)
     (path,) = cache.iterdir()
     whole = path.read_bytes()
     path.write_bytes(damaged(kind, whole))
-    train, held_out = cached_tokens("key", make)
-    assert np.array_equal(train, make()[0]) and np.array_equal(held_out, make()[1])
+    again = packed("key", 500, make)
+    assert [p.tolist() for p in again.parts] == [[*range(500)], [*range(200)]]
     assert path.read_bytes() == whole, "and the next run finds a good one"
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_was_remembered_is_forgotten_when_it_is_damaged(cache, kind):
+    remember("text", "key", {"digest": "a" * 600})
+    (path,) = cache.iterdir()
+    assert recall("text", "key") == {"digest": "a" * 600}
+    path.write_bytes(damaged(kind, path.read_bytes()))
+    assert recall("text", "key") is None
 
 
 @pytest.mark.parametrize("how", ["a file stands in its place", "it is a dangling link", "the parent is a file"])
@@ -372,33 +608,125 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     for name in ("TOYEXP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert cached_tokens("key", lambda: [1, 2]) == [1, 2]
+    assert [p.tolist() for p in packed("key", 9, split([1, 2], [3])).parts] == [[1, 2], [3]]
+    remember("text", "key", {})
+    assert recall("text", "key") is None
 
 
-def test_an_interrupted_write_leaves_no_half_cache_file(cache, monkeypatch):
-    def interrupted(file, **arrays):
-        file.write(b"PK")
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("changed")])
+def test_what_is_broken_off_leaves_no_half_cache_file(cache, error):
+    def make():
+        yield [np.arange(5)]
+        raise error
 
-    monkeypatch.setattr(np, "savez", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cached_tokens("key", lambda: [np.arange(5), np.arange(2)])
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
+        packed("key", 9, make)
     assert list(cache.iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_half_cache_file(tmp_path):
-    # The file-size limit of a child process stands for the full disk.
+def test_what_a_killed_process_left_is_tidied_away_a_day_later(cache):
+    cache.mkdir()
+    old, new = cache / ".tokens-1.ids.7.tmp", cache / ".tokens-2.ids.8.tmp"
+    for path, age in ((old, 2 * 24 * 3600), (new, 60)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age,) * 2)
+    packed("key", 9, split([1], [2]))
+    assert not old.exists() and new.exists()
+
+
+@pytest.mark.parametrize("limit", [1000, 0])
+def test_a_full_disk_leaves_no_half_cache_file(tmp_path, limit):
+    # The file-size limit of a child process stands for the full disk: neither the cache nor a temporary file has room.
     program = (
         "import resource, signal, sys, numpy as np\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "from toyexp_data.cache import cached_tokens\n"
-        "a, b = cached_tokens('k', lambda: [np.arange(9000), np.arange(5)])\n"
-        "print(len(a), len(b))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "from toyexp_data.cache import packed\n"
+        "a, b = packed('k', 9000, lambda: [[np.arange(9000)], [np.arange(5)]]).parts\n"
+        "print(len(a), len(b), int(a[-1]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("9000 5\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("9000 5 8999\n", "", 0)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_that_make_the_same_tokens_at_once_both_have_them(cache):
+    inner = []
+
+    def make():  # while the first writes, another process makes the same
+        if not inner:
+            inner.append(1)
+            inner.append(packed("key", 9, split([1, 2], [3])))
+        yield from split([1, 2], [3])()
+
+    outer = packed("key", 9, make)
+    for found in (outer, inner[1], packed("key", 9, make)):
+        assert [p.tolist() for p in found.parts] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_the_second_run_does_not_read_the_text_again(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(reading, "SETTLED", -9.0)
+    (tmp_path / "t.txt").write_text("the cat sat on the mat. " * 500)
+    settings = {"tokenizer": tokenizer, "bpe_vocab": 270, "max_mb": 0.01}
+    first = opened(tmp_path / "t.txt", **settings)
+    with monkeypatch.context() as patch:
+        for name in ("chunks", "open_file"):
+            patch.setattr(reading, name, None)
+        patch.setattr(BPE, "train", None)
+        again = opened(tmp_path / "t.txt", **settings)
+    assert again.describe() == first.describe() and again.left_out() == first.left_out() != []
+    assert np.array_equal(again.train, first.train) and again.tokenizer.pieces == first.tokenizer.pieces
+
+
+def test_a_text_that_changed_is_read_again_even_when_its_time_was_set_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "SETTLED", -9.0)
+    path = tmp_path / "t.txt"
+    path.write_text("abcd" * 100)
+    times = path.stat()
+    first = opened(path).describe()["text_sha256"]
+    path.write_text("abce" * 100)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert opened(path).describe()["text_sha256"] != first
+
+
+def test_a_text_that_was_written_just_now_is_not_taken_for_known(tmp_path):
+    (tmp_path / "t.txt").write_text("abcd" * 100)
+    opened(tmp_path / "t.txt")
+    assert [p.suffix for p in caching.cache_dir().iterdir()] == [".ids"], "its times may not tell the next change"
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "t.txt"
+    path.write_text("abcd" * 100)
+    encode = Bytes.encode_pieces
+
+    def meanwhile(*args):
+        path.write_text("more of it " * 100)
+        return encode(*args)
+
+    monkeypatch.setattr(Bytes, "encode_pieces", meanwhile)
+    with pytest.raises(UserError, match=r"t\.txt: changed while it was read"):
+        opened(path)
+    assert not list(tmp_path.glob("cache/*.ids"))
+
+
+def test_a_bpe_of_a_long_text_learns_from_a_part_and_says_so(tmp_path):
+    (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 12_000)
+    settings = {"tokenizer": "bpe", "bpe_vocab": 270, "val_fraction": 0.05}
+    assert opened(tmp_path / "t.txt", **settings).left_out() == []
+    (told,) = opened(tmp_path / "t.txt", **settings, bpe_mb=0.1).left_out()
+    assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
+
+
+@given(st.integers(1, 60), st.floats(0.1, 1))
+@settings(deadline=None, max_examples=40)
+def test_the_part_of_a_text_that_is_learned_from_is_spread_over_it(count, share):
+    pieces = [f"{n:04}" for n in range(count)]
+    limit = max(int(4 * count * share), 1)
+    taken = [int(p) for p in reading.spread(pieces, 4 * count, limit)]
+    assert taken[0] == 0 and abs(4 * len(taken) - limit) <= 4
+    assert max(np.diff([*taken, count]), default=0) <= 2 / share + 2
 
 
 # -- token files ------------------------------------------------------------------------------------------------------

@@ -621,8 +621,8 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path):
     loop.symlink_to(loop)
     for path, cause in (
         (tmp_path, "is a directory; name a GGUF file"),
-        (fifo, "is not a regular file"),  # opening it to read would wait for a writer
-        (Path("/dev/zero"), "is not a regular file"),
+        (fifo, "is a pipe"),  # opening it to read would wait for a writer
+        (Path("/dev/zero"), "is a device, not a file"),
         (tmp_path / "none.gguf", "not found"),
         (loop, "cannot be opened: "),
     ):

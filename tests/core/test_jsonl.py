@@ -434,7 +434,7 @@ def test_too_few_examples_are_refused(tmp_path, raw, words):
     ("changes", "words"),
     [
         ({"path": ""}, "data=jsonl needs a file of JSON lines"),
-        ({"path": "nowhere.jsonl"}, "data.path=nowhere.jsonl: there is no such file"),
+        ({"path": "nowhere.jsonl"}, "data.path=nowhere.jsonl: not found"),
         ({"train_on": "completions"}, "data.train_on=completions: did you mean completion?"),
         ({"template": "gguf"}, "data.template=gguf: there is: auto, plain"),
         ({"on_error": "ignore"}, "data.on_error=ignore: there is: refuse, skip"),

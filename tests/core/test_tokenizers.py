@@ -20,6 +20,7 @@ from toyexp.gguf.special import ENDS
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import write_model
 from toyexp.init import draw
+from toyexp.pieces import encoded
 from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import BLANK
 from toyexp.tokenizer import (
@@ -171,7 +172,8 @@ def test_a_prompt_and_a_document_begin_as_the_file_says(tmp_path, keys, start, e
     tokenizer = read(tmp_path, keys)
     ids = tokenizer.encode("The café").tolist()
     assert tokenizer.prompt("The café").tolist() == [*start, *ids, *end]
-    assert tokenizer.encode_documents(["The café", "", "The café"]).tolist() == [*start, *ids, tokenizer.eos] * 2
+    documents = np.concatenate([*encoded(tokenizer, [["The ", "café"], [""], ["The café"]])])
+    assert documents.tolist() == [*start, *ids, tokenizer.eos] * 2
     assert len(tokenizer.prompt("")) >= 1
 
 

@@ -60,8 +60,8 @@ def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines,
     assert not (tmp_path / "run").exists()
     assert main([*words, "data.on_error=skip"]) == 0
     out = capsys.readouterr().out
-    assert "1 skipped, such as x.jsonl:43: has the keys none" in out
-    assert "1 left out, prompts longer than the context" in out
+    assert "1 of 44 examples skipped (data.on_error), such as x.jsonl:43: has the keys none" in out
+    assert "1 of 43 examples left out, prompts longer than the context (model.context)" in out
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     facts = events[0]["data"]
     assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("jsonl", 43, 2, 1)

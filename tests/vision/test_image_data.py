@@ -312,7 +312,7 @@ def test_a_label_out_of_range_is_refused_by_name_or_skipped_and_counted(tmp_path
     ("settings", "words"),
     [
         ({"path": ""}, "data=images needs a folder"),
-        ({"path": "missing"}, "there is no such folder"),
+        ({"path": "missing"}, "data.path=missing: not found"),
         ({"labels": "missing.csv"}, "data.labels=missing.csv: not found"),
         ({"classes": 3}, "data.classes=3: goes with data.labels"),
         ({"image_size": 0}, "data.image_size=0: must be at least 1"),

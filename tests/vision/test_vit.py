@@ -110,7 +110,9 @@ def test_skipped_images_are_counted_where_a_person_looks(tmp_path, capsys):
     assert "a/x.png: cannot be read as an image" in capsys.readouterr().err
     assert not (tmp_path / "refused").exists()
     run, _ = train(tmp_path / "run", *line, "data.on_error=skip")
-    assert "(6 images to train on; 1 skipped, such as a/x.png: cannot be read as an image" in capsys.readouterr().out
+    assert (
+        "(1 of 9 images skipped (data.on_error), such as a/x.png: cannot be read as an image" in capsys.readouterr().out
+    )
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
     assert start["data"]["skipped"] == 1 and start["data"]["skipped_files"][0].startswith("a/x.png: ")
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import UserError, printable
+from toyexp.files import misfit
 
 HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
 KEY_LIMIT = 65_535  # bytes of a key
@@ -278,10 +279,10 @@ class _Part:
 
     def _parse(self) -> None:
         status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            if stat.S_ISDIR(status.st_mode):
-                raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
-            raise self.error("is not a regular file")
+        if stat.S_ISDIR(status.st_mode):
+            raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
+        if reason := misfit(status.st_mode):
+            raise self.error(reason)
         self.size = status.st_size
         cursor = _Cursor(self)
         start = os.pread(self._fd, 64, 0)

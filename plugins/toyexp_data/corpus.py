@@ -1,0 +1,207 @@
+"""Text files on the disk, read from end to end and never whole: which part of them is taken, its digest, its parts."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from toyexp import UserError
+from toyexp.files import cause, not_utf8, open_file
+from toyexp_data.cache import recall, remember
+
+CHUNK = 1 << 20  # bytes that are read at once
+NO_LIMIT = 1 << 62
+SETTLED = 2.0  # seconds after which a change of a file shows in its times: file systems count in ticks of up to 2 s
+
+
+class Digest(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: bytes, /) -> None:
+        """Takes more bytes."""
+
+
+def chunks(path: Path) -> Iterator[str]:
+    """The text of a file, a chunk at a time; UserError naming the file and the byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_file(path) as file:
+        # What is written to it meanwhile is not read, and nothing of a file of /proc, some of which have no end.
+        size, done, start = os.fstat(file.fileno()).st_size, 0, b""
+        while done < size:
+            try:
+                raw = file.read(min(CHUNK, size - done))
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+            start, done = start or raw[:8], done + len(raw)
+            try:
+                yield decoder.decode(raw, final=done >= size or not raw)
+            except UnicodeDecodeError as error:
+                place = done - len(error.object) + error.start
+                raise not_utf8(path, place, error.object[error.start], start) from None
+            if not raw:
+                return
+
+
+def between(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
+    """The characters from `start` to `stop` of a text that comes in chunks, in chunks."""
+    for text in texts:
+        if start < len(text) and stop > 0:
+            yield text[max(start, 0) : stop]
+        start, stop = start - len(text), stop - len(text)
+        if stop <= 0:
+            return
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the text that is taken, without reading it again."""
+
+    digest: str  # SHA-256 of the documents, one after another with NUL between
+    documents: int
+    taken: int  # bytes
+    size: int  # bytes of all files that can be used
+    skipped: list[str]  # files that cannot be used, and why
+
+    def left_out(self) -> list[str]:
+        """How much of how much is taken, and which key changes that."""
+        part = [f"{megabytes(self.taken, self.size)}: data.max_mb"] if self.taken < self.size else []
+        count = len(self.skipped)
+        return part + ([f"{count} skipped (data.on_error), such as {self.skipped[0]}"] if count else [])
+
+
+def megabytes(part: float, whole: float) -> str:
+    """Both in MB, with as many digits as tell them apart: 4.0 of 10.6 MB."""
+    for digits in range(1, 7):
+        shown = [f"{size / 1e6:.{digits}f}" for size in (part, whole)]
+        if shown[0] != shown[1] and float(shown[0]):
+            break
+    return " of ".join(shown) + " MB"
+
+
+class Corpus:
+    """The text of files: up to `limit` characters from the start, of each the last `fraction` held out.
+
+    With `skip`, files that cannot be used are left out and counted; otherwise they raise UserError.
+    """
+
+    def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
+        self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
+        self._began, self._stats = time.time(), _stats(files)
+        self._key = repr(([(str(p), found) for p, found in self._stats.items()], limit, skip))
+
+    @cached_property
+    def facts(self) -> Facts:
+        """As they were found when these very files were read before, or as they are found by reading them."""
+        known = recall("text", self._key)
+        return Facts(**known) if known else self._survey[0]
+
+    @cached_property
+    def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
+        """The facts, and every document with the number of its characters that are taken."""
+        digest, room = hashlib.sha256(), self._limit or NO_LIMIT
+        documents: list[tuple[Path, int]] = []
+        taken, size, skipped = 0, sum(found.size for found in self._stats.values()), list[str]()
+        for path in self._files:
+            before = digest.copy()
+            digest.update(b"\0" if documents else b"")
+            try:
+                length, count = _digested(path, room, digest)
+            except UserError as reason:
+                if not self._skip:
+                    raise
+                digest, size = before, size - self._stats[path].size
+                skipped.append(str(reason))
+                continue
+            documents.append((path, length))
+            taken, room = taken + count, room - length
+            if room <= 0:
+                break
+        facts = Facts(digest.hexdigest(), len(documents), taken, size, skipped)
+        if all(found.changed < self._began - SETTLED for found in self._stats.values()):
+            remember("text", self._key, asdict(facts))
+        return facts, documents
+
+    def texts(self) -> Iterator[Iterator[str]]:
+        """What is taken of each document, in chunks."""
+        return (between(chunks(path), 0, count) for path, count in self._survey[1])
+
+    def train(self) -> Iterator[Iterator[str]]:
+        """The first part of each document, in chunks."""
+        return (between(chunks(path), 0, self._cut(count)) for path, count in self._survey[1])
+
+    def held_out(self) -> Iterator[Iterator[str]]:
+        """The last part of each document, in chunks."""
+        return (between(chunks(path), self._cut(count), count) for path, count in self._survey[1])
+
+    def train_size(self) -> int:
+        """The characters of all first parts."""
+        return sum(self._cut(count) for _, count in self._survey[1])
+
+    def _cut(self, count: int) -> int:
+        return count - int(count * self._fraction)
+
+    def check_unchanged(self) -> None:
+        """Raises UserError when a file is another one than when this began: what was read is then of neither."""
+        now = _stats(self._files)
+        for path, found in self._stats.items():
+            if found.size and now[path] != found:  # those of /proc are empty, and always new
+                raise UserError(f"{path}: changed while it was read; start again when nobody writes it any more")
+
+
+def _digested(path: Path, room: int, digest: Digest) -> tuple[int, int]:
+    """How many characters and bytes of a file, at most `room` characters, went into the digest."""
+    length = size = 0
+    for text in between(chunks(path), 0, room):
+        raw = text.encode()
+        digest.update(raw)
+        length, size = length + len(text), size + len(raw)
+    return length, size
+
+
+class Stat(NamedTuple):
+    """What changes when a file does."""
+
+    size: int
+    changed: float  # seconds: the later of its times
+    marks: tuple[int, ...]
+
+
+def _stats(files: Sequence[Path]) -> dict[Path, Stat]:
+    found = {}
+    for path in files:
+        try:
+            of = path.stat()
+        except OSError:  # whoever reads it says so
+            found[path] = Stat(0, 0.0, ())
+        else:
+            marks = of.st_dev, of.st_ino, of.st_mtime_ns, of.st_ctime_ns
+            found[path] = Stat(of.st_size, max(of.st_mtime, of.st_ctime), marks)
+    return found
+
+
+def characters(texts: Iterator[Iterator[str]]) -> list[str]:
+    """All characters of the texts in code-point order."""
+    seen = np.zeros(0x110000, bool)
+    for text in itertools.chain.from_iterable(texts):
+        seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
+    return [chr(code) for code in np.flatnonzero(seen)]
+
+
+def spread(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
+    """Pieces of a text of `size` characters, evenly spread over it, that have about `limit` together."""
+    seen = taken = 0
+    for piece in pieces:
+        seen += len(piece)
+        if taken + len(piece) <= max(seen * limit / size, len(piece)):
+            taken += len(piece)
+            yield piece

@@ -1,0 +1,119 @@
+"""Long texts in pieces: the ids are those of the whole text, for every tokenizer there is."""
+
+import random
+
+import numpy as np
+import pytest
+from texts import NASTY, PROSE, scrambled
+
+from toyexp import UserError, pieces
+from toyexp.pieces import cut_up, encoded
+from toyexp.pretokenizers import PRE_TOKENIZERS
+from toyexp.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, Bytes, Characters
+
+NAME_OF = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
+RUNS = [
+    "\r\n", "\n", " ", "\t", "123", "1", "'s", "…", "。", "字", "字，", "a", "é ", "e\u0301",
+    "١", "²", "\u00a0", "- ", "ab",
+]  # fmt: skip
+
+
+def nasty(seed, size):
+    """A text in which what is hard to cut into words stands side by side: runs of all lengths, and some prose."""
+    rng = random.Random(seed)
+    pool = [*NASTY, *scrambled(seed, 100), *[PROSE] * 20]
+    found = []
+    while sum(map(len, found)) < size:
+        found.append(rng.choice(pool) if rng.random() < 0.8 else rng.choice(RUNS) * rng.randrange(1, 50))
+    return rng.choice(["", " ", "\n"]).join(found)
+
+
+def in_chunks(text, seed):
+    """The text as it comes from a file."""
+    rng, at = random.Random(seed), 0
+    while at < len(text):
+        size = rng.randrange(1, 3000)
+        yield text[at : at + size]
+        at += size
+
+
+@pytest.mark.parametrize("name", NAME_OF.values())
+def test_every_pre_tokenizer_finds_the_same_words_in_pieces(name):
+    pre = PRE_TOKENIZERS[name]
+    text = nasty(f"words {name}", 7_000)
+    found = [*cut_up(in_chunks(text, name), pre.cuts, size=600)]
+    assert "".join(found) == text
+    assert [word for piece in found for word in pre._words(piece)] == pre._words(text)
+    if name != "superbpe":  # whose words are all that stands between two numbers
+        assert max(map(len, found)) < 6000
+
+
+def byte_level(name):
+    """A BPE in which <b> is a token of its own."""
+    trained = BPE.train([PROSE], 300)
+    made = BPE([*trained.pieces[:-1], "<b>", END_OF_TEXT], trained.merges, 300, PRE_TOKENIZERS[name])
+    made.user_defined = frozenset([299])
+    return made
+
+
+def sentencepiece(prefix=True):
+    """A SentencePiece of what stands in some prose, all bytes, and <b> as a token of its own."""
+    written = (BLANK + PROSE.replace(" ", BLANK)) * 2
+    words = sorted({written[n : n + k] for n in range(len(written) // 2) for k in (1, 2, 3, 5)})
+    tokens = ["<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<b>", *words]
+    types = np.array([CONTROL] * 2 + [BYTE] * 256 + [USER_DEFINED] + [NORMAL] * len(words), np.int32)
+    scores = np.array([0.0] * 259 + [-1.5 * n for n in range(len(words))], np.float32)
+    made = SentencePiece(tokens, scores, types, 1, frozenset([0, 1, 258]), prefix)
+    made.bos, made.add_bos, made.user_defined = 0, True, frozenset([258])
+    return made
+
+
+TOKENIZERS = {
+    "byte": Bytes,
+    "char": lambda: Characters.of([*NASTY, *RUNS, PROSE, *scrambled(1, 100), "<b>"]),
+    "qwen2": lambda: byte_level("qwen2"),
+    "llama-bpe": lambda: byte_level("llama-bpe"),
+    "deepseek-llm": lambda: byte_level("deepseek-llm"),
+    "spm": sentencepiece,
+    "spm without a prefix": lambda: sentencepiece(prefix=False),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
+    tokenizer = TOKENIZERS[name]()
+    text = nasty(1, 20_000).replace("12", "<b>")  # which is a token of its own, wherever it stands
+    found = [*cut_up(in_chunks(text, 1), tokenizer.cuts, size=600)]
+    assert len(found) > 8 and "".join(found) == text
+    ids = np.concatenate(tokenizer.encode_pieces(found, [True, *[False] * (len(found) - 1)]))
+    assert ids.tolist() == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "spm"])
+def test_no_piece_ends_within_or_behind_a_token_that_is_found_as_it_is_spelled(name):
+    tokenizer = TOKENIZERS[name]()
+    text = "<b> word\n<b>the café<b>\n" * 400
+    places = [*tokenizer.cuts(text)]
+    assert places and not any("<b>" in text[place - 3 : place + 2] for place in places)
+
+
+def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch):
+    tokenizer = sentencepiece()
+    text = PROSE * 100
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(pieces, "BATCH", 3000)
+    monkeypatch.setattr(pieces.cut_up, "__defaults__", (500,))
+    found = [*encoded(tokenizer, [[text[:777], text[777:]], [], [""], [text]])]
+    assert len(found) > 10
+    assert np.concatenate(found).tolist() == [tokenizer.bos, *whole, tokenizer.eos] * 2
+
+
+def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(pieces, "LARGE", 1 << 12)
+    text, superbpe = "no number in it. " * 3000, PRE_TOKENIZERS["superbpe"]
+    assert [*cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
+    assert capsys.readouterr().err.count("no place to cut") == 1
+    monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
+    with pytest.raises(UserError, match=r"GB: give another data\.tokenizer"):
+        list(cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10))

@@ -1,0 +1,107 @@
+"""What a person names as a file or a folder has to be one; what else stands there is never opened, or waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from toyexp.errors import UserError
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+# How files begin that are met in the place of text, and what makes text of them.
+NOT_TEXT = {
+    b"\x1f\x8b": "it is compressed: gunzip it first",
+    b"BZh": "it is compressed: bunzip2 it first",
+    b"\xfd7zXZ": "it is compressed: unxz it first",
+    b"\x28\xb5\x2f\xfd": "it is compressed: unzstd it first",
+    b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
+    b"\xff\xfe": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+}
+
+
+def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
+    """What stands in the place of a file (or of what else is `wanted`), by its mode; None where it is one."""
+    kind = stat.S_IFMT(mode)
+    if kind == wanted:
+        return None
+    if kind == stat.S_IFIFO and wanted == stat.S_IFREG:  # as <(command) is, and /dev/stdin behind a |
+        return "is a pipe, which can be read only once; write what comes out of it to a file, and name that"
+    return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
+
+
+def require(path: str | Path, asked: str, *wanted: int) -> Path:
+    """The path, if there is a file (or one of what is `wanted`); UserError that begins with what was `asked`."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{asked}: not found (looked in {Path.cwd()})") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in it
+        raise UserError(f"{asked}: cannot be read: {cause(error)}") from None
+    kinds = wanted or (stat.S_IFREG,)
+    if stat.S_IFMT(mode) not in kinds:
+        raise UserError(f"{asked}: {misfit(mode, kinds[0])}")
+    return Path(path)
+
+
+def require_folder(path: str | Path, asked: str) -> Path:
+    """The path, if there is a folder; UserError that begins with what was `asked`."""
+    return require(path, asked, stat.S_IFDIR)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
+    try:
+        reason = misfit(path.stat().st_mode)
+        descriptor = -1 if reason else os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+    if descriptor >= 0:
+        reason = misfit(os.fstat(descriptor).st_mode)  # of what was opened, whatever has happened in between
+        if not reason:
+            return open(descriptor, "rb")
+        os.close(descriptor)
+    raise UserError(f"{path}: {reason}")
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file, no more than it says it has; UserError for what is none, or cannot be read."""
+    with open_file(path) as file:
+        try:
+            return file.read(os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+        except MemoryError:
+            raise UserError(f"{path}: is larger than the memory that there is") from None
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8."""
+    raw = read_file(path)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, error.start, raw[error.start], raw[:8]) from None
+
+
+def not_utf8(path: Path, place: int, byte: int, start: bytes) -> UserError:
+    """That a file is no UTF-8 text: where, and by how it starts, what it is instead."""
+    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None)
+    return UserError(
+        f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint or 'if it is Latin-1: iconv -f LATIN1 -t UTF-8'}"
+    )
+
+
+def cause(error: OSError | ValueError) -> str:
+    """What the system says."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

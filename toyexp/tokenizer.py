@@ -21,6 +21,7 @@ from toyexp.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
+WHITE = " \t\n\v\f\r"  # white space to llama.cpp where a special token swallows it
 
 
 def byte_symbols() -> list[str]:
@@ -50,6 +51,9 @@ class Tokenizer(ABC):
     stops: frozenset[int] = frozenset()  # tokens beside `eos` that end generation; see `ends`
     controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
     user_defined: frozenset[int] = frozenset()  # tokens that are found as they are spelled, before all others
+    swallow_before: frozenset[int] = frozenset()  # special tokens that swallow the white space before them in a text
+    swallow_after: frozenset[int] = frozenset()  # special tokens that swallow the white space after them
+    family: str = ""  # what `general.name` has to say so that llama.cpp makes the same ids
     silent: frozenset[int] = frozenset()  # tokens that stand for no text, such as those that only fill up rows
     chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
     source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
@@ -79,7 +83,10 @@ class Tokenizer(ABC):
 
     def _encode_all(self, texts: Sequence[str], special: bool = False, after: int | None = None) -> list[np.ndarray]:
         """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
-        texts_cut = [cut(text, self._literals[special]) for text in texts]
+        if after in self.swallow_after:
+            texts = [text.lstrip(WHITE) for text in texts]
+        before, behind = self.swallow_before, self.swallow_after
+        texts_cut = [cut(text, self._literals[special], before, behind) for text in texts]
         begins = after is None or after in self._special
         starts = [n > 0 or begins for parts in texts_cut for n, part in enumerate(parts) if isinstance(part, str)]
         plain = [part for parts in texts_cut for part in parts if isinstance(part, str)]
@@ -124,8 +131,9 @@ class Tokenizer(ABC):
         return self.pieces[i].encode() if i in self.user_defined else self._bytes_of(i)
 
     def _bytes_of(self, i: int) -> bytes:
-        """The bytes of an ordinary token."""
-        return bytes(BYTE_OF[c] for c in self.pieces[i])
+        """The bytes of an ordinary token; one that is not written in byte symbols stands for its own text."""
+        piece = self.pieces[i]
+        return bytes(BYTE_OF[c] for c in piece) if BYTE_OF.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
         """How a chat template writes token `i`."""
@@ -149,6 +157,8 @@ class Tokenizer(ABC):
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
+        if self.swallow_before or self.swallow_after:
+            rules["swallow"] = [sorted(self.swallow_before), sorted(self.swallow_after)]
         if self.eos != self.vocab - 1:
             rules["eos"] = self.eos
         return rules
@@ -206,18 +216,36 @@ class Tokenizer(ABC):
         return json.dumps(whole, ensure_ascii=False), config
 
 
-def cut(text: str, literals: Mapping[str, int]) -> list[str | int]:
-    """The text in pieces: every literal found, in the order given and not from left to right, becomes its id."""
+def cut(
+    text: str,
+    literals: Mapping[str, int],
+    before: Collection[int] = (),
+    behind: Collection[int] = (),
+) -> list[str | int]:
+    """The text in pieces: every literal found, in the order given and not from left to right, becomes its id.
+
+    Of these, the ids `before` swallow the white space before them, and those `behind` what stands after them.
+    """
     parts: list[str | int] = [text] if text else []
     for literal, i in literals.items():
         if literal in text:
-            parts = [new for part in parts for new in (_split(part, literal, i) if isinstance(part, str) else [part])]
+            swallows = i in before, i in behind
+            parts = [
+                new
+                for part in parts
+                for new in (_split(part, literal, i, *swallows) if isinstance(part, str) else [part])
+            ]
     return parts
 
 
-def _split(text: str, literal: str, i: int) -> list[str | int]:
-    parts: list[str | int] = [i] * (2 * text.count(literal) + 1)
-    parts[::2] = text.split(literal)
+def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[str | int]:
+    between = text.split(literal)
+    if before:
+        between = [*(part.rstrip(WHITE) for part in between[:-1]), between[-1]]
+    if behind:
+        between = [between[0], *(part.lstrip(WHITE) for part in between[1:])]
+    parts: list[str | int] = [i] * (2 * len(between) - 1)
+    parts[::2] = between
     return [part for part in parts if part != ""]
 
 

@@ -74,6 +74,7 @@ def prepare(config: Config) -> Prepared:
         )
     bus = Bus(config.callbacks)
     dataset = config.data.open(recipe.vocabulary())
+    config.plain["data"] |= {key: getattr(config.data, key) for key in config.data.fills}
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
@@ -295,6 +296,7 @@ def introduction(prepared: Prepared) -> list[str]:
     known += [f"{sizes['skipped']} skipped, such as {named[0]}"] if named else []
     known += [f"{sizes['truncated']} cut to the context"] if sizes.get("truncated") else []
     known += [f"{sizes['too_long']} left out, prompts longer than the context"] if sizes.get("too_long") else []
+    known += prepared.dataset.remarks()
     facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",

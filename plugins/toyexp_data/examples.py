@@ -55,6 +55,16 @@ class ExampleDataset(Dataset):
         read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:read].tolist())
 
+    def remarks(self) -> list[str]:
+        """What a chat template did to the conversations."""
+        told = {
+            "chats_in_rows": "{} conversations make {rows_of_these} rows, as their template changes earlier turns",
+            "answers_not_as_asked": "{} answers do not begin as their template asks for them",
+            "thoughts_dropped": "{} answers without what was thought before, which their template leaves out",
+            "chat_date": "their template's day is {} (data.date)",
+        }
+        return [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
+
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
         whole = context + 1  # a row's tokens and the target of the last

@@ -25,7 +25,8 @@ from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import BLANK, SentencePiece
 from toyexp.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
-from toyexp_data.chat import ChatTemplate, Message, tokenize
+from toyexp_data.chat import Message, tokenize
+from toyexp_data.template import ChatTemplate
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]
 
@@ -424,8 +425,10 @@ def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_pat
     write_untrained(path, tokenizer, tokenizer.vocab)
     with GGUFFile(path) as file:
         tokenizer = read_tokenizer(file)
-    (prompt,) = ask([{"model": str(path), "chats": [[m._asdict() for m in TALK]]}])[0]["chats"]
-    example = tokenize(ChatTemplate(tokenizer.chat_template, tokenizer, path).parts([*TALK, ANSWER]), tokenizer, False)
+    (prompt,) = ask([{"model": str(path), "chats": [[m.fields() for m in TALK]]}])[0]["chats"]
+    example = tokenize(
+        ChatTemplate(tokenizer.chat_template, tokenizer, path).rows([*TALK, ANSWER]).rows[0], tokenizer, False
+    )
     assert example.ids[: len(prompt)].tolist() == prompt
     assert prompt[:2].count(tokenizer.bos) <= 1
     answer = example.ids[len(prompt) :].tolist()

@@ -215,10 +215,13 @@ def experiment(
     from toyexp.experiment import execute, prepare
     from toyexp.memory import running_out
     from toyexp.resume import load as load_run
+    from toyexp.resume import recall
 
     status("starting the engine")
     with running_out():
         config = build(cfg, registry, modules)
+        if resume:
+            recall(resume, config.data)
         status("reading the data")
         prepared = prepare(config)
         resumed = load_run(resume, prepared) if resume else None

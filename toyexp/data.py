@@ -31,6 +31,7 @@ class Data(ABC):
 
     name: ClassVar[str]  # what `data=` takes
     gives: ClassVar[str]  # the kind of data: "tokens" or "images"
+    fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
 
     @abstractmethod
     def check(self) -> None:
@@ -57,6 +58,10 @@ class Dataset(ABC):
         `batches` may add to it what the context leaves out.
         """
         return ()
+
+    def remarks(self) -> list[str]:
+        """What a person should know of it before training, in a few words each."""
+        return []
 
     def gguf_metadata(self) -> dict[str, Any]:
         """What a reader of the exported model must know of its data, without the architecture's prefix."""

@@ -74,6 +74,7 @@ def prepare(config: Config) -> Prepared:
         )
     bus = Bus(config.callbacks)
     dataset = config.data.open(recipe.vocabulary())
+    config.plain["data"] |= {key: getattr(config.data, key) for key in config.data.fills}
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
@@ -291,7 +292,7 @@ def introduction(prepared: Prepared) -> list[str]:
     share = "" if trainable == total else f", {count(trainable)} of them train"
     sizes, reads = prepared.dataset.describe(), prepared.model.reads
     known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
-    known = [*prepared.dataset.left_out(), *known]
+    known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
     facts = f" ({'; '.join(known)})" if known else ""
     return [
         f"engine  {config.engine_note}",

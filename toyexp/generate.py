@@ -291,7 +291,7 @@ def _prompt_ids(
         return tokenizer.prompt(prompt).tolist()
     if not template:
         raise UserError(f"{path}: has no chat template; leave --chat out")
-    text = Template(template, tokenizer, path).render([{"role": "user", "content": prompt}], answer=True)
+    text = Template(template, tokenizer, path).render([{"role": "user", "content": prompt}], answer=True).text
     begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 

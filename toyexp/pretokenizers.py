@@ -118,10 +118,16 @@ def _add(names: str, *patterns: str, ignore_merges: bool = False, add_bos: bool 
 
 
 _add("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling", GPT2)
+_add("jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert", GPT2)
 _add("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", r"\p{N}", GPT2)
 _add("default", r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 _add("falcon", r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")
-_add("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", LLAMA3, ignore_merges=True, add_bos=True)
+_add(
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    LLAMA3,
+    ignore_merges=True,
+    add_bos=True,
+)
 _add("dbrx smaug-bpe chatglm-bpe", LLAMA3)
 _add("glm4 glm5", LLAMA3, ignore_merges=True)
 _add("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2)

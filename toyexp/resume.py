@@ -19,6 +19,7 @@ from toyexp.terminal import short
 
 if TYPE_CHECKING:
     from toyexp.bus import Callback
+    from toyexp.data import Data
     from toyexp.experiment import Prepared
 
 log = logging.getLogger("toyexp")
@@ -86,12 +87,26 @@ def find_newest(parent: Path, name: str) -> Path | None:
 
 
 def _saved_name(directory: Path) -> str | None:
-    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()))
+    return _saved_config(directory).get("name")
+
+
+def _saved_config(directory: Path) -> Mapping[str, Any]:
+    """The settings in the newest checkpoint of a run, or nothing where they cannot be read."""
+    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()), None)
     try:
-        config = checkpoint.read_json(newest / checkpoint.STATE).get("config")
+        config = checkpoint.read_json(newest / checkpoint.STATE).get("config") if newest else None
     except checkpoint.Damaged:
-        return None
-    return config.get("name") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def recall(directory: Path, data: Data) -> None:
+    """Settings of `data` that are empty, and that opening it filled in when the run began: they are that run's."""
+    then = _saved_config(directory).get("data")
+    for key in data.fills:
+        if not getattr(data, key) and isinstance(then, dict) and isinstance(then.get(key), str):
+            setattr(data, key, then[key])
+    data.check()
 
 
 def require_run(directory: Path, key: str) -> None:

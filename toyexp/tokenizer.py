@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import UserError
+from toyexp.literals import WHITE, cut
 from toyexp.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -51,6 +52,9 @@ class Tokenizer(ABC):
     stops: frozenset[int] = frozenset()  # tokens beside `eos` that end generation; see `ends`
     controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
     user_defined: frozenset[int] = frozenset()  # tokens that are found as they are spelled, before all others
+    swallow_before: frozenset[int] = frozenset()  # special tokens that swallow the white space before them in a text
+    swallow_after: frozenset[int] = frozenset()  # special tokens that swallow the white space after them
+    family: str = ""  # what `general.name` has to say so that llama.cpp makes the same ids
     silent: frozenset[int] = frozenset()  # tokens that stand for no text, such as those that only fill up rows
     chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
     source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
@@ -76,6 +80,8 @@ class Tokenizer(ABC):
 
         With `special`, control tokens that are spelled out in the text are meant; otherwise no text produces one.
         """
+        if after in self.swallow_after:
+            text = text.lstrip(WHITE)
         return self._encode_all([text], [after is None or after in self._special], special)[0]
 
     def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[np.ndarray]:
@@ -84,7 +90,8 @@ class Tokenizer(ABC):
 
     def _encode_all(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
         """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
-        texts_cut = [cut(text, self._literals[special]) for text in texts]
+        before, behind = self.swallow_before, self.swallow_after
+        texts_cut = [cut(text, self._literals[special], before, behind) for text in texts]
         starts = [
             n > 0 or first
             for parts, first in zip(texts_cut, begins, strict=True)
@@ -103,9 +110,11 @@ class Tokenizer(ABC):
         """Where a text that begins so and goes on may be cut, the last places first: its ids stay what they are."""
         literals = self._literals[False]
         ahead = max(map(len, literals), default=1) - 1
+        white = WHITE if self.swallow_before or self.swallow_after else ""
         for place in self._places(text):
-            near = text[max(place - ahead - 1, 0) : place + ahead]
-            if place + ahead <= len(text) and not any(spelled in near for spelled in literals):
+            before, behind = text[:place].rstrip(white), text[place:].lstrip(white)  # a token may swallow it from afar
+            near = before[-ahead - 1 :] + behind[:ahead]
+            if len(behind) >= ahead and not any(spelled in near for spelled in literals):
                 yield place
 
     @abstractmethod
@@ -139,8 +148,9 @@ class Tokenizer(ABC):
         return self.pieces[i].encode() if i in self.user_defined else self._bytes_of(i)
 
     def _bytes_of(self, i: int) -> bytes:
-        """The bytes of an ordinary token."""
-        return bytes(BYTE_OF[c] for c in self.pieces[i])
+        """The bytes of an ordinary token; one that is not written in byte symbols stands for its own text."""
+        piece = self.pieces[i]
+        return bytes(BYTE_OF[c] for c in piece) if BYTE_OF.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
         """How a chat template writes token `i`."""
@@ -164,6 +174,8 @@ class Tokenizer(ABC):
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
+        if self.swallow_before or self.swallow_after:
+            rules["swallow"] = [sorted(self.swallow_before), sorted(self.swallow_after)]
         if self.eos != self.vocab - 1:
             rules["eos"] = self.eos
         return rules
@@ -219,21 +231,6 @@ class Tokenizer(ABC):
         if self.chat_template:
             config["chat_template"] = self.chat_template
         return json.dumps(whole, ensure_ascii=False), config
-
-
-def cut(text: str, literals: Mapping[str, int]) -> list[str | int]:
-    """The text in pieces: every literal found, in the order given and not from left to right, becomes its id."""
-    parts: list[str | int] = [text] if text else []
-    for literal, i in literals.items():
-        if literal in text:
-            parts = [new for part in parts for new in (_split(part, literal, i) if isinstance(part, str) else [part])]
-    return parts
-
-
-def _split(text: str, literal: str, i: int) -> list[str | int]:
-    parts: list[str | int] = [i] * (2 * text.count(literal) + 1)
-    parts[::2] = text.split(literal)
-    return [part for part in parts if part != ""]
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:

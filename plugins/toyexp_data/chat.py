@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from toyexp import Tokenizer, UserError, printable
-from toyexp.chat import BadChat, Template, control_pattern
 
 # What `plain` does, for those who run the exported model.
 PLAIN_TEMPLATE = (
@@ -17,7 +16,6 @@ PLAIN_TEMPLATE = (
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
-_ADVICE = "data.template=plain does without it"
 
 
 class BadExample(UserError):
@@ -25,10 +23,21 @@ class BadExample(UserError):
 
 
 class Message(NamedTuple):
-    """One turn of a conversation."""
+    """One turn of a conversation; `further` is what else it holds for the template, such as the calls of tools."""
 
     role: str
-    content: str
+    content: str | None  # None: it says nothing, but for what `further` holds
+    further: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def said(self) -> str:
+        """The content, or nothing."""
+        return self.content or ""
+
+    def fields(self) -> dict[str, Any]:
+        """The message as a template is given it."""
+        content = {} if self.content is None else {"content": self.content}
+        return {"role": self.role, **content, **self.further}
 
 
 class Part(NamedTuple):
@@ -38,6 +47,14 @@ class Part(NamedTuple):
     learned: bool
     end: bool = False  # an end-of-text token follows, learned as the text is
     special: bool = False  # control tokens are spelled out in the text
+
+
+class Rows(NamedTuple):
+    """A line's example as rows of parts, and what a chat template did to it."""
+
+    rows: list[list[Part]]
+    not_as_asked: int = 0  # answers that the template begins otherwise than when it asks for one
+    thoughts_dropped: int = 0  # answers without what was thought before them
 
 
 class Example(NamedTuple):
@@ -51,69 +68,42 @@ class Example(NamedTuple):
     split: int
 
 
-def plain(messages: Sequence[Message]) -> list[Part]:
+def plain(messages: Sequence[Message], tools: Any = None) -> Rows:
     """A conversation in the plain format: a line with the role, then what was said, end-of-text after an answer."""
+    if tools:
+        raise BadExample("has tools, for which the plain format has no place")
     parts, given = [], ""
-    for role, content in messages:
+    for number, message in enumerate(messages, 1):
+        role, content = message.role, message.content
+        if message.further or content is None:
+            keys = ", ".join(printable(key, 20) for key in message.fields())
+            raise BadExample(f"message {number} holds {keys}; the plain format has role and content alone")
         given += f"{role}:\n"
         if role == "assistant":
             parts += [Part(given, False), Part(content, True, end=True)]
             given = "\n"
         else:
             given += f"{content}\n"
-    return [*parts, Part(given, False)] if messages[-1].role != "assistant" else parts
+    return Rows([[*parts, Part(given, False)] if messages[-1].role != "assistant" else parts])
 
 
-class ChatTemplate:
-    """A GGUF's own chat template, which says what the assistant's words are; UserError for one that cannot be used."""
-
-    def __init__(self, template: str, tokenizer: Tokenizer, path: Path):
-        try:
-            self._template = Template(template, tokenizer, path)
-        except UserError as error:
-            raise type(error)(f"{error}; {_ADVICE}") from None
-        self.text = template
-        self._control = control_pattern(tokenizer)
-
-    def parts(self, messages: Sequence[Message]) -> list[Part]:
-        """A conversation as the template writes it; an answer reaches to its last control token, if it has one."""
-        for role, content in messages:
-            spelled = self._control.search(content)
-            if spelled:
-                raise BadExample(f"what the {role} says holds the control token {printable(spelled[0])}")
-        whole = self._render(messages, False)
-        parts, at = [], 0
-        for number, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            before, after = self._render(messages[:number], True), self._render(messages[: number + 1], False)
-            if not (after.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
-                raise BadExample(f"the chat template does not write a turn the same once others follow; {_ADVICE}")
-            answer = after[len(before) :]
-            if message.content.strip() not in answer:
-                raise BadExample(f"the chat template leaves out what the assistant says; {_ADVICE}")
-            stop = max((m.end() for m in self._control.finditer(answer)), default=0)
-            ends = not stop and message is messages[-1]  # the template marks no end, so end-of-text does
-            parts += [
-                Part(whole[at : len(before)], False, special=True),
-                Part(answer[: stop or None], True, ends, special=True),
-            ]
-            at = len(before) + (stop or len(answer))
-        return [*parts, Part(whole[at:], False, special=True)]
-
-    def _render(self, messages: Sequence[Message], prompt: bool) -> str:
-        """The text of the messages; with `prompt`, up to where the assistant's next answer begins."""
-        try:
-            return self._template.render([m._asdict() for m in messages], prompt)
-        except BadChat as reason:
-            raise BadExample(str(reason)) from None
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON, the keys of its objects among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (key, *strings(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
     """The parts' ids one after another, so that no token is half learned and half read.
 
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
-    are learned too. Raises UserError for text the tokenizer cannot take.
+    are learned too. Raises UserError for text the tokenizer cannot take, BadExample where nothing of it is learned.
     """
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     learned = [False] * len(ids)
@@ -128,6 +118,8 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
         before = found
+    if not any(learned):
+        raise BadExample("holds nothing to learn once it is tokenized")
     if learned[0]:  # something has to stand before the first token that is learned
         ids, learned = [tokenizer.eos, *ids], [False, *learned]
     last = len(learned) - learned[::-1].index(True)

@@ -67,6 +67,16 @@ class ExampleDataset(Dataset):
         }
         return [text for text, number in told.items() if number]
 
+    def remarks(self) -> list[str]:
+        """What a chat template did to the conversations."""
+        told = {
+            "chats_in_rows": "{} conversations make {rows_of_these} rows, as their template changes earlier turns",
+            "answers_not_as_asked": "{} answers do not begin as their template asks for them",
+            "thoughts_dropped": "{} answers without what was thought before, which their template leaves out",
+            "chat_date": "their template's day is {} (data.date)",
+        }
+        return [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
+
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
         whole = context + 1  # a row's tokens and the target of the last

@@ -6,6 +6,8 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,16 +17,18 @@ from toyexp import UserError, choose, printable
 from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, ChatTemplate, Example, Message, Part, plain, tokenize
+from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.examples import ExampleDataset
+from toyexp_data.template import ChatTemplate
 from toyexp_data.text import TokenizedData
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 EXPECTED = "expected prompt and completion, or messages, or text"
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAIN_ON = ("completion", "all")
 TEMPLATES = ("auto", "plain")
 ON_ERROR = ("refuse", "skip")
+_MESSAGE = "expected role and content"
 NAMED = 20  # skipped lines that the record of the run names
 
 T = TypeVar("T")
@@ -36,10 +40,12 @@ class Jsonl(TokenizedData):
     """Prompts with completions, conversations or text, one JSON object a line; prompts are read, not learned."""
 
     name: ClassVar[str] = "jsonl"
+    fills: ClassVar[tuple[str, ...]] = ("date",)
 
     path: str = ""  # a file of lines {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or {"text"}
     train_on: str = "completion"  # completion (what the assistant says, in a conversation) | all
     template: str = "auto"  # of conversations: auto (the tokenizer's GGUF's own, or plain) | plain
+    date: str = ""  # the day that a template which writes one is told, 2026-11-21; empty: the day of the run
     pack: bool = False  # several examples in a row, where they see one another; false: one, filled up
     on_error: str = "refuse"  # what a line that cannot be used does: refuse (ends the run) | skip (is counted)
     val_fraction: float = 0.05  # of the examples, spread evenly over the file, held out from training
@@ -53,29 +59,39 @@ class Jsonl(TokenizedData):
         for name, words in (("train_on", TRAIN_ON), ("template", TEMPLATES), ("on_error", ON_ERROR)):
             if getattr(self, name) not in words:
                 raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
+        try:
+            self._now()
+        except ValueError:
+            raise UserError(f"data.date={self.date}: must be a day such as 2026-11-21, or 2026-11-21T17:30") from None
+
+    def _now(self) -> datetime:
+        """What a template is told that the time is: a day begins at midnight, so that the day alone tells all."""
+        return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""
         skipped: list[str] = []
         values = self._usable(self._lines(), parse, skipped)
         chats = sum("messages" in value for _, value in values)
-        template = self._template(vocabulary) if chats else None
-        write = template.parts if template else plain
-        examples = self._usable(values, lambda value: parts_of(value, write), skipped)
+        now = self._now()
+        template = self._template(vocabulary, now) if chats else None
+        write = partial(template.rows, everything=self.train_on == "all") if template else plain
+        examples = self._usable(values, lambda value: rows_of(value, write), skipped)
         if len(examples) < 2:
             raise UserError(f"{self.path}: {len(examples)} examples; one to train on and one to hold out are needed")
         held_out = spread(len(examples), self.val_fraction)
-        texts = ["".join(part.text for part in parts) for _, parts in examples]
+        texts = ["".join(part.text for row in made.rows for part in row) for _, made in examples]
         train_texts = [text for text, held in zip(texts, held_out, strict=True) if not held]
         tokenizer = self.make_tokenizer(texts, train_texts, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
 
-        def tokenized(wanted: bool) -> list[Example]:
+        def ids_of(made: Rows) -> list[Example]:
+            return [tokenize(row, tokenizer, self.train_on == "all") for row in made.rows]
+
+        def tokenized(wanted: bool) -> list[Example]:  # the rows of one conversation are all on one side
             chosen = [example for example, held in zip(examples, held_out, strict=True) if held == wanted]
-            return [
-                e for _, e in self._usable(chosen, lambda p: tokenize(p, tokenizer, self.train_on == "all"), skipped)
-            ]
+            return [row for _, rows in self._usable(chosen, ids_of, skipped) for row in rows]
 
         train, held = tokenized(False), tokenized(True)
         if not train or not held:
@@ -87,12 +103,26 @@ class Jsonl(TokenizedData):
             "examples": len(train) + len(held),
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
+            **(self._written(template, [made for _, made in examples], now) if template else {}),
             "skipped": len(skipped),
             "skipped_lines": skipped[:NAMED],
             "tokenizer": tokenizer.kind,
             "tokenizer_digest": tokenizer.fingerprint(),
         }
         return ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+
+    def _written(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
+        """What the record of the run says of the template's work; the day it has written becomes the setting's."""
+        several = [made.rows for made in examples if len(made.rows) > 1]
+        if template.dated:
+            self.date = self.date or now.date().isoformat()
+        return {
+            "chat_date": self.date if template.dated else None,
+            "chats_in_rows": len(several),
+            "rows_of_these": sum(map(len, several)),
+            "answers_not_as_asked": sum(made.not_as_asked for made in examples),
+            "thoughts_dropped": sum(made.thoughts_dropped for made in examples),
+        }
 
     def _lines(self) -> Iterable[tuple[int, bytes]]:
         """The lines that are not empty, with their numbers."""
@@ -116,14 +146,14 @@ class Jsonl(TokenizedData):
                 skipped.append(f"{Path(self.path).name}:{number}: {reason}")
         return made
 
-    def _template(self, vocabulary: Path | None) -> ChatTemplate | None:
+    def _template(self, vocabulary: Path | None, now: datetime) -> ChatTemplate | None:
         """The GGUF's chat template, where it has one and it is wanted."""
         source = self.source(vocabulary)
         if source is None or self.template == "plain":
             return None
         with GGUFFile(source) as file:
             template = read_chat_template(file)
-            return ChatTemplate(template, read_tokenizer(file), source) if template else None
+            return ChatTemplate(template, read_tokenizer(file), source, now) if template else None
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -141,27 +171,47 @@ def parse(line: bytes) -> dict[str, Any]:
         keys = ", ".join(printable(key, 20) for key in list(value)[:8]) or "none"
         raise BadExample(f"has the keys {keys}; {EXPECTED}")
     if "messages" in value:
-        return {"messages": _messages(value["messages"])}
+        return {"messages": _messages(value["messages"]), "tools": _tools(value.get("tools"))}
     return {key: _text(value[key], key) for key in found[0]}
 
 
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BadExample(f"messages is {_kind(value)}; expected a list of role and content")
-    messages = []
-    for number, entry in enumerate(value, 1):
-        if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
-            what = ", ".join(printable(k, 20) for k in list(entry)[:8]) if isinstance(entry, dict) else _kind(entry)
-            raise BadExample(f"message {number} holds {what or 'nothing'}; expected role and content")
-        role = entry["role"]
-        if role not in ROLES:
-            raise BadExample(f"message {number} has the role {printable(str(role))}; {choose(str(role), ROLES)}")
-        if role == "system" and number > 1:
-            raise BadExample(f"message {number} is the system's; only the first can be")
-        messages.append(Message(role, _text(entry["content"], f"message {number}'s content")))
+    messages = [_message(entry, number) for number, entry in enumerate(value, 1)]
     if all(message.role != "assistant" for message in messages):
         raise BadExample("the assistant says nothing in it, so there is nothing to learn")
     return messages
+
+
+def _message(entry: Any, number: int) -> Message:
+    if not isinstance(entry, dict) or "role" not in entry:
+        what = ", ".join(printable(k, 20) for k in list(entry)[:8]) if isinstance(entry, dict) else _kind(entry)
+        raise BadExample(f"message {number} holds {what or 'nothing'}; {_MESSAGE}")
+    role, content = entry["role"], entry.get("content")
+    if role not in ROLES:
+        raise BadExample(f"message {number} has the role {printable(str(role))}; {choose(str(role), ROLES)}")
+    if role == "system" and number > 1:
+        raise BadExample(f"message {number} is the system's; only the first can be")
+    further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
+    if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
+        if "content" not in entry:
+            raise BadExample(f"message {number} holds {', '.join(printable(k, 20) for k in entry)}; {_MESSAGE}")
+        _text(content, f"message {number}'s content")
+    for text in strings(further):
+        _whole(text, f"message {number}")
+    return Message(role, content, further)
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """The tools that a conversation's template is told of; None without any."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadExample(f"tools is {_kind(value)}; expected a list of JSON schemas")
+    for text in strings(value):
+        _whole(text, "tools")
+    return value
 
 
 def _text(value: Any, what: str) -> str:
@@ -169,11 +219,16 @@ def _text(value: Any, what: str) -> str:
         raise BadExample(f"{what} is {_kind(value)}, expected text")
     if not value:
         raise BadExample(f"{what} is empty")
+    return _whole(value, what)
+
+
+def _whole(text: str, what: str) -> str:
+    """The text; BadExample for one that no UTF-8 can hold."""
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadExample(f"{what} holds half a surrogate pair ({ascii(value[error.start])[1:-1]})") from None
-    return value
+        raise BadExample(f"{what} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
+    return text
 
 
 def _kind(value: Any) -> str:
@@ -183,13 +238,13 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def parts_of(value: Mapping[str, Any], write: Callable[[Sequence[Message]], list[Part]]) -> list[Part]:
-    """A checked object as parts; `write` is for conversations."""
+def rows_of(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
+    """A checked object as rows of parts; `write` is for conversations and the tools in them."""
     if "messages" in value:
-        return write(value["messages"])
+        return write(value["messages"], value["tools"])
     if "text" in value:
-        return [Part(value["text"], True, end=True)]
-    return [Part(value["prompt"], False), Part(value["completion"], True, end=True)]
+        return Rows([[Part(value["text"], True, end=True)]])
+    return Rows([[Part(value["prompt"], False), Part(value["completion"], True, end=True)]])
 
 
 def spread(count: int, fraction: float) -> np.ndarray:

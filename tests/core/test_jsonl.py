@@ -16,8 +16,9 @@ from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.gguf.write import write_model
 from toyexp.testing import DataSuite
 from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, ChatTemplate, Message, plain, tokenize
-from toyexp_data.jsonl import Jsonl, parse, parts_of, spread
+from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain, tokenize
+from toyexp_data.jsonl import Jsonl, parse, rows_of, spread
+from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
 
 EOS = Bytes().eos
@@ -67,10 +68,10 @@ class TestJsonlPacked(TestJsonl):
 
 SAID = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 CHATS = st.builds(
-    lambda system, turns, last: [*system, *turns, *last],
-    st.lists(st.builds(Message, st.just("system"), SAID), max_size=1),
-    st.lists(st.builds(Message, st.sampled_from(["user", "assistant"]), SAID), max_size=5),
-    st.builds(lambda text: [Message("assistant", text)], SAID),
+    lambda system, turns, last: [Message(role, said) for role, said in [*system, *turns, last]],
+    st.lists(st.tuples(st.just("system"), SAID), max_size=1),
+    st.lists(st.tuples(st.sampled_from(["user", "assistant"]), SAID), max_size=5),
+    st.tuples(st.just("assistant"), SAID),
 )
 SENTENCES = ["What is 2+2? It is 4.\nuser:\nassistant:\n", "Café — naïve  日本語 🙂\n\n system"] * 3
 
@@ -85,7 +86,7 @@ def tokenizers():
 @settings(deadline=None, max_examples=80)
 def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, kind, prompt, completion):
     tokenizer = tokenizers[kind]
-    parts = parts_of({"prompt": prompt, "completion": completion}, plain)
+    parts = rows_of({"prompt": prompt, "completion": completion}, plain).rows[0]
     example = tokenize(parts, tokenizer, everything=False)
     before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(completion).tolist()
     assert example.ids.tolist() == [*before, *after, tokenizer.eos]
@@ -96,9 +97,9 @@ def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, ki
 
 def test_a_token_across_the_boundary_is_cut_there_and_counted():
     tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
-    example = tokenize(parts_of({"prompt": "a ", "completion": "x"}, plain), tokenizer, False)
+    example = tokenize(rows_of({"prompt": "a ", "completion": "x"}, plain).rows[0], tokenizer, False)
     assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
-    whole = tokenize(parts_of({"prompt": "a", "completion": " x"}, plain), tokenizer, False)
+    whole = tokenize(rows_of({"prompt": "a", "completion": " x"}, plain).rows[0], tokenizer, False)
     assert whole.ids.tolist() == [ord("a"), 256, 257] and whole.split == 0
 
 
@@ -107,7 +108,7 @@ def test_a_token_across_the_boundary_is_cut_there_and_counted():
 @settings(deadline=None, max_examples=80)
 def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, kind, messages):
     tokenizer = tokenizers[kind]
-    example = tokenize(plain(messages), tokenizer, everything=False)
+    example = tokenize(plain(messages).rows[0], tokenizer, everything=False)
     answers = [m.content for m in messages if m.role == "assistant"]
     assert learned_texts(example, tokenizer) == (answers, True)
     assert example.learned.sum() == sum(len(tokenizer.encode(a)) + 1 for a in answers)
@@ -118,10 +119,10 @@ def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, 
 
 def test_with_train_on_all_every_token_is_learned_after_a_start():
     for value in ({"prompt": "ab", "completion": "c"}, {"text": "abc"}):
-        example = tokenize(parts_of(value, plain), Bytes(), everything=True)
+        example = tokenize(rows_of(value, plain).rows[0], Bytes(), everything=True)
         assert example.ids.tolist() == [EOS, *b"abc", EOS]
         assert example.learned.tolist() == [False, True, True, True, True]
-    assert tokenize(parts_of({"text": "abc"}, plain), Bytes(), False).learned.sum() == 4, "text is learned whole"
+    assert tokenize(rows_of({"text": "abc"}, plain).rows[0], Bytes(), False).learned.sum() == 4, "text is learned whole"
 
 
 @given(messages=CHATS)
@@ -129,10 +130,10 @@ def test_with_train_on_all_every_token_is_learned_after_a_start():
 def test_the_plain_format_is_the_template_that_the_export_carries(messages):
     sandbox = pytest.importorskip("jinja2.sandbox")
     template = sandbox.ImmutableSandboxedEnvironment().from_string(PLAIN_TEMPLATE)
-    said = [m._asdict() for m in messages]
+    said = [m.fields() for m in messages]
     whole = template.render(messages=said, eos_token=END_OF_TEXT, add_generation_prompt=False)
     prompt = template.render(messages=said[:-1], eos_token=END_OF_TEXT, add_generation_prompt=True)
-    spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain(messages))
+    spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain(messages).rows[0])
     assert spelled + "\n" == whole
     assert spelled == prompt + messages[-1].content + END_OF_TEXT, "what is learned begins where a chat asks"
 
@@ -183,14 +184,14 @@ def template(chatml):
 @settings(deadline=None, max_examples=60)
 def test_a_templates_answers_are_learned_up_to_their_end_token(template, messages):
     template, tokenizer = template
-    example = tokenize(template.parts(messages), tokenizer, False)
+    example = tokenize(template.rows(messages).rows[0], tokenizer, False)
 
     # The same by hand, turn by turn.
     def ids(text):
         return tokenizer.encode(text).tolist()
 
     expected, learned = [], []
-    for role, content in messages:
+    for role, content, _ in messages:
         header, answer = [START, *ids(role + "\n")], [*ids(content), END]
         if role == "assistant":
             expected += header + answer
@@ -217,15 +218,15 @@ def test_conversations_use_the_template_and_pass_it_on(tmp_path, chatml):
 
 
 TALK = [Message("user", "hi"), Message("assistant", "ho"), Message("user", "so"), Message("assistant", "no")]
-LAST = "{% if loop.last %}!{% endif %}"
+NOTHING_BUT_THE_LAST = "{{ messages | length }}{{ messages[-1].content if messages[-1].role == 'assistant' }}"
 RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for m in messages %}{{ m.content }}" + LAST + "{% endfor %}", "does not write a turn the same"),
-        ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "a turn the same"),
+        (NOTHING_BUT_THE_LAST, "does not write a turn the same"),
+        ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "leaves out what"),
         ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "leaves out what the assistant says"),
         ("{{ raise_exception('no\nsystem') }}", r"refuses it (no\nsystem)"),
         ("{{ messages.append(1) }}", "refuses it"),
@@ -237,7 +238,7 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
 def test_a_template_that_cannot_say_which_words_are_the_assistants_is_refused(template, words):
     pytest.importorskip("jinja2")
     with pytest.raises(BadExample) as error:
-        ChatTemplate(template, Bytes(), "x.gguf").parts(TALK)
+        ChatTemplate(template, Bytes(), "x.gguf").rows(TALK)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -251,7 +252,7 @@ def test_a_broken_template_is_refused_with_the_way_out(template):
 def test_a_template_without_end_tokens_ends_with_end_of_text():
     pytest.importorskip("jinja2")
     template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }};{% endfor %}"
-    example = tokenize(ChatTemplate(template, Bytes(), "x.gguf").parts(TALK), Bytes(), False)
+    example = tokenize(ChatTemplate(template, Bytes(), "x.gguf").rows(TALK).rows[0], Bytes(), False)
     assert Bytes().decode(example.ids) == "u: hi;a: ho;u: so;a: no;"
     # The template ignores add_generation_prompt: the model itself has to write "a: ".
     assert learned_texts(example, Bytes()) == (["a: ho;a: no;"], True)
@@ -259,7 +260,7 @@ def test_a_template_without_end_tokens_ends_with_end_of_text():
 
 def test_words_that_spell_a_control_token_are_refused(template):
     with pytest.raises(BadExample, match=r"what the user says holds the control token <\|im_end\|>"):
-        template[0].parts([Message("user", "x<|im_end|>"), Message("assistant", "y")])
+        template[0].rows([Message("user", "x<|im_end|>"), Message("assistant", "y")])
 
 
 # -- rows and batches -------------------------------------------------------------------------------------------------
@@ -378,9 +379,14 @@ BAD = [
     (b'{"messages": "hi"}', "messages is a text; expected a list"),
     (b'{"messages": ["hi"]}', "message 1 holds a text; expected role and content"),
     (b'{"messages": [{"role": "user"}]}', "message 1 holds role; expected role and content"),
-    (b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
+    (b'{"messages": [{"content": "a"}]}', "message 1 holds content; expected role and content"),
+    (b'{"messages": [{"role": "assistant", "tool_calls": ["\\ud83d"]}]}', "message 1 holds half a surrogate pair"),
+    (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', "message 1 holds role, tool_calls; the plain"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}', "has tools, for which the plain format"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}], "tools": "x"}', "tools is a text; expected a list"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
     (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),
-    (chat_line(("user", "a"), ("tool", "b")), "message 2 has the role tool; there is: assistant, system, user"),
+    (chat_line(("user", "a"), ("bot", "b")), "message 2 has the role bot; there is: assistant, developer, system,"),
     (chat_line(("user", "a"), ("system", "b")), "message 2 is the system's; only the first can be"),
     (chat_line(("user", "a"), ("assistant", "")), "message 2's content is empty"),
     (chat_line(("user", "a")), "the assistant says nothing in it"),
@@ -438,6 +444,7 @@ def test_too_few_examples_are_refused(tmp_path, raw, words):
         ({"train_on": "completions"}, "data.train_on=completions: did you mean completion?"),
         ({"template": "gguf"}, "data.template=gguf: there is: auto, plain"),
         ({"on_error": "ignore"}, "data.on_error=ignore: there is: refuse, skip"),
+        ({"date": "tomorrow"}, "data.date=tomorrow: must be a day such as 2026-11-21"),
         ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be above 0 and below 1"),
         ({"tokenizer": "words"}, "data.tokenizer=words"),
     ],

@@ -152,6 +152,56 @@ def test_generation_ends_at_tokens_by_key_and_by_name(tmp_path, tokens, keys, en
     assert all(tokenizer.bytes_of(i) == b"" for i in tokenizer.ends if tokenizer.pieces[i] in ENDS)
 
 
+def phi(path: Path, name: Any = "Phi-3 mini", **further: Any) -> Tokenizer:
+    """A tokenizer with phi-3's special tokens in a file that is called so."""
+    keys = sentencepiece()
+    tokens = [*keys["tokens"], "<|endoftext|>", "<|user|>"]
+    types = np.append(keys["token_type"], [CONTROL, CONTROL]).astype(np.int32)
+    scores = np.append(keys["scores"], [0, 0]).astype(np.float32)
+    keys |= {"tokens": tokens, "token_type": types, "scores": scores}
+    return read(path, keys, **{"general.name": name, **further})
+
+
+def test_special_tokens_of_a_file_called_phi_3_swallow_the_white_space_after_them(tmp_path):
+    tokenizer = phi(tmp_path)
+    user = tokenizer.pieces.index("<|user|>")
+    bare = tokenizer.encode("<|user|>The", special=True).tolist()
+    assert bare[0] == user and tokenizer.encode("<|user|> \n\tThe", special=True).tolist() == bare
+    assert tokenizer.encode(" \nThe", special=True, after=user).tolist() == bare[1:], "cut apart it is the same"
+    for name in ("<s>", "<|endoftext|>"):
+        assert len(tokenizer.encode(f"{name}\nThe", special=True)) > len(bare), "these keep it"
+    other = phi(tmp_path, name="phi-2")
+    assert other.encode("<|user|> The", special=True).tolist() != bare
+    assert other.fingerprint() != tokenizer.fingerprint()
+    assert phi(tmp_path, name=np.array([3], np.int32)).swallow_after == frozenset(), "no name at all"
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "of_phi"),
+    [
+        ("mine", "mine", "mine (tokenizer of phi-3)"),
+        ("my Phi3 run", "my phi 3 run", "my Phi3 run"),
+        ("phi-3-phi3", "phi 3-phi 3", "phi-3-phi3"),
+        ("a modern-bert", "a modern bert", "a modern bert (tokenizer of phi-3)"),
+    ],
+)
+def test_an_export_is_called_so_that_llama_cpp_makes_the_ids_that_were_learned(tmp_path, name, plain, of_phi):
+    for tokenizer, expected in ((read(tmp_path, sentencepiece()), plain), (phi(tmp_path), of_phi)):
+        model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
+        values = {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+        write_model(tmp_path / "model.gguf", model, values, tokenizer, general={"name": name})
+        with GGUFFile(tmp_path / "model.gguf") as file:
+            assert file.metadata["general.name"] == expected
+            assert read_tokenizer(file).fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text_and_stands_for_itself(tmp_path):
+    tokens = [*SYMBOLS, "a☃", "ab", END_OF_TEXT, "☃"]
+    tokenizer = read(tmp_path, byte_level(tokens=tokens, token_type=None, merges=["a ☃", "a b"], eos_token_id=258))
+    assert tokenizer.encode("a☃ab").tolist() == [ord("a"), *"☃".encode(), 257]
+    assert tokenizer.decode([256, 257, 259]) == "a☃ab☃"
+
+
 # -- the beginning and the end of a text ------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Masked examples through an engine: a prompt is read and never learned, and a whole run from JSON lines."""
 
+import datetime
 import json
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 from toyexp import Setup
 from toyexp.cli import main
 from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.write import write_model
 from toyexp.recipe import start
+from toyexp.tokenizer import Bytes
+from toyexp_data import jsonl
 from toyexp_data.chat import PLAIN_TEMPLATE
 from toyexp_data.jsonl import Jsonl
 from toyexp_models.llama import Llama
@@ -69,3 +73,35 @@ def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines,
     assert len(steps) == 3 and steps[-1]["loss"] < steps[0]["loss"]
     with GGUFFile(tmp_path / "run" / "model.gguf") as file:
         assert file.metadata["tokenizer.chat_template"] == PLAIN_TEMPLATE
+
+
+def test_a_run_keeps_the_day_that_it_began_on(lines, tmp_path, capsys, monkeypatch):
+    class Day(datetime.date):
+        today_is = datetime.date(2024, 7, 26)
+
+        @classmethod
+        def today(cls):
+            return cls.today_is
+
+    monkeypatch.setattr(jsonl, "date", Day)
+    tokenizer = Bytes()
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %b') }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, context=8, vocab=257)
+    values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_model(tmp_path / "donor.gguf", model, values, tokenizer)
+    data = ["data=jsonl", f"data.path={lines}", f"data.tokenizer={tmp_path / 'donor.gguf'}"]
+    sizes = ["model.d_model=16", "model.d_ff=16", "model.context=32"]
+    words = ["engine=ggml", "engine.threads=1", *data, *sizes, "checkpoint_every=1", "name=day"]
+    assert main([*words, "steps=2", f"hydra.run.dir={tmp_path / 'runs' / 'a'}"]) == 0
+    assert "their template's day is 2024-07-26 (data.date)" in capsys.readouterr().out
+    assert "date: '2024-07-26'" in (tmp_path / "runs" / "a" / "config.yaml").read_text()
+    Day.today_is = datetime.date(2025, 1, 1)
+    assert main([*words, "steps=3", "resume=auto", f"hydra.run.dir={tmp_path / 'runs' / 'b'}"]) == 0
+    assert "resumed from step 2" in capsys.readouterr().out and not (tmp_path / "runs" / "b").exists()
+    assert main([f"resume={tmp_path / 'runs' / 'a'}", "steps=4"]) == 0
+    assert main([f"resume={tmp_path / 'runs' / 'a'}", "steps=5", "data.date=2025-01-01"]) == 2
+    assert "data.date was 2024-07-26 and is 2025-01-01" in capsys.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "runs" / "a" / "events.jsonl").read_text().splitlines()]
+    assert events[0]["data"]["chat_date"] == "2024-07-26"

@@ -30,7 +30,8 @@ from toyexp.schema import Settings
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_callbacks.export import GGUFExport
 from toyexp_callbacks.schedules import Cosine
-from toyexp_data.chat import PLAIN_TEMPLATE, ChatTemplate, Message, plain, tokenize
+from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize
+from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
@@ -79,7 +80,7 @@ def ask(
         "vocab": vocab,
         "plain": int(tokenizer.encode("e")[0]) if tokenizer else None,
         "eos": tokenizer.eos if tokenizer else None,
-        "chats": [[message._asdict() for message in messages] for messages in chats],
+        "chats": [[message.fields() for message in messages] for messages in chats],
     }
     run = subprocess.run(
         [sys.executable, str(JUDGE)],
@@ -477,8 +478,8 @@ def test_llama_cpp_asks_with_the_ids_that_training_read(template, tmp_path):
     tokenizer.controls, tokenizer.chat_template = frozenset([tokenizer.vocab - 2, tokenizer.vocab - 1]), template
     path = write_untrained(tmp_path / "chat.gguf", tokenizer, tokenizer.vocab)
     (prompt,) = ask(path, tokenizer.vocab, None, chats=[TALK]).chats
-    write = plain if template == PLAIN_TEMPLATE else ChatTemplate(template, tokenizer, path).parts
-    example = tokenize(write([*TALK, ANSWER]), tokenizer, everything=False)
+    write = plain if template == PLAIN_TEMPLATE else ChatTemplate(template, tokenizer, path).rows
+    example = tokenize(write([*TALK, ANSWER]).rows[0], tokenizer, everything=False)
     assert example.ids[: len(prompt)].tolist() == prompt
     end = tokenizer.eos if template == PLAIN_TEMPLATE else tokenizer.vocab - 1
     assert example.ids[len(prompt) :].tolist() == [*tokenizer.encode(ANSWER.content), end]

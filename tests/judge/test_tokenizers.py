@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import Tokenizer
-from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp.gguf.special import family
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import BLANK, SentencePiece
 from toyexp.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
-from toyexp_data.chat import ChatTemplate, Message, tokenize
+from toyexp_data.chat import Message, tokenize
+from toyexp_data.template import ChatTemplate
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]
 
@@ -141,11 +143,12 @@ def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]
     return json.loads(run.stdout)
 
 
-def stored(path: Path, tokenizer: Tokenizer, **keys: Any) -> Tokenizer:
-    """The tokenizer as it is read from the file, in which these `tokenizer.ggml.*` keys are others, or None: absent."""
+def stored(path: Path, tokenizer: Tokenizer, name: str = "", **keys: Any) -> Tokenizer:
+    """The tokenizer as it is read from the file `name`d so, with these `tokenizer.ggml.*` keys; None: without it."""
+    tokenizer.family = family(name)
     changed = tokenizer.gguf_metadata() | {f"ggml.{k}": v for k, v in keys.items()}
     tokenizer.source = {k: v for k, v in changed.items() if v is not None}
-    write_untrained(path, tokenizer, tokenizer.vocab)
+    write_untrained(path, tokenizer, tokenizer.vocab, name)
     with GGUFFile(path) as file:
         return read_tokenizer(file)
 
@@ -284,6 +287,114 @@ def test_where_parts_of_a_control_token_are_tokens_llama_cpp_makes_it_of_text_an
     assert [tokenizer.pieces[i] for i in tokenizer.encode("x<s>")] == [BLANK, "x", "<", "s>"]
 
 
+# -- what no key says -------------------------------------------------------------------------------------------------
+
+PHI = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<tool>"]  # the last is user-defined
+AROUND = ("", " ", "  \n", "\t\v\f\r x ", "\u00a0", "\u3000 ")
+
+
+def around(tokens: Sequence[str]) -> list[str]:
+    """Texts in which special tokens stand beside white space of all sorts, and beside one another."""
+    pairs = [(a, b) for a in tokens for b in (*tokens[-2:], "") if a]
+    return [f"{w}a{w}{a}{w}{b}{w}b{w}{a}{w}" for a, b in pairs for w in AROUND]
+
+
+def with_phi_tokens(path: Path, kind: str, name: str) -> Tokenizer:
+    """A tokenizer with phi-3's special tokens, read from a file called `name`."""
+    if kind == "spm":
+        pieces = [*PHI, *(f"<0x{b:02X}>" for b in range(256)), BLANK, "a", "b", "x", f"{BLANK}b", f"{BLANK}{BLANK}"]
+        kinds = [UNKNOWN, *[CONTROL] * 4, USER_DEFINED, *[BYTE] * 256, *[NORMAL] * 6]
+        types = np.array(kinds, np.int32)
+        return stored(path, SentencePiece(pieces, np.zeros(len(pieces), np.float32), types, eos=3), name)
+    pieces = [*PHI, *SYMBOLS, "\u0120b", END_OF_TEXT + END_OF_TEXT]
+    types = np.array([UNKNOWN, *[CONTROL] * 4, USER_DEFINED, *[NORMAL] * 258], np.int32)
+    return stored(path, BPE(pieces, [("\u0120", "b")], 3), name, token_type=types)
+
+
+@pytest.mark.parametrize("kind", ["spm", "bpe"])
+def test_special_tokens_of_a_file_called_phi_3_swallow_white_space_as_in_llama_cpp(kind, tmp_path):
+    names = {"Phi3": True, "a PHI-3.5 model": True, "phi-4": False, "": False}
+    known = {name: with_phi_tokens(tmp_path / f"{n}.gguf", kind, name) for n, name in enumerate(names)}
+    texts = around(PHI)
+    answers = ask([{"model": str(tmp_path / f"{n}.gguf"), "texts": texts, "special": texts} for n in range(len(names))])
+    for (name, swallows), answer in zip(names.items(), answers, strict=True):
+        tokenizer = known[name]
+        assert [tokenizer.encode(text).tolist() for text in texts] == answer["tokens"], name
+        assert [tokenizer.encode(text, special=True).tolist() for text in texts] == answer["special"], name
+        found = {tokenizer.pieces[i] for i in tokenizer.swallow_after}
+        assert found == ({"</s>", "<|user|>", "<tool>"} if swallows else set()), name
+
+
+def test_a_mask_swallows_the_white_space_before_it_where_llama_cpp_says_so(tmp_path):
+    cases = [("<mask>", "jina-v2-code", ""), ("<mask>", "gpt-2", ""), ("[MASK]", "gpt-2", "modern-bert small"),
+             ("[MASK]", "modern-bert", "x"), ("[MASK]", "jina-v2-de", "modern-bert")]  # fmt: skip
+    questions, tokenizers = [], []
+    for n, (mask, pre, name) in enumerate(cases):
+        types = np.array([CONTROL, *[NORMAL] * 256, CONTROL], np.int32)
+        path = tmp_path / f"{n}.gguf"
+        tokenizers.append(stored(path, BPE([mask, *SYMBOLS, "<end>"], [], 257), name, token_type=types, pre=pre))
+        questions.append({"model": str(path), "special": around([mask])})
+    for tokenizer, answer, case in zip(tokenizers, ask(questions), cases, strict=True):
+        ours = [tokenizer.encode(text, special=True).tolist() for text in around([case[0]])]
+        assert ours == answer["special"], case
+
+
+def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text(tmp_path):
+    pieces = [*SYMBOLS, "\u2603", "a\u2603", "a b", "ab", END_OF_TEXT]
+    merges = [("a", "\u2603"), ("a", "b")]
+    tokenizer = stored(tmp_path / "model.gguf", BPE(pieces, merges, 260), pre="llama-bpe", add_bos_token=False)
+    texts = ["\u2603", "a\u2603 a b ab", "\u2603a", "\u0120", *NASTY]
+    (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "texts": texts}])
+    assert [tokenizer.encode(text).tolist() for text in texts] == answer["tokens"]
+    assert {256, 257, 258}.isdisjoint(i for ids in answer["tokens"] for i in ids)
+    assert [tokenizer.bytes_of(i) for i in (256, 257, 258)] == ["\u2603".encode(), "a\u2603".encode(), b"a b"]
+
+
+def checkout(folder: str) -> Path:
+    """A folder of a checkout of llama.cpp; skips without one."""
+    root = os.environ.get("TOYEXP_LLAMA_CPP")
+    if not root:
+        pytest.skip("no checkout of llama.cpp is named: TOYEXP_LLAMA_CPP=...")
+    return Path(root) / folder
+
+
+@pytest.mark.full
+def test_every_vocabulary_of_llama_cpps_sources(tmp_path):
+    """Its own files with their own texts and ids, and llama.cpp asked about texts of ours."""
+    supported, ours, questions = ("gpt2", "llama"), [], []
+    plain = texts(400)
+    for path in sorted(checkout("models").glob("ggml-vocab-*.gguf")):
+        with GGUFFile(path) as file:
+            kind = file.metadata["tokenizer.ggml.model"]
+            if kind not in supported:
+                with pytest.raises(GGUFError, match=rf"\({kind}, pre-tokenizer .* is not supported"):
+                    read_tokenizer(file)
+                continue
+            tokenizer = read_tokenizer(file)
+            name = file.metadata.get("general.name", "")
+        expected = path.with_name(f"{path.name}.out")
+        if expected.exists():
+            theirs = [[int(i) for i in line.split()] for line in expected.read_text().split("\n")]
+            said = path.with_name(f"{path.name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+            found = [tokenizer.encode(text).tolist() for text in said]
+            assert (path.name, found) == (path.name, theirs[: len(said)])
+        # A character without a token is refused here; llama.cpp leaves it out.
+        missing = tokenizer._missing if isinstance(tokenizer, BPE) else frozenset()
+        special = around([tokenizer.pieces[i] for i in sorted(tokenizer._special)[:12]])
+        known, spelled = ([t for t in part if t and missing.isdisjoint(t.encode())] for part in (plain, special))
+        copy = tmp_path / path.name
+        write_untrained(copy, tokenizer, len(tokenizer.source["ggml.tokens"]), name)
+        questions.append({"model": str(copy), "texts": known, "special": spelled, "prompts": known[:20]})
+        tells = [tokenizer.prompt(text).tolist() for text in known[:20]]
+        found = tokenizer._encode_all(known), tokenizer._encode_all(spelled, True)
+        ours.append([*([ids.tolist() for ids in part] for part in found), tells])
+    assert questions, "there is no vocabulary in it"
+    for question, found, answer in zip(questions, ours, ask(questions), strict=True):
+        for part, what in zip(found, ("tokens", "special", "prompts"), strict=True):
+            for one, other in zip(part, answer[what], strict=True):
+                assert (question["model"], what, one) == (question["model"], what, other)
+
+
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 TEMPLATES = {
@@ -314,8 +425,10 @@ def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_pat
     write_untrained(path, tokenizer, tokenizer.vocab)
     with GGUFFile(path) as file:
         tokenizer = read_tokenizer(file)
-    (prompt,) = ask([{"model": str(path), "chats": [[m._asdict() for m in TALK]]}])[0]["chats"]
-    example = tokenize(ChatTemplate(tokenizer.chat_template, tokenizer, path).parts([*TALK, ANSWER]), tokenizer, False)
+    (prompt,) = ask([{"model": str(path), "chats": [[m.fields() for m in TALK]]}])[0]["chats"]
+    example = tokenize(
+        ChatTemplate(tokenizer.chat_template, tokenizer, path).rows([*TALK, ANSWER]).rows[0], tokenizer, False
+    )
     assert example.ids[: len(prompt)].tolist() == prompt
     assert prompt[:2].count(tokenizer.bos) <= 1
     answer = example.ids[len(prompt) :].tolist()

@@ -272,6 +272,10 @@ ATTACKS = [
     "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "{{ strftime_now.__self__._template.environment.globals.clear() }}",
+    "{{ (strftime_now | attr('__func__')).__globals__['os'] }}",
+    "{% generation %}{{ caller.__globals__.x }}{% endgeneration %}",
+    "{% generation %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endgeneration %}",
 ]
 
 
@@ -288,7 +292,7 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     with pytest.raises(chat.BadChat):
         template.render(messages, answer=True)
     assert time.monotonic() - began < 10 and not Path("touched").exists()
-    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True) == "hello", "nothing lingers"
+    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello"
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ def scrambled(seed: int, count: int) -> list[str]:
     return ["".join(rng.choice(rng.choice(classes)) for _ in range(rng.randrange(1, 16))) for _ in range(count)]
 
 
-def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Path:
-    """A smallest model around a tokenizer."""
+def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int, name: str | None = None) -> Path:
+    """A smallest model around a tokenizer, called `name`."""
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=32, vocab=vocab)
-    write_model(path, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, tokenizer)
+    values = {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+    write_model(path, model, values, tokenizer, general={"name": name} if name else None)
     return path

@@ -6,12 +6,13 @@ exported with such a vocabulary meets these rules, so whoever reads the vocabula
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from toyexp.tokenizer import CONTROL, NORMAL, USER_DEFINED
+from toyexp.tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Tokenizer
 
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -38,6 +39,13 @@ FILL = {
 }  # fmt: skip
 ENDING_FILL = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+# What llama.cpp looks for in `general.name`, and a spelling that it does not find.
+FAMILIES = {
+    "phi-3": (re.compile("phi-?3", re.IGNORECASE | re.ASCII), "phi 3"),
+    "modern-bert": (re.compile("modern-bert", re.IGNORECASE | re.ASCII), "modern bert"),
+}
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of phi-3's special tokens
+MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")  # pre-tokenizers with which <mask> takes the space before it
 
 
 def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str, Any]) -> tuple[np.ndarray, set[int]]:
@@ -66,3 +74,35 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
         ends.remove(ids["</s>"])
         types[ids["</s>"]] = NORMAL
     return types, ends
+
+
+def family(name: str) -> str:
+    """The family of vocabularies that llama.cpp takes a file's for by its `general.name`, or nothing."""
+    return next((known for known, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
+
+
+def swallowing(ids: Mapping[str, int], types: np.ndarray, pre: str, of: str) -> tuple[frozenset[int], frozenset[int]]:
+    """The special tokens that swallow the white space before them in a text, and those that swallow what follows.
+
+    No key says so: llama.cpp goes by the pre-tokenizer and the family (`of`). `types` are those of `special_tokens`.
+    """
+    special = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist())
+
+    def named(*texts: str) -> frozenset[int]:
+        return frozenset(ids[text] for text in texts if text in ids) & special
+
+    if any(known in pre for known in MASKED):
+        return named("<mask>"), frozenset()
+    if of == "phi-3":
+        return frozenset(), special - named(*KEEP_SPACE)
+    return (named("[MASK]") if of == "modern-bert" else frozenset()), frozenset()
+
+
+def fitting_name(name: str, tokenizer: Tokenizer | None) -> str:
+    """`general.name` for a file with this tokenizer: one by which llama.cpp makes the ids that the model knows."""
+    wanted = tokenizer.family if tokenizer is not None else ""
+    if family(name) == wanted:
+        return name
+    for pattern, instead in FAMILIES.values():
+        name = pattern.sub(instead, name)
+    return f"{name} (tokenizer of {wanted})" if wanted else name

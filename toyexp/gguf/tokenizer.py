@@ -8,7 +8,7 @@ import numpy as np
 
 from toyexp.errors import printable
 from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.special import special_tokens
+from toyexp.gguf.special import family, special_tokens, swallowing
 from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import SentencePiece
 from toyexp.tokenizer import (
@@ -92,6 +92,8 @@ class _Reader:
         tokenizer.stops = frozenset(self.ends) - {tokenizer.eos}
         tokenizer.controls = self._of_types(CONTROL, UNKNOWN) - {tokenizer.eos}
         tokenizer.user_defined = self._of_types(USER_DEFINED)
+        tokenizer.family = self.family
+        tokenizer.swallow_before, tokenizer.swallow_after = self.swallowing
         shown = self._of_types(NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE)
         tokenizer.silent = frozenset(range(len(self.pieces))) - shown
         tokenizer.source, tokenizer.chat_template = self.all, read_chat_template(self.file)
@@ -125,6 +127,9 @@ class _Reader:
             raise self.file.error(f"its tokenizer has two equal tokens: {printable(twice)}")
         types = self._array("token_type", len(tokens), "i", NORMAL)
         self.types, self.ends = special_tokens(ids, types, self.keys)
+        pre, name = _kind(self.file)[1], self.file.metadata.get("general.name", "")
+        self.family = family(name) if isinstance(name, str) else ""
+        self.swallowing = swallowing(ids, self.types, pre, self.family)
         least = max(self.keys.get(name, 0) for name in IDS) + 1
         count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
         self.pieces, self.types = tokens[:count], self.types[:count]
@@ -160,11 +165,9 @@ class _Reader:
             raise self.file.error(
                 "its tokenizer is byte-level BPE, and has byte tokens (token_type 6) as SentencePiece has"
             )
-        ordinary = [pieces[i] for i in self._of_types(NORMAL) - {eos}]
-        strange = set("".join(ordinary)) - BYTE_OF.keys()
-        if strange:
-            piece = next(piece for piece in ordinary if not strange.isdisjoint(piece))
-            raise self.file.error(f"its token {printable(piece)} is not in byte-level form")
+        # Text is cut and merged in byte symbols, so it never produces a token of other characters.
+        strange = {i for i in self._of_types(NORMAL) if not BYTE_OF.keys() >= set(pieces[i])}
+        unreachable = self.unreachable | strange
         pairs = self._pairs()
         known = set(pieces)
         real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
@@ -178,9 +181,9 @@ class _Reader:
         lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
         if lost is not None:
             raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
-        hidden = {pieces[i] for i in self.unreachable}
+        hidden = {pieces[i] for i in unreachable}
         merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
-        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], self.unreachable)
+        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], unreachable)
 
     def _pairs(self) -> list[tuple[str, str]]:
         """The merges, each once: llama.cpp keeps the first of equal ones."""

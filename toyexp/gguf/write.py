@@ -15,6 +15,7 @@ from toyexp.errors import RunFailed
 from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
+from toyexp.gguf.special import fitting_name
 from toyexp.gguf.whole import in_one_piece
 from toyexp.model import Model
 from toyexp.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
@@ -72,7 +73,10 @@ def write_model(
     writer.add("general.file_type", FILE_TYPES[kind])
     writer.add("general.quantization_version", 2)
     writer.add("general.size_label", size_label(sum(a.size for a in tensors.values())))
-    for key, value in model_metadata(model, general or {}, data or {}).items():
+    general = dict(general or {})
+    if isinstance(general.get("name"), str):
+        general["name"] = fitting_name(general["name"], tokenizer)
+    for key, value in model_metadata(model, general, data or {}).items():
         writer.add(key, value)
     if model.reads == "tokens":
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():

@@ -1,0 +1,245 @@
+"""Conversations as a GGUF's own chat template writes them, cut into what is learned and what is only read.
+
+An answer is learned behind the very text with which the model is asked for it. Templates change earlier turns once
+others follow: they drop what was thought before an answer, or move the system's words to the last question. Then no one
+text holds all answers as they are asked for, and a conversation makes several rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toyexp import Tokenizer, UserError, printable
+from toyexp.chat import REASONING, BadChat, Rendered, Template, control_pattern
+from toyexp_data.chat import BadExample, Message, Part, Rows, strings
+
+_ADVICE = "data.template=plain does without it"
+_MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+_TAG_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+# How templates ask for an answer without thinking: they write a thought that is empty.
+_NO_THOUGHT = re.compile(
+    r"<think>\s*</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>|"
+    r"<\|START_THINKING\|>\s*<\|END_THINKING\|>"
+)
+
+
+class Turn(NamedTuple):
+    """An answer: what the model reads when it is asked, what it is to write, and which ranges of that are learned.
+
+    What stands behind the last range is left to the text that follows.
+    """
+
+    read: str
+    answer: str
+    learned: list[tuple[int, int]]
+    as_asked: bool  # whether the template begins the answer as it does when it asks for one
+    ended: bool  # by a control token, or by the marks of {% generation %}
+
+    @property
+    def text(self) -> str:
+        """All of it up to the last range."""
+        return self.read + self.answer[: self.learned[-1][1]]
+
+    def parts(self, have: int, end: bool) -> list[Part]:
+        """What comes after the first `have` characters of `read`; with `end`, an end-of-text token closes it."""
+        pieces, at = [(self.read[have:], False)], 0
+        for begin, stop in self.learned:
+            pieces += [(self.answer[at:begin], False), (self.answer[begin:stop], True)]
+            at = stop
+        parts = [Part(text, learned, special=True) for text, learned in pieces if text]
+        return [*parts[:-1], parts[-1]._replace(end=end)]
+
+
+class ChatTemplate:
+    """A GGUF's own chat template, which says what the assistant's words are; UserError for one that cannot be used.
+
+    A template that writes the day is told `now`, or the truth; `dated` says whether one did.
+    """
+
+    def __init__(self, template: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
+        try:
+            self._template = Template(template, tokenizer, path, now)
+        except UserError as error:
+            raise type(error)(f"{error}; {_ADVICE}") from None
+        self.text = template
+        self._control = control_pattern(tokenizer)
+        self._ends = frozenset(tokenizer.pieces[i] for i in tokenizer.ends)
+        self._marks = _MARKS.search(template) is not None
+
+    @property
+    def dated(self) -> bool:
+        """Whether the template has asked what day it is."""
+        return self._template.dated
+
+    def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
+        """A conversation as rows; with `everything` learned it is one, whatever the template does to earlier turns.
+
+        Raises BadExample for one that the template refuses, or in which it does not write what the assistant says.
+        """
+        self._check(messages, tools)
+        talk = _Conversation(self._template, messages, tools)
+        whole = talk.until(len(messages), False).text
+        answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        numbered = [(number, turn) for number in answers if (turn := self._turn(talk, number))]
+        turns = [turn for _, turn in numbered]
+        if not turns:
+            raise BadExample("the chat template marks none of it as the assistant's words ({% generation %})")
+        open_end = not turns[-1].ended and answers[-1] == len(messages) - 1
+        rows = _joined(turns, open_end)
+        if everything and len(rows) > 1:
+            rows = [[Part(whole, True, end=open_end, special=True)]]
+        elif whole.startswith(turns[-1].text) and len(whole) > len(turns[-1].text):
+            rows[-1].append(Part(whole[len(turns[-1].text) :], False, special=True))
+        dropped = sum(_thought(messages[number]) not in turn.answer for number, turn in numbered)
+        return Rows(rows, sum(not turn.as_asked for turn in turns), dropped)
+
+    def _check(self, messages: Sequence[Message], tools: Any) -> None:
+        said = [(f"what the {m.role} says", m.fields()) for m in messages]
+        for what, value in [*said, ("tools", tools)]:
+            for text in strings(value):
+                if spelled := self._control.search(text):
+                    raise BadExample(f"{what} holds the control token {printable(spelled[0])}")
+
+    def _turn(self, talk: _Conversation, number: int) -> Turn | None:
+        """Message `number`, which is an answer; None where the template marks nothing of it."""
+        asked, after = talk.until(number, True).text, talk.until(number + 1, False)
+        read, answer, as_asked = asked, after.text[len(asked) :], True
+        if not after.text.startswith(asked):
+            read, answer, as_asked = self._aligned(talk, number)
+        talk.require_said(number, answer)
+        if not self._marks or not after.text.endswith(answer):
+            stop = self._stop(answer, talk.messages[number].said.strip())
+            return Turn(read, answer, [(0, stop or len(answer))], as_asked, ended=bool(stop))
+        start = len(after.text) - len(answer)
+        marked = [(begin, end) for begin, end in after.marked if end > max(begin, start)]
+        if marked and (early := start - marked[0][0]) > 0 and read.endswith(after.text[marked[0][0] : start]):
+            read, answer, start = read[:-early], after.text[start - early :], start - early
+        learned = [(max(begin - start, 0), end - start) for begin, end in marked]
+        return Turn(read, answer, learned, as_asked, ended=True) if learned else None
+
+    def _stop(self, answer: str, said: str) -> int:
+        """Where generation ends, or else behind the last control token; 0 without one."""
+        at = answer.find(said)
+        controls = list(self._control.finditer(answer, at + len(said) if at >= 0 else 0))
+        ends = [found.end() for found in controls if found[0] in self._ends]
+        return ends[0] if ends else controls[-1].end() if controls else 0
+
+    def _aligned(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
+        """What is read and what is written, where the text that asks is not how the text with the answer begins.
+
+        They are laid side by side from where the turn before the answer ends.
+        """
+        message, asked, after = talk.messages[number], talk.until(number, True).text, talk.until(number + 1, False).text
+        begin, end = talk.place(number, number + 1, False) or (len(after), len(after))
+        turn_asked, turn_after = talk.end_of_turn(number, True), talk.end_of_turn(number, False)
+        cut = turn_after + _shared(asked[turn_asked:], after[turn_after:begin])
+        cut = next((m.start() for m in self._control.finditer(after) if m.start() < cut < m.end()), cut)
+        header = _TAG_BEGUN.sub("", after[turn_after:cut])  # what both write before the answer, in whole tokens
+        read, answer = asked[: turn_asked + len(header)], after[turn_after + len(header) :]
+        opening, content = asked[len(read) :].strip(), message.said.lstrip()
+        if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thought(message)):
+            return asked, answer, True  # what came before differs, or the template begins the answer itself
+        if content.startswith(opening):
+            rest = content.removeprefix(opening).lstrip()
+            tail = rest[len(rest.rstrip()) :]
+            return asked, (rest if after[:end].endswith(tail) else rest.rstrip()) + after[end:], True
+        return read, answer, False
+
+
+class _Conversation:
+    """A conversation under a template; each of its beginnings is rendered once."""
+
+    def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
+        self.messages = messages
+        self._template, self._tools = template, tools
+        self._done: dict[tuple[int, bool], Rendered] = {}
+
+    def until(self, count: int, ask: bool) -> Rendered:
+        """The first messages; with `ask`, up to where the assistant's next answer begins."""
+        key = count, ask
+        if key not in self._done:
+            self._done[key] = self._render(self.messages[:count], ask)
+        return self._done[key]
+
+    def _render(self, messages: Sequence[Message], ask: bool) -> Rendered:
+        try:
+            return self._template.render([m.fields() for m in messages], ask, self._tools)
+        except BadChat as reason:
+            raise BadExample(str(reason)) from None
+
+    def place(self, number: int, count: int, ask: bool) -> tuple[int, int] | None:
+        """Where in the text of the first messages stands what message `number` says, if anywhere.
+
+        Another text is put in its place, to see what changes.
+        """
+        message, text = self.messages[number], self.until(count, ask).text
+        other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
+        changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
+        altered = self._render(changed, ask).text
+        begin = _shared(text, altered)
+        if begin == len(text) == len(altered):
+            return None
+        after = min(_shared(text[::-1], altered[::-1]), len(text) - begin, len(altered) - begin)
+        return begin, len(text) - after
+
+    def end_of_turn(self, number: int, ask: bool) -> int:
+        """Where the message before answer `number` ends, in the text that asks for the answer or in that which has it.
+
+        Raises BadExample where that message stands nowhere.
+        """
+        found = self.place(number - 1, number + (not ask), ask) if number else (0, 0)
+        if found is None:
+            raise BadExample(f"the chat template does not write a turn the same once others follow; {_ADVICE}")
+        return found[1]
+
+    def require_said(self, number: int, answer: str) -> None:
+        """Raises BadExample unless the answer holds what the message says, but for what was thought before it."""
+        said = self.messages[number].said
+        calls = self.messages[number].further.get("tool_calls") or ()
+        wanted = [said.strip() if said.strip() in answer else said.rpartition("</think>")[2].strip(), *_called(calls)]
+        if not answer or not all(text in answer for text in wanted):
+            raise BadExample(f"the chat template leaves out what the assistant says; {_ADVICE}")
+
+
+def _thought(message: Message) -> str:
+    """What the message says was thought before the answer, wherever it says so."""
+    thought = next((str(message.further[key]) for key in REASONING if message.further.get(key)), "")
+    return (thought or message.said.rpartition("</think>")[0].rpartition("<think>")[2]).strip()
+
+
+def _called(calls: Any) -> list[str]:
+    """The names of the tools in a message's `tool_calls`."""
+    found = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function.get("name", "")) for function in found if isinstance(function, dict)]
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        same = one[least:middle] == other[least:middle]
+        least, most = (middle, most) if same else (least, middle - 1)
+    return least
+
+
+def _joined(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
+    """Answers in as few rows as can be: one follows another where the model reads that other when it is asked.
+
+    A row whose last answer has no end of its own is closed with end-of-text, the last row only if `open_end`.
+    """
+    rows: list[list[Part]] = []
+    before = ""
+    for number, turn in enumerate(turns):
+        follows = bool(rows) and turn.read.startswith(before)
+        if not follows:
+            rows.append([])
+        last = number == len(turns) - 1
+        closed = open_end if last else not turns[number + 1].read.startswith(turn.text)
+        rows[-1] += turn.parts(len(before) if follows else 0, end=closed and not turn.ended)
+        before = turn.text
+    return rows

@@ -1,0 +1,302 @@
+"""Chat templates that do more than write one turn after another: what is read, what is learned, and in which rows.
+
+That their text is what transformers writes is tests/judge/test_templates.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toyexp import UserError
+from toyexp.chat import BadChat, Template
+from toyexp.gguf.write import write_model
+from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes
+from toyexp_data.chat import BadExample, Message, Part, tokenize
+from toyexp_data.jsonl import Jsonl
+from toyexp_data.template import ChatTemplate
+from toyexp_models.llama import Llama
+
+pytest.importorskip("jinja2", reason="chat templates: pip install 'toyexp[data]'")
+
+TURN = "<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n"
+ASK = "{%% if add_generation_prompt %%}<|im_start|>assistant\n%s{%% endif %%}"
+CHATML = "{% for m in messages %}" + TURN % "m.content" + "{% endfor %}" + ASK % ""
+# Drops what was thought before every answer but the last, as Qwen's do.
+THINKING = (
+    "{% for m in messages %}{% set said = m.content if loop.last else m.content.split('</think>')[-1].lstrip() %}"
+    + TURN % "said" + "{% endfor %}" + ASK % ""
+)  # fmt: skip
+# Drops it from every answer and begins the thought itself when it asks, as R1's distilled ones do.
+DROPPED = "{% for m in messages %}" + TURN % "m.content.split('</think>')[-1].lstrip()" + "{% endfor %}"
+BEGUN = DROPPED + ASK % "<think>\n"
+NOT_TO_THINK = "{% for m in messages %}" + TURN % "m.content" + "{% endfor %}" + ASK % "<think>\n\n</think>\n\n"
+# Puts the system's words before the last question, if nothing follows it, as Mistral Nemo's does.
+MOVED = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n"
+    "{% endif %}{{ m.content }}[/INST]{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+# Ends whatever it writes with end-of-text, as Phi 3.5's does.
+ENDED = "{% for m in messages %}" + TURN % "m.content" + "{% endfor %}" + ASK % "" + (
+    "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+)  # fmt: skip
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}" + ASK % ""
+)
+
+
+def vocabulary() -> BPE:
+    tokenizer = BPE([*SYMBOLS, END_OF_TEXT, "<|im_start|>", "<|im_end|>"], [], 256)
+    tokenizer.controls, tokenizer.stops = frozenset([257, 258]), frozenset([258])
+    return tokenizer
+
+
+def talk(*said: str, system: str = "") -> list[Message]:
+    """What user and assistant say in turn."""
+    turns = [Message(("user", "assistant")[n % 2], text) for n, text in enumerate(said)]
+    return [*([Message("system", system)] if system else []), *turns]
+
+
+def written(template: str, messages: Sequence[Message], **changes: Any) -> tuple[list[str], list[list[str]]]:
+    """The text of each row up to its last learned part, and the learned parts of each."""
+    rows = ChatTemplate(template, vocabulary(), "x.gguf").rows(messages, **changes).rows
+    ends = [max(n for n, part in enumerate(row) if part.learned) + 1 for row in rows]
+    texts = ["".join(part.text for part in row[:end]) for row, end in zip(rows, ends, strict=True)]
+    return texts, [[part.text for part in row if part.learned] for row in rows]
+
+
+def rendered(template: str, messages: Sequence[Message], ask: bool = False) -> str:
+    return Template(template, vocabulary(), "x.gguf").render([m.fields() for m in messages], ask).text
+
+
+THOUGHTS = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ordinary_template_makes_one_row_of_a_conversation():
+    messages = talk("q1", "a1", "q2", "a2", "q3")
+    texts, learned = written(CHATML, messages)
+    assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
+    assert rendered(CHATML, messages).startswith(texts[0])
+
+
+def test_where_earlier_thoughts_are_dropped_each_answer_is_learned_behind_what_the_model_reads():
+    texts, learned = written(THINKING, THOUGHTS)
+    assert learned == [[THOUGHTS[1].content + "<|im_end|>"], [THOUGHTS[3].content + "<|im_end|>"]]
+    for n, (text, (answer,)) in enumerate(zip(texts, learned, strict=True)):
+        assert text == rendered(THINKING, THOUGHTS[: 2 * n + 1], ask=True) + answer
+    assert "t1" not in texts[1] and "a1" in texts[1]
+    whole, all_learned = written(THINKING, THOUGHTS, everything=True)
+    assert whole == all_learned[0] == [rendered(THINKING, THOUGHTS)], "all of one text is learned once"
+
+
+def test_an_answer_whose_beginning_the_template_writes_itself_is_learned_from_there_on():
+    texts, learned = written(BEGUN, THOUGHTS)
+    assert learned == [["t1\n</think>\n\na1<|im_end|>"], ["t2\n</think>\n\na2<|im_end|>"]]
+    assert texts[1] == rendered(BEGUN, THOUGHTS[:3], ask=True) + learned[1][0]
+    made = ChatTemplate(BEGUN, vocabulary(), "x").rows(THOUGHTS)
+    assert (made.not_as_asked, made.thoughts_dropped) == (0, 0)
+
+
+def test_an_answer_without_the_thought_that_is_asked_for_is_learned_as_it_stands_and_counted():
+    texts, learned = written(BEGUN, talk("q1", "a1", "q2", "a2"))
+    assert learned == [["a1<|im_end|>", "a2<|im_end|>"]] and "think" not in texts[0]
+    assert ChatTemplate(BEGUN, vocabulary(), "x").rows(talk("q1", "a1", "q2", "a2")).not_as_asked == 2
+    split, begun = written(CHATML + "{% if add_generation_prompt %}<th{% endif %}", talk("q", "<b>x"))
+    assert begun == [["<b>x<|im_end|>"]] and split[0].endswith("assistant\n<b>x<|im_end|>"), "no tag is cut in two"
+
+
+def test_an_empty_thought_with_which_the_template_asks_stands_before_the_answer():
+    messages = talk("q1", "a1", "q2", "a2")
+    texts, learned = written(NOT_TO_THINK, messages)
+    assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
+    assert texts[1] == rendered(NOT_TO_THINK, messages[:3], ask=True) + "a2<|im_end|>"
+    assert ChatTemplate(NOT_TO_THINK, vocabulary(), "x").rows(messages).not_as_asked == 0
+
+
+def test_words_that_the_template_moves_are_read_where_the_model_is_asked():
+    messages = talk("q1", "a1", "q2", "a2", system="s")
+    texts, learned = written(MOVED, messages)
+    assert texts == ["[INST]s\nq1[/INST]a1<|im_end|>", "[INST]q1[/INST]a1<|im_end|>[INST]s\nq2[/INST]a2<|im_end|>"]
+    assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
+
+
+def test_an_answer_ends_where_generation_does():
+    _, learned = written(ENDED, talk("q1", "a1", "q2", "a2"))
+    assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
+    unknown = vocabulary()
+    unknown.stops = frozenset()
+    rows = ChatTemplate(ENDED, unknown, "x").rows(talk("q1", "a1", "q2", "a2")).rows
+    assert [[p.text for p in row if p.learned] for row in rows] == [
+        ["a1<|im_end|>\n<|endoftext|>"], ["a2<|im_end|>\n<|endoftext|>"],
+    ]  # fmt: skip
+
+
+def test_every_row_without_an_end_of_its_own_is_closed_with_end_of_text():
+    template = THINKING.replace("<|im_end|>", ";")
+    rows = ChatTemplate(template, vocabulary(), "x").rows(THOUGHTS).rows
+    assert [[part.end for part in row] for row in rows] == [[False, True], [False, True]]
+    assert tokenize(rows[0], vocabulary(), False).ids[-1] == 256
+    asked = ChatTemplate(template, vocabulary(), "x").rows([*THOUGHTS, Message("user", "q3")]).rows
+    assert not asked[1][-1].end, "a conversation that goes on has not ended"
+
+
+# -- {% generation %} -------------------------------------------------------------------------------------------------
+
+
+def test_marks_say_what_is_learned():
+    messages = talk("q1", "a1", "q2", "a2")
+    assert written(MARKED, messages)[1] == [["a1<|im_end|>", "a2<|im_end|>"]]
+    only_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and m.content == 'a2'")
+    assert written(only_last, messages)[1] == [["a2<|im_end|>"]]
+    middle = MARKED.replace("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
+                            "({% generation %}{{ m.content }}{% endgeneration %})<|im_end|>")  # fmt: skip
+    assert written(middle, messages)[1] == [["a1", "a2"]]
+    header = MARKED.replace(
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}",
+        "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n",
+    )
+    header = header.replace("{% else %}", "{% else %}<|im_start|>{{ m.role }}\n")  # fmt: skip
+    texts, learned = written(header, messages)
+    assert learned == [[f"<|im_start|>assistant\n{answer}<|im_end|>" for answer in ("a1", "a2")]]
+    assert rendered(header, messages).startswith(texts[0])
+
+
+def test_a_conversation_in_which_nothing_is_marked_is_refused():
+    with pytest.raises(BadExample, match="marks none of it"):
+        written(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
+
+
+def test_an_answer_of_which_nothing_is_left_is_refused():
+    silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
+    with pytest.raises(BadExample, match="leaves out what the assistant says"):
+        written("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
+    with pytest.raises(BadExample, match="marks none of it"):
+        written(
+            MARKED.replace("{% generation %}", "").replace("{% endgen", "{% generation %}{% endgen"), talk("q", "a")
+        )
+    tokenizer = vocabulary()
+    tokenizer.swallow_after = frozenset([257])
+    with pytest.raises(BadExample, match="nothing to learn once it is tokenized"):
+        tokenize([Part("<|im_start|>", False, special=True), Part(" \n", True)], tokenizer, False)
+
+
+def test_marks_count_from_behind_a_bos_that_every_text_begins_with():
+    tokenizer = vocabulary()
+    tokenizer.bos, tokenizer.add_bos = 257, True
+    made = Template("{{ bos_token }}x{% generation %}yz{% endgeneration %}", tokenizer, "x").render([], False)
+    assert made.text == "xyz" and made.marked == [(1, 3)]
+
+
+# -- what templates know ----------------------------------------------------------------------------------------------
+
+
+def test_messages_and_tools_reach_the_template_as_they_are():
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson(indent=1) }}"
+    call = {"function": {"name": "add", "arguments": {"ü": "<"}}}
+    messages = [Message("user", "q"), Message("assistant", None, {"tool_calls": [call]}), Message("tool", "")]
+    text = Template(template, vocabulary(), "x").render([m.fields() for m in messages], False, [{"name": "add"}]).text
+    assert text == (
+        '{"role": "user", "content": "q"}'
+        '{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"ü": "<"}}}]}'
+        '{"role": "tool", "content": ""}[\n {\n  "name": "add"\n }\n]'
+    )
+    with pytest.raises(BadExample, match="leaves out what the assistant says"):
+        written("{% for m in messages %}{{ m.role }}{% endfor %}", messages)
+
+
+def test_a_control_token_is_found_wherever_a_message_holds_it():
+    call = Message("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]})
+    with pytest.raises(BadExample, match=r"what the assistant says holds the control token <\|im_end\|>"):
+        written(CHATML, [Message("user", "q"), call])
+    with pytest.raises(BadExample, match=r"tools holds the control token <\|im_start\|>"):
+        written(CHATML, talk("q", "a"), tools=[{"<|im_start|>": 1}])
+
+
+def test_a_template_is_told_the_day():
+    template = "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}"
+    made = Template(template, vocabulary(), "x", datetime(2024, 7, 26))
+    assert not made.dated and made.render([], False).text == "26 Jul 2024!" and made.dated
+    assert Template(template, vocabulary(), "x").render([], False).text.endswith(f" {date.today().year}!")
+
+
+@pytest.mark.parametrize("template", ["{{ strftime_now.__globals__.x }}", "{{ raise_exception.__globals__['x'] }}",
+                                      "{{ strftime_now.__self__._now }}", "{% generation %}{{ ''.__class__ }}"
+                                      "{% endgeneration %}{{ messages.append(1) }}"])  # fmt: skip
+def test_the_functions_of_a_template_lead_nowhere(template):
+    with pytest.raises(BadChat, match="refuses it"):
+        Template(template, vocabulary(), "x").render([], False)
+
+
+def test_a_mark_that_is_never_closed_is_a_broken_template():
+    with pytest.raises(UserError, match=r"x\.gguf: its chat template is not valid \("):
+        ChatTemplate("{% generation %}x", Bytes(), "x.gguf")
+
+
+# -- in a data set ----------------------------------------------------------------------------------------------------
+
+
+def opened(folder: Path, template: str, chats: Sequence[Sequence[Message]], **changes: Any) -> tuple[Jsonl, Any]:
+    """Conversations as data=jsonl reads them, with a tokenizer whose file has the template."""
+    tokenizer = vocabulary()
+    tokenizer.chat_template = template
+    model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
+    values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_model(folder / "donor.gguf", model, values, tokenizer)
+    lines = [json.dumps({"messages": [m.fields() for m in chat]}) for chat in chats]
+    (folder / "x.jsonl").write_text("\n".join(lines))
+    data = Jsonl(path=str(folder / "x.jsonl"), tokenizer=str(folder / "donor.gguf"), **changes)
+    data.check()
+    return data, data.open(None)
+
+
+def test_conversations_that_make_several_rows_are_counted_and_held_out_whole(tmp_path):
+    _, dataset = opened(tmp_path, THINKING, [THOUGHTS, talk("q", "a")] * 3, val_fraction=0.3)
+    facts = dataset.describe()
+    assert (facts["chats"], facts["chats_in_rows"], facts["rows_of_these"], facts["examples"]) == (6, 3, 6, 9)
+    held = dataset.tokenizer.decode(dataset.held_out.ids)
+    assert held.count("t1") == held.count("t2"), "an answer is not trained on whose question is held out"
+    assert "3 conversations make 6 rows" in dataset.remarks()[0]
+    _, everything = opened(tmp_path, THINKING, [THOUGHTS] * 2, train_on="all")
+    assert everything.describe()["examples"] == 2 and everything.describe()["chats_in_rows"] == 0
+
+
+def test_what_a_template_does_otherwise_or_leaves_out_is_said(tmp_path):
+    _, dataset = opened(tmp_path, BEGUN, [talk("q", "a"), THOUGHTS, talk("q", "b")])
+    assert dataset.describe()["answers_not_as_asked"] == 2 and "2 answers do not begin" in dataset.remarks()[1]
+    _, dataset = opened(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
+    assert dataset.describe()["thoughts_dropped"] == 4
+    assert [words for words in dataset.remarks() if "4 answers without what was thought" in words]
+
+
+def test_a_refusal_is_told_with_the_line_and_the_templates_words(tmp_path):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system\nrole') }}{% endif %}" + CHATML
+    chats = [talk("q", "a"), talk("q", "a"), talk("q", "a", system="s")]
+    with pytest.raises(UserError, match=re.escape(r"x.jsonl:3: the chat template refuses it (No system\nrole)")):
+        opened(tmp_path, template, chats)
+    facts = opened(tmp_path, template, chats, on_error="skip")[1].describe()
+    assert (facts["examples"], facts["skipped"]) == (2, 1)
+
+
+def test_the_day_that_a_template_writes_becomes_the_setting_and_no_other_does(tmp_path):
+    dated = "{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
+    data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2)
+    assert data.date == dataset.describe()["chat_date"] == date.today().isoformat()
+    assert f"{data.date} 00:00" in dataset.tokenizer.decode(dataset.train.ids)
+    data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2, date="2024-07-26T17:30")
+    assert "2024-07-26 17:30" in dataset.tokenizer.decode(dataset.train.ids)
+    assert "their template's day is 2024-07-26T17:30 (data.date)" in dataset.remarks()
+    data, dataset = opened(tmp_path, CHATML, [talk("q", "a")] * 2)
+    assert data.date == "" and dataset.describe()["chat_date"] is None and dataset.remarks() == []

@@ -103,7 +103,7 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     """The parts' ids one after another, so that no token is half learned and half read.
 
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
-    are learned too. Raises UserError for text the tokenizer cannot take.
+    are learned too. Raises UserError for text the tokenizer cannot take, BadExample where nothing of it is learned.
     """
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     learned = [False] * len(ids)
@@ -118,6 +118,8 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
         before = found
+    if not any(learned):
+        raise BadExample("holds nothing to learn once it is tokenized")
     if learned[0]:  # something has to stand before the first token that is learned
         ids, learned = [tokenizer.eos, *ids], [False, *learned]
     last = len(learned) - learned[::-1].index(True)

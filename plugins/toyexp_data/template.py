@@ -115,7 +115,7 @@ class ChatTemplate:
             stop = self._stop(answer, talk.messages[number].said.strip())
             return Turn(read, answer, [(0, stop or len(answer))], as_asked, ended=bool(stop))
         start = len(after.text) - len(answer)
-        marked = [(begin, end) for begin, end in after.marked if end > start]
+        marked = [(begin, end) for begin, end in after.marked if end > max(begin, start)]
         if marked and (early := start - marked[0][0]) > 0 and read.endswith(after.text[marked[0][0] : start]):
             read, answer, start = read[:-early], after.text[start - early :], start - early
         learned = [(max(begin - start, 0), end - start) for begin, end in marked]
@@ -201,7 +201,7 @@ class _Conversation:
         said = self.messages[number].said
         calls = self.messages[number].further.get("tool_calls") or ()
         wanted = [said.strip() if said.strip() in answer else said.rpartition("</think>")[2].strip(), *_called(calls)]
-        if not all(text in answer for text in wanted):
+        if not answer or not all(text in answer for text in wanted):
             raise BadExample(f"the chat template leaves out what the assistant says; {_ADVICE}")
 
 

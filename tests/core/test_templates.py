@@ -19,7 +19,7 @@ from toyexp import UserError
 from toyexp.chat import BadChat, Template
 from toyexp.gguf.write import write_model
 from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes
-from toyexp_data.chat import BadExample, Message, tokenize
+from toyexp_data.chat import BadExample, Message, Part, tokenize
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
@@ -177,6 +177,20 @@ def test_marks_say_what_is_learned():
 def test_a_conversation_in_which_nothing_is_marked_is_refused():
     with pytest.raises(BadExample, match="marks none of it"):
         written(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
+
+
+def test_an_answer_of_which_nothing_is_left_is_refused():
+    silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
+    with pytest.raises(BadExample, match="leaves out what the assistant says"):
+        written("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
+    with pytest.raises(BadExample, match="marks none of it"):
+        written(
+            MARKED.replace("{% generation %}", "").replace("{% endgen", "{% generation %}{% endgen"), talk("q", "a")
+        )
+    tokenizer = vocabulary()
+    tokenizer.swallow_after = frozenset([257])
+    with pytest.raises(BadExample, match="nothing to learn once it is tokenized"):
+        tokenize([Part("<|im_start|>", False, special=True), Part(" \n", True)], tokenizer, False)
 
 
 def test_marks_count_from_behind_a_bos_that_every_text_begins_with():

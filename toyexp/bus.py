@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
-from toyexp.errors import UserError
+from toyexp.errors import RunFailed, UserError
 from toyexp.hooks import RunHooks, hookimpl
+from toyexp.ownership import Ledger
 
 if TYPE_CHECKING:
     from toyexp.data import Dataset
@@ -40,6 +42,10 @@ class Callback(ABC):
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
+        return ()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
@@ -83,7 +89,23 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Bus | None = field(default=None, repr=False)
     resumed: int = 0  # the step it continues from, of a run that was resumed
+    ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
     stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
+
+    @contextlib.contextmanager
+    def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
+        """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
+
+        A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
+        stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
+        """
+        try:
+            with (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+                yield place
+        except OSError as error:
+            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
+        except RunFailed as error:
+            raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""

@@ -87,7 +87,7 @@ class Interval:
 
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
-    """Writes `folder`/step-<step> in one piece, replacing one of that step; raises OSError."""
+    """Writes `folder`/step-<step> in one piece, replacing a checkpoint of that step, nothing else; raises OSError."""
     from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
     from safetensors.numpy import save_file
 
@@ -108,12 +108,19 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
         if final.exists():  # of the same run, before it was continued from an earlier checkpoint
+            if not is_bare(final):
+                raise OSError(errno.EEXIST, f"{final.name} is there, and holds more than a checkpoint", str(final))
             shutil.rmtree(final)
         temporary.rename(final)
         sync_directory(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def is_bare(path: Path) -> bool:
+    """Whether a checkpoint's directory holds nothing that someone else put there."""
+    return not path.is_symlink() and {entry.name for entry in path.iterdir()} <= {ARRAYS, STATE, MANIFEST}
 
 
 def _digest(path: Path) -> tuple[int, str]:
@@ -311,7 +318,8 @@ class Keeper:
     def _prune(self, newest: int) -> None:
         """Deletes what is neither among the last, nor the best, nor what this run was continued from.
 
-        Any of a later step is a damaged one that was passed over; it is replaced when training comes to its step.
+        One to which someone has added a file stays. Any of a later step is a damaged one that was passed over; it is
+        replaced when training comes to its step.
         """
         have = {step: path for step, path in steps(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep])
@@ -321,7 +329,7 @@ class Keeper:
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
-            if step not in kept:
+            if step not in kept and is_bare(path):
                 shutil.rmtree(path, ignore_errors=True)
 
     def published(self) -> Sequence[Saved]:

@@ -77,6 +77,8 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
         raise yaml_error(error, source.directory) from None
+    except UserError:  # of `foreign`, in its own words
+        raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         path = source.directory / f"{source.name}.yaml"
         raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None

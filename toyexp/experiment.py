@@ -114,7 +114,7 @@ def execute(
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
             with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
-                run = _run(prepared, directory, session, signals, resumed)
+                run = _run(prepared, run_dir, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
             return _judge(prepared, run_dir, outcome, failures, signals)
         except BaseException as error:
@@ -154,11 +154,12 @@ def _judge(
     return result
 
 
-def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
+def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
-        dir=directory,
+        dir=run_dir.path,
+        ledger=run_dir.ledger,
         seed=settings.seed,
         steps=settings.steps,
         lr=settings.lr,

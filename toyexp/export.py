@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -130,8 +131,8 @@ def export(options: Options, registry: Registry) -> Exported:
 def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     """The same as a directory for transformers."""
     target = _path(options, file, options.type)
-    if target.exists():
-        if not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
+    if os.path.lexists(target):
+        if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
             raise UserError(f"--to {target}: is already there, and no directory that was written so")
         if not options.force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
@@ -170,8 +171,8 @@ def _target(options: Options, file: GGUFFile) -> Path:
     target = _path(options, file, f"{options.type}.gguf")
     if target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
-    if target.exists():
-        if any(target.samefile(path) for path in file.paths):
+    if os.path.lexists(target):
+        if target.exists() and any(target.samefile(path) for path in file.paths):
             raise UserError(f"{target}: is what is read; write elsewhere: --to other.gguf")
         if not options.force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")

@@ -16,6 +16,7 @@ from typing import Any
 
 from toyexp.checkpoint import Damaged, conforms, read_json, rebuilt
 from toyexp.errors import UserError, printable
+from toyexp.ownership import require_empty
 from toyexp.run import dump_json, lock, write_atomically
 
 log = logging.getLogger("toyexp")
@@ -130,13 +131,14 @@ class SweepDir:
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
-        """A new one; UserError where a sweep is already."""
-        if (path / STATE).exists():
-            raise UserError(
-                f"{path} already holds a sweep; go on with it: sweep.resume={path}, "
-                "or choose another directory: hydra.sweep.dir=..."
-            )
+        """A new one; UserError where anything is already."""
+        require_empty(path, "hydra.sweep.dir")
         folder = cls(path, jobs, asked)
+        try:
+            require_empty(path, "hydra.sweep.dir")  # another process may have been faster
+        except UserError:
+            folder.close()
+            raise
         folder.save()
         return folder
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Batch, Callback, Run, RunFailed, UserError, hookimpl
+from toyexp import Batch, Callback, Plan, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
-from toyexp.run import dump_json
+from toyexp.run import dump_json, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -25,9 +25,8 @@ WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
 class Lines:
     """A file that grows by lines. What cannot be written waits in memory and is written later, in its order."""
 
-    def __init__(self, path: Path, waiting: bytes = b"", new: bool = False):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(path, flags | (os.O_EXCL if new else 0), 0o644)
+    def __init__(self, path: Path, waiting: bytes = b""):
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
         self._done = 0
         self._flushed = time.monotonic()
@@ -97,6 +96,10 @@ class Events(Callback):
         if self.every < 1:
             raise UserError(f"callbacks.events.every={self.every}: must be at least 1")
 
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The record."""
+        return ["events.jsonl"]
+
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
         """run_start, the first line, flushed at once; a resumed run goes on where its checkpoint was."""
@@ -106,15 +109,19 @@ class Events(Callback):
             self._lines = Lines(self._path, go_back(self._path, *self._place))
             return
         if run.resumed:
-            self._path.unlink(missing_ok=True)
-        self._lines = Lines(self._path, new=True)
-        self._write("run_start", schema="toy/v1", run_id=run.dir.name, name=run.name, phase="train", **run.facts)
-        self._lines.flush()
+            self._path.unlink(missing_ok=True)  # of an earlier process that went on from here, and did not come far
+        facts = {"run_id": run.dir.name, "name": run.name, "phase": "train", **run.facts}
+        first = dump_json({"kind": "run_start", "t": 0.0, "schema": "toy/v1", **facts})
+        with run.output(self._path, grows=True) as place:
+            write_synced(place, first.encode() + b"\n")
+        self._lines = Lines(self._path)
 
     def _write(self, kind: str, **fields: Any) -> None:
+        self._add(dump_json({"kind": kind, "t": round(time.monotonic() - self._began, 6), **fields}))
+
+    def _add(self, line: str) -> None:
         assert self._lines is not None
-        now = time.monotonic()
-        self._lines.add(dump_json({"kind": kind, "t": round(now - self._began, 6), **fields}), now)
+        self._lines.add(line, time.monotonic())
         if self._lines.trouble and not self._told:
             self._told = True
             text = f"{self._path}: not written ({self._lines.trouble}); its lines wait in memory, training goes on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,9 @@ from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_a
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
-from toyexp.run import bytes_in, write_atomically
+from toyexp.run import bytes_in, write_synced
+
+Tensors = dict[str, np.ndarray]  # by name, float32
 
 
 @dataclass(eq=False)
@@ -36,6 +39,10 @@ class Export(Callback):
         """Raises UserError for a negative interval."""
         if self.every < 0:
             raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The model, and what is written beside it."""
+        return [f"model{self.suffix}"]
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -65,7 +72,10 @@ class Export(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
-        self._tell(run, path, self.write(run, path, tensors, self._general(run)))
+        with run.output(path) as place:
+            kind, problems = self.write(run, place, tensors, self._general(run))
+        self._warn(run, path, problems)
+        self._tell(run, path, kind)
 
     def _general(self, run: Run) -> dict[str, Any]:
         digest = run.facts.get("config_sha256")
@@ -86,8 +96,11 @@ class Export(Callback):
         run.emit("export", path=str(path), step=self._step, type=kind, bytes=bytes_in(path))
 
     @abstractmethod
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
-        """Writes the model's tensors and its keys, `general.*` among them; returns the type of the numbers."""
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
+        """Writes the model's tensors and its keys, `general.*` among them.
+
+        Returns the type of the numbers, and what is odd about them.
+        """
 
 
 @dataclass(eq=False)
@@ -96,12 +109,20 @@ class ExportWithAdapter(Export):
 
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
 
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The adapter too, and the model only where it is written."""
+        adapted = any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
+        adapter = [f"adapter{self.suffix}"] if adapted else []
+        return [*adapter, *(super().outputs(plan) if self.merged or not adapted else ())]
+
     def _export(self, run: Run, path: Path) -> None:
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
         if pairs:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             values = {n: run.session.download(n) for n in pairs}
-            self._warn(run, adapter, self.write_adapter(run, adapter, values))
+            with run.output(adapter) as place:
+                problems = self.write_adapter(run, place, values)
+            self._warn(run, adapter, problems)
             self._tell(run, adapter, "f32")
         if self.merged or not pairs:
             super()._export(run, path)
@@ -129,13 +150,11 @@ class GGUFExport(ExportWithAdapter):
         """Writes adapter.gguf."""
         return write_adapter(path, run.plan, values, self._general(run))
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file, with the tokenizer of a language model."""
         data = run.dataset
         keys = data.gguf_metadata()
-        problems = write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, keys)
-        self._warn(run, path, problems)
-        return self.type
+        return self.type, write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, keys)
 
 
 @dataclass(eq=False)
@@ -145,18 +164,15 @@ class SafetensorsExport(Export):
     name: ClassVar[str] = "safetensors_export"
     suffix: ClassVar[str] = ".safetensors"
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file; the keys of the GGUF are its metadata `gguf`, in JSON."""
         from safetensors.numpy import save
 
         model = run.plan.model
         keys = {"general.architecture": model.architecture}
         keys |= model_metadata(model, general, run.dataset.gguf_metadata())
-        try:
-            write_atomically(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
-        except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
-        return "f32"
+        write_synced(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
+        return "f32", []
 
 
 @dataclass(eq=False)
@@ -182,9 +198,8 @@ class HuggingFaceExport(ExportWithAdapter):
         """Writes adapter-hf."""
         return write_adapter_folder(path, run.plan, values)
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the directory, with the tokenizer of a language model."""
         data = run.dataset
         read, keys = tensors.__getitem__, data.gguf_metadata()
-        self._warn(run, path, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys))
-        return self.dtype
+        return self.dtype, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys)

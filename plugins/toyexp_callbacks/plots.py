@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, Unavailable, hookimpl
+from toyexp import Callback, Plan, Run, Unavailable, hookimpl
 
 
 @dataclass(eq=False)
@@ -25,6 +25,10 @@ class Plots(Callback):
         """Raises Unavailable without matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise Unavailable("callbacks.plots needs matplotlib: pip install 'toyexp[plots]'")
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The picture."""
+        return ["plots/curves.png"]
 
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -69,5 +73,6 @@ class Plots(Callback):
             axes.grid(alpha=0.2)
         path = run.dir / "plots" / "curves.png"
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=120)
+        with run.output(path) as place:
+            figure.savefig(place, dpi=120)
         run.emit("export", path=str(path), what="plot")

@@ -203,7 +203,8 @@ def lines(tmp_path, monkeypatch):
         return real(file, data[:count])
 
     monkeypatch.setattr(events_module.os, "write", write)
-    return Lines(tmp_path / "lines", new=True), room
+    (tmp_path / "lines").touch()
+    return Lines(tmp_path / "lines"), room
 
 
 def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):

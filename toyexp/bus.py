@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
+from toyexp.blame import failure
 from toyexp.errors import RunFailed, UserError
 from toyexp.hooks import RunHooks, hookimpl
 from toyexp.ownership import Ledger
+from toyexp.signals import hidden_interrupt
 
 if TYPE_CHECKING:
     from toyexp.data import Dataset
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from toyexp.plan import Plan
 
 log = logging.getLogger("toyexp")
+
+QUESTIONS = {"lr", "stop_reason", "on_end"}  # hooks whose errors are raised at once
+OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 
 @dataclass(eq=False)
@@ -127,8 +132,43 @@ class Bus:
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
             self._manager.register(callback, name)
         self.hook = self._manager.hook
+        self.step: int | None = None  # the step that training is at; None before the first look
+        self.log: Path | None = None  # where tracebacks stand
+        self._ending = False
+        self._failure: Exception | None = None
+        for hook in QUESTIONS | OBSERVERS:
+            for impl in getattr(self.hook, hook).get_hookimpls():
+                impl.function = self._guarded(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+
+    def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
+        """The function with what it raises told as its callback's.
+
+        An observer's is kept for `check`, so that the others hear of what has happened too: a checkpoint of this
+        moment is then one that all can go on from.
+        """
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                found = failure(name, self._when(), error, self.log)
+                if raises or hidden_interrupt(error):
+                    raise found from found.__cause__
+                self._failure = self._failure or found
+                return None
+
+        return call
+
+    def _when(self) -> str:
+        return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
+
+    def check(self) -> None:
+        """Raises the first thing that went wrong in a callback since this was last asked."""
+        found, self._failure = self._failure, None
+        if found is not None:
+            raise found
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
@@ -154,24 +194,26 @@ class Bus:
         the recorders' turn comes, gives the first Ctrl-C as an error: it makes the run an interrupted one to them.
         """
         failures: list[Exception] = []
+        self._ending = True
         interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
             last = getattr(impl.plugin, "closes_last", False)
-            stop = signal() if last or reason == "interrupted" else None
-            told, why = reason, error or stop
+            signalled = signal() if last or reason == "interrupted" else None
+            told, why = reason, error or signalled
             if last:
-                told = "interrupted" if stop and reason == "completed" else reason
+                told = "interrupted" if signalled and reason == "completed" else reason
                 why = why or interruption or (failures[0] if failures else None)
             arguments = {"run": run, "reason": told, "error": why}
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
-            except Exception as failure:
-                log.error("callback %s failed at the end of the run: %s", impl.plugin_name, failure)
-                failures.append(failure)
-            except BaseException as stop:
+                self.check()  # of what it has said to others
+            except Exception as found:
+                log.error("%s", found, exc_info=found if failures else None)  # the first is raised, and logged there
+                failures.append(found)
+            except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
-                interruption = stop
+                interruption = second
         if interruption is not None:
             raise interruption
         return failures

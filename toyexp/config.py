@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.blame import blamed
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
@@ -170,8 +171,9 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
             f"optim.accumulate={optim.accumulate} does not divide batch_size={settings.batch_size} into micro-batches"
         )
     parts = {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in ("model", "data", "recipe")}
-    for part in parts.values():
-        part.check()
+    for kind, part in parts.items():
+        with blamed(f"{kind}.{part.name}", "while its settings were checked"):
+            part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
     return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
@@ -248,7 +250,8 @@ def make(cls: type, node: Mapping[str, Any]) -> Any:
 
 def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callback:
     callback = make(registry.get("callbacks", name), node)
-    callback.check()
+    with blamed(f"callbacks.{name}", "while its settings were checked"):
+        callback.check()
     return typing.cast("Callback", callback)
 
 

@@ -14,11 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toyexp.blame import blamed
 from toyexp.bus import Bus, Run
 from toyexp.checkpoint import Interval, Keeper, steps
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
-from toyexp.errors import RunFailed, ToyexpError, UserError
+from toyexp.errors import PluginFailed, RunFailed, UserError
 from toyexp.loop import Outcome, Saver, Training
 from toyexp.matrix import refusal
 from toyexp.memory import check_plan, running_out
@@ -73,25 +74,32 @@ def prepare(config: Config) -> Prepared:
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
         )
     bus = Bus(config.callbacks)
-    dataset = config.data.open(recipe.vocabulary())
+    with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
+        vocabulary = recipe.vocabulary()
+    with blamed(f"data.{config.data.name}", "while it was opened"):
+        dataset = config.data.open(vocabulary)
     for callback in config.callbacks.values():
-        callback.check_run(config.plain, dataset)
+        with blamed(f"callbacks.{callback.name}", "while it looked at the run"):
+            callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         raise UserError(
             f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
             "leave data.tokenizer out, which is then the base's own"
         )
-    fitted = config.model.fit(dataset)
-    batches = fitted.batches(dataset, settings.batch_size, settings.seed)
+    with blamed(f"model.{config.model.name}", "while it was fitted to the data", data=config.data):
+        fitted = config.model.fit(dataset)
+        batches = fitted.batches(dataset, settings.batch_size, settings.seed)
     model = config.base or fitted
     setup = Setup(
         batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
-    plan = recipe.plan(model, setup)
+    with blamed(f"recipe.{recipe.name}", "while it planned", model=model):
+        plan = recipe.plan(model, setup)
     for callback in config.callbacks.values():
-        callback.check_plan(plan)
+        with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
+            callback.check_plan(plan)
     check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
@@ -113,7 +121,7 @@ def execute(
                 log.info(line)
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
-            with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
+            with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
                 run = _run(prepared, run_dir, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
             return _judge(prepared, run_dir, outcome, failures, signals)
@@ -145,10 +153,8 @@ def _judge(
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
     except RunFailed as error:
         failures.append(error)
-    if failures and isinstance(failures[0], ToyexpError):
-        raise failures[0]
     if failures:
-        raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {run_dir.path / 'log.txt'}")
+        raise failures[0]
     if interrupted := signals.last_word():
         raise interrupted
     return result
@@ -180,11 +186,13 @@ def _live(
 ) -> tuple[Outcome, list[Exception]]:
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
+    bus.log = run.dir / "log.txt"
     reason = "errored"
     saver = RunSaver(run, prepared, resumed)
     try:
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
+        bus.check()
         if resumed:
             inexact = resumed.inexact(run.facts["backend"])
             run.emit("resume", **resumed.facts(), inexact=inexact)
@@ -214,7 +222,9 @@ def _left_behind(prepared: Prepared, directory: Path, error: BaseException) -> l
     """Where a run that did not complete is, and how one that was interrupted goes on."""
     lines = [f"run     {short(directory)}"]
     saved = next(iter(steps(directory / "checkpoints")), None)
-    if isinstance(error, KeyboardInterrupt) and saved and not (directory.parent / STATE).exists():  # a sweep says how
+    if (
+        isinstance(error, KeyboardInterrupt | PluginFailed) and saved and not (directory.parent / STATE).exists()
+    ):  # a sweep says how
         modules = prepared.config.settings.plugins
         plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
         command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
@@ -261,13 +271,14 @@ class RunSaver(Saver):
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
 
-    def finish(self) -> RunFailed | None:
+    def finish(self) -> Exception | None:
         """Waits for the last one, and returns why it is not there, if so."""
         self._keeper.wait()
+        self._tell(last=True)
         try:
-            self._tell(last=True)
+            self._prepared.bus.check()
         except Exception as error:  # of a callback; the others are still told that the run ends
-            return RunFailed(f"a callback failed: {error!r}")
+            return error
         if self._keeper.missing is None:
             return None
         whole = next((p.name for p in steps(self._folder).values()), "none")

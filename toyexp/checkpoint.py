@@ -277,9 +277,9 @@ class Keeper:
         if self._best and scores and self._best not in scores:
             raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
 
-    def due(self, step: int, scores: Mapping[str, float], last: bool) -> bool:
+    def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
         """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
-        if not self._interval or step == self._last_step:
+        if not (self._interval or asked) or step == self._last_step:
             return False
         better = False
         if self._best and scores:
@@ -287,7 +287,7 @@ class Keeper:
             if math.isfinite(scores[self._best]):
                 self.scores[step] = scores[self._best]
                 better = self._best_of(self.scores) == step
-        return last or better or self._interval.due(step, time.monotonic() - self._last_time)
+        return last or better or asked or self._interval.due(step, time.monotonic() - self._last_time)
 
     def _best_of(self, scores: Mapping[int, float]) -> int:
         """The step with the best of `scores`, the first of several."""

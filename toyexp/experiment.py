@@ -188,7 +188,7 @@ def _live(
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
     reason = "errored"
-    saver = RunSaver(run, prepared, resumed)
+    saver = RunSaver(run, prepared, resumed, signals)
     try:
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
@@ -239,9 +239,9 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
         settings = prepared.config.settings
-        self._run, self._prepared = run, prepared
+        self._run, self._prepared, self._signals = run, prepared, signals
         self._folder = run.dir / "checkpoints"
         self._keeper = Keeper(
             self._folder,
@@ -256,8 +256,11 @@ class RunSaver(Saver):
         self._keeper.check(metrics)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Saves when it is due, and after the last step."""
-        if self._keeper.due(outcome.steps, metrics, last):
+        """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
+        asked = self._signals.should_save()
+        if asked:
+            self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
+        if self._keeper.due(outcome.steps, metrics, last, asked):
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
                 "identity": identity(self._prepared),

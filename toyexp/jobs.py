@@ -271,7 +271,7 @@ class Runner:
         return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
 
     def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
-        with self._printing, contextlib.suppress(BrokenPipeError):
+        with self._printing, contextlib.suppress(OSError):  # a reader, or a terminal, that is gone
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)
             else:

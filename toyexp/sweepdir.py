@@ -39,15 +39,13 @@ class Status(StrEnum):
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
 MEANING = {
     0: Status.COMPLETED,
     1: Status.FAILED,
     2: Status.REFUSED,
-    130: Status.INTERRUPTED,
-    143: Status.INTERRUPTED,
-    -signal.SIGINT: Status.INTERRUPTED,
-    -signal.SIGTERM: Status.INTERRUPTED,
+    **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
 }
 NUMBERS = {  # what is kept of a job's result.json
     "steps": int,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
@@ -91,6 +92,8 @@ def prepare(config: Config) -> Prepared:
         fitted = config.model.fit(dataset)
         batches = fitted.batches(dataset, settings.batch_size, settings.seed)
     model = config.base or fitted
+    if settings.checkpoint_best is not None:
+        model.require_metric("checkpoint_best", settings.checkpoint_best)
     setup = Setup(
         batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
@@ -187,7 +190,7 @@ def _live(
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
-    reason = "errored"
+    reason, bad = "errored", None
     saver = RunSaver(run, prepared, resumed, signals)
     try:
         signals.wait_for_the_step()
@@ -202,7 +205,7 @@ def _live(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
-        reason = outcome.reason
+        reason, bad = outcome.reason, _bad_end(outcome)
     except BaseException as caught:
         error, reason = caught, _reason(caught)
         raise
@@ -211,11 +214,21 @@ def _live(
         try:
             unsaved = saver.finish()
         finally:  # which a second signal ends
-            failures = bus.end(run, reason, error or unsaved, signals.last_word)
-        failures = [*([unsaved] if unsaved else []), *failures]
+            failures = bus.end(run, reason, error or bad or unsaved, signals.last_word)
+        failures = [*filter(None, (bad, unsaved)), *failures]
     if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
+
+
+def _bad_end(outcome: Outcome) -> RunFailed | None:
+    """What is wrong with a model whose last look at the held-out data gave no number."""
+    if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
+        return None
+    return RunFailed(
+        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
+        "try a lower lr, or optim.grad_clip=1"
+    )
 
 
 def _left_behind(prepared: Prepared, directory: Path, error: BaseException) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
@@ -106,7 +106,10 @@ class Events(Callback):
         self._run, self._path = run, run.dir / "events.jsonl"
         self._began = time.monotonic() - self._seconds
         if self._place is not None and self._path.is_file():
-            self._lines = Lines(self._path, go_back(self._path, *self._place))
+            waiting, trouble = go_back(self._path, *self._place)
+            self._lines = Lines(self._path, waiting)
+            if trouble:
+                self._warn(trouble)
             return
         if run.resumed:
             self._path.unlink(missing_ok=True)  # of an earlier process that went on from here, and did not come far
@@ -124,9 +127,12 @@ class Events(Callback):
         self._lines.add(line, time.monotonic())
         if self._lines.trouble and not self._told:
             self._told = True
-            text = f"{self._path}: not written ({self._lines.trouble}); its lines wait in memory, training goes on"
-            log.warning("%s", text)
-            self._run.emit("note", text=f"toyexp: warning: {text}")
+            self._warn(f"not written ({self._lines.trouble}); its lines wait in memory, training goes on")
+
+    def _warn(self, trouble: str) -> None:
+        text = f"{self._path}: {trouble}"
+        log.warning("%s", text)
+        self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
         """How far the file reaches, which is then on the disk."""
@@ -180,15 +186,27 @@ class Events(Callback):
             raise RunFailed(f"{self._path}: {incomplete}")
 
 
-def go_back(path: Path, size: int, waiting: bytes) -> bytes:
-    """Cuts the file to `size` bytes and returns what is to follow: the steps behind a checkpoint are taken again.
+def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
+    """Cuts the file to `size` bytes: the steps behind a checkpoint are taken again.
 
-    A file that is shorter keeps its whole lines.
+    Returns what is to follow, and what had to be repaired. A file that is shorter, or has no end of a line there, keeps
+    its whole lines.
     """
     with open(path, "rb+") as file:
-        if os.fstat(file.fileno()).st_size >= size:
+        length = os.fstat(file.fileno()).st_size
+        torn = _byte_before(file, length) != b"\n"
+        if length >= size and _byte_before(file, size) == b"\n":
             file.truncate(size)
-            return waiting
-        kept = file.read()
-        file.truncate(kept.rfind(b"\n") + 1)
-        return b""
+            return waiting, "its last line was torn; it is written again" if torn else None
+        file.seek(0)
+        kept = file.read(size).rfind(b"\n") + 1
+        file.truncate(kept)
+        return b"", f"{size - kept} bytes that its checkpoint knows of are lost" + ("; a torn line is cut" * torn)
+
+
+def _byte_before(file: IO[bytes], place: int) -> bytes:
+    """The byte before a place in the file; an end of a line at its beginning."""
+    if place == 0:
+        return b"\n"
+    file.seek(place - 1)
+    return file.read(1)

@@ -19,6 +19,7 @@ from toyexp.ownership import Ledger
 from toyexp.signals import hidden_interrupt
 
 if TYPE_CHECKING:
+    from toyexp.checkpoint import Best
     from toyexp.data import Dataset
     from toyexp.engine import Session
     from toyexp.plan import Plan
@@ -47,6 +48,10 @@ class Callback(ABC):
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
+    def best_by(self) -> str | None:
+        """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
+        return None
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
@@ -97,6 +102,10 @@ class Run:
     ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
     stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
 
+    def best(self) -> Best | None:
+        """The best look at the held-out data so far, with its weights; None of a run that keeps no best."""
+        return self.bus.best(True) if self.bus is not None else None
+
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
         """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
@@ -140,6 +149,8 @@ class Bus:
             for impl in getattr(self.hook, hook).get_hookimpls():
                 impl.function = self._guarded(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
+        self.steps_of: dict[Path, int] = {}  # of each artifact, where it was said
+        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
@@ -174,6 +185,8 @@ class Bus:
         """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
+            if "step" in fields:
+                self.steps_of[Path(fields["path"])] = fields["step"]
         if kind == "warning":
             log.warning("%s", fields["text"])
             self.tell(f"toyexp: warning: {fields['text']}")

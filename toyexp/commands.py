@@ -192,7 +192,7 @@ def evaluate(words: Sequence[str]) -> int:
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(file_of(Path(file)), settings, registry, modules)
+    found = run(file_of(Path(file), registry=registry), settings, registry, modules)
     print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")

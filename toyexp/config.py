@@ -243,6 +243,19 @@ def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {key: expanded(value) for key, value in values.items()} if where in PARTS else values
 
 
+def saved_parts(plain: Mapping[str, Any], registry: Registry) -> tuple[Model, Data, Recipe]:
+    """The model, data and recipe of a run's saved configuration, checked; UserError for what is not here any more."""
+    parts = []
+    for kind in ("model", "data", "recipe"):
+        node = plain.get(kind)
+        if not isinstance(node, Mapping) or "name" not in node:
+            raise UserError(f"its configuration holds no {kind}")
+        cls = class_of(kind, node, registry)
+        parts.append(make(cls, _typed(cls, node, kind)))
+        parts[-1].check()
+    return parts[0], parts[1], parts[2]
+
+
 def make(cls: type, node: Mapping[str, Any]) -> Any:
     """An instance of a plugin class from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})

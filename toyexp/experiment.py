@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.blame import blamed
 from toyexp.bus import Bus, Run
-from toyexp.checkpoint import Interval, Keeper, steps
+from toyexp.checkpoint import Best, Damaged, Interval, Keeper, steps
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
 from toyexp.errors import PluginFailed, RunFailed, UserError
@@ -62,6 +62,8 @@ class Result:
     outcome: Outcome
     reads: str  # what the model reads, and the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
+    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
+    best: Best | None = None  # the best look, of a run that keeps it
 
 
 def prepare(config: Config) -> Prepared:
@@ -144,13 +146,17 @@ def _judge(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
 ) -> Result:
     """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
+    bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
-        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(prepared.bus.artifacts)
-    )
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(bus.artifacts), bus.steps_of,
+        best,
+    )  # fmt: skip
     summary = {
         **asdict(outcome),
         "tokens_per_second": outcome.tokens_per_second,
         "artifacts": [str(p) for p in result.artifacts],
+        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
+        "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
     }
     try:
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
@@ -192,6 +198,7 @@ def _live(
     bus.log = run.dir / "log.txt"
     reason, bad = "errored", None
     saver = RunSaver(run, prepared, resumed, signals)
+    bus.best = saver.best
     try:
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
@@ -255,12 +262,13 @@ class RunSaver(Saver):
     def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
-        self._folder = run.dir / "checkpoints"
+        self._folder, self._step = run.dir / "checkpoints", run.resumed
+        callbacks = prepared.config.callbacks
         self._keeper = Keeper(
             self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
-            settings.checkpoint_best,
+            settings.checkpoint_best or next(filter(None, (c.best_by() for c in callbacks.values())), None),
             resumed.checkpoint if resumed else None,
         )
 
@@ -270,6 +278,7 @@ class RunSaver(Saver):
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
+        self._step = outcome.steps
         asked = self._signals.should_save()
         if asked:
             self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
@@ -282,10 +291,19 @@ class RunSaver(Saver):
                 "engine": self._run.facts.get("backend", {}),
                 "config": self._run.config,
                 "scores": self._keeper.scores,
+                "metric": self._keeper.metric,
             }
             self._keeper.wait()  # so that memory holds one snapshot, not two
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
+
+    def best(self, weights: bool) -> Best | None:
+        """The best look so far, with its weights if wanted; where they cannot be read that is told: there is none."""
+        try:
+            return self._keeper.best(self._step, weights)
+        except Damaged as error:
+            self._run.emit("warning", text=f"the best weights cannot be read: {error}; the last ones are taken")
+            return None
 
     def finish(self) -> Exception | None:
         """Waits for the last one, and returns why it is not there, if so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
+from toyexp.checkpoint import Best
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
@@ -19,6 +20,7 @@ from toyexp.init import opened
 from toyexp.plan import lora_names
 from toyexp.run import bytes_in, write_synced
 
+WEIGHTS = ("best", "last")
 Tensors = dict[str, np.ndarray]  # by name, float32
 
 
@@ -29,14 +31,18 @@ class Export(Callback):
     suffix: ClassVar[str]  # behind `model`
 
     every: int = 0  # steps between extra files model-<step>; 0: only at the end
+    weights: str = "best"  # at the end: best, of a run with early_stop or checkpoint_best; or last, as of any other
 
     def __post_init__(self) -> None:
         self._step = 0
+        self._best: Best | None = None
         self._inherited: dict[str, Any] = {}
         self._warned = False
 
     def check(self) -> None:
-        """Raises UserError for a negative interval."""
+        """Raises UserError for a negative interval and unknown weights."""
+        if self.weights not in WEIGHTS:
+            raise UserError(f"callbacks.{self.name}.weights={self.weights}: {choose(self.weights, WEIGHTS)}")
         if self.every < 0:
             raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
 
@@ -66,12 +72,19 @@ class Export(Callback):
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Exports the final weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
+        """Exports the weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
         if reason != "errored" and self._step and run.stops() < 2:
+            self._best = run.best() if self.weights == "best" else None
+            self._step = self._best.step if self._best else self._step
             self._export(run, run.dir / f"model{self.suffix}")
 
+    def _values(self, run: Run, names: Iterable[str]) -> Tensors:
+        """The tensors' values: those of the best step, if that is asked for, or the present ones."""
+        best = (self._best.weights if self._best else None) or {}
+        return {n: np.asarray(best[n], np.float32) if n in best else run.session.download(n) for n in names}
+
     def _export(self, run: Run, path: Path) -> None:
-        tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
+        tensors = export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors)))
         with run.output(path) as place:
             kind, problems = self.write(run, place, tensors, self._general(run))
         self._warn(run, path, problems)
@@ -93,7 +106,8 @@ class Export(Callback):
             run.emit("warning", text=f"{path.name}: {problem}")
 
     def _tell(self, run: Run, path: Path, kind: str) -> None:
-        run.emit("export", path=str(path), step=self._step, type=kind, bytes=bytes_in(path))
+        which = "best" if self._best else "last"
+        run.emit("export", path=str(path), step=self._step, weights=which, type=kind, bytes=bytes_in(path))
 
     @abstractmethod
     def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
@@ -119,7 +133,7 @@ class ExportWithAdapter(Export):
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
         if pairs:
             adapter = path.with_name(path.name.replace("model", "adapter"))
-            values = {n: run.session.download(n) for n in pairs}
+            values = self._values(run, pairs)
             with run.output(adapter) as place:
                 problems = self.write_adapter(run, place, values)
             self._warn(run, adapter, problems)

@@ -52,6 +52,10 @@ class EarlyStop(Callback):
         """Refuses a metric that the model does not report."""
         plan.model.require_metric("callbacks.early_stop.metric", self.metric)
 
+    def best_by(self) -> str | None:
+        """The run keeps the weights that were best: they are what is exported."""
+        return self.metric
+
     def state(self) -> dict[str, Any]:
         """The best so far and the looks since."""
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}

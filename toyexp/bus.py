@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
-from toyexp.errors import UserError
+from toyexp.blame import failure
+from toyexp.errors import RunFailed, UserError
 from toyexp.hooks import RunHooks, hookimpl
+from toyexp.ownership import Ledger
+from toyexp.signals import hidden_interrupt
 
 if TYPE_CHECKING:
+    from toyexp.checkpoint import Best
     from toyexp.data import Dataset
     from toyexp.engine import Session
     from toyexp.plan import Plan
 
 log = logging.getLogger("toyexp")
+
+QUESTIONS = {"lr", "stop_reason", "on_end"}  # hooks whose errors are raised at once
+OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 
 @dataclass(eq=False)
@@ -40,6 +48,14 @@ class Callback(ABC):
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
+    def best_by(self) -> str | None:
+        """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
+        return None
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
+        return ()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
@@ -83,7 +99,27 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Bus | None = field(default=None, repr=False)
     resumed: int = 0  # the step it continues from, of a run that was resumed
+    ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
     stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
+
+    def best(self) -> Best | None:
+        """The best look at the held-out data so far, with its weights; None of a run that keeps no best."""
+        return self.bus.best(True) if self.bus is not None else None
+
+    @contextlib.contextmanager
+    def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
+        """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
+
+        A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
+        stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
+        """
+        try:
+            with (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+                yield place
+        except OSError as error:
+            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
+        except RunFailed as error:
+            raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""
@@ -105,13 +141,52 @@ class Bus:
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
             self._manager.register(callback, name)
         self.hook = self._manager.hook
+        self.step: int | None = None  # the step that training is at; None before the first look
+        self.log: Path | None = None  # where tracebacks stand
+        self._ending = False
+        self._failure: Exception | None = None
+        for hook in QUESTIONS | OBSERVERS:
+            for impl in getattr(self.hook, hook).get_hookimpls():
+                impl.function = self._guarded(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
+        self.steps_of: dict[Path, int] = {}  # of each artifact, where it was said
+        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+
+    def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
+        """The function with what it raises told as its callback's.
+
+        An observer's is kept for `check`, so that the others hear of what has happened too: a checkpoint of this
+        moment is then one that all can go on from.
+        """
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                found = failure(name, self._when(), error, self.log)
+                if raises or hidden_interrupt(error):
+                    raise found from found.__cause__
+                self._failure = self._failure or found
+                return None
+
+        return call
+
+    def _when(self) -> str:
+        return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
+
+    def check(self) -> None:
+        """Raises the first thing that went wrong in a callback since this was last asked."""
+        found, self._failure = self._failure, None
+        if found is not None:
+            raise found
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
+            if "step" in fields:
+                self.steps_of[Path(fields["path"])] = fields["step"]
         if kind == "warning":
             log.warning("%s", fields["text"])
             self.tell(f"toyexp: warning: {fields['text']}")
@@ -132,24 +207,26 @@ class Bus:
         the recorders' turn comes, gives the first Ctrl-C as an error: it makes the run an interrupted one to them.
         """
         failures: list[Exception] = []
+        self._ending = True
         interruption: BaseException | None = None
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
         for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
             last = getattr(impl.plugin, "closes_last", False)
-            stop = signal() if last or reason == "interrupted" else None
-            told, why = reason, error or stop
+            signalled = signal() if last or reason == "interrupted" else None
+            told, why = reason, error or signalled
             if last:
-                told = "interrupted" if stop and reason == "completed" else reason
+                told = "interrupted" if signalled and reason == "completed" else reason
                 why = why or interruption or (failures[0] if failures else None)
             arguments = {"run": run, "reason": told, "error": why}
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
-            except Exception as failure:
-                log.error("callback %s failed at the end of the run: %s", impl.plugin_name, failure)
-                failures.append(failure)
-            except BaseException as stop:
+                self.check()  # of what it has said to others
+            except Exception as found:
+                log.error("%s", found, exc_info=found if failures else None)  # the first is raised, and logged there
+                failures.append(found)
+            except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
-                interruption = stop
+                interruption = second
         if interruption is not None:
             raise interruption
         return failures

@@ -58,6 +58,16 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best look at the held-out data that a run has taken."""
+
+    step: int
+    metric: str
+    score: float
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
+
+
+@dataclass(frozen=True)
 class Interval:
     """How often: every so many steps or seconds; neither: never."""
 
@@ -87,7 +97,7 @@ class Interval:
 
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
-    """Writes `folder`/step-<step> in one piece, replacing one of that step; raises OSError."""
+    """Writes `folder`/step-<step> in one piece, replacing a checkpoint of that step, nothing else; raises OSError."""
     from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
     from safetensors.numpy import save_file
 
@@ -108,12 +118,19 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
         if final.exists():  # of the same run, before it was continued from an earlier checkpoint
+            if not is_bare(final):
+                raise OSError(errno.EEXIST, f"{final.name} is there, and holds more than a checkpoint", str(final))
             shutil.rmtree(final)
         temporary.rename(final)
         sync_directory(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def is_bare(path: Path) -> bool:
+    """Whether a checkpoint's directory holds nothing that someone else put there."""
+    return not path.is_symlink() and {entry.name for entry in path.iterdir()} <= {ARRAYS, STATE, MANIFEST}
 
 
 def _digest(path: Path) -> tuple[int, str]:
@@ -154,8 +171,8 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, damaged
 
 
-def read(path: Path) -> Checkpoint:
-    """A checkpoint, held against its manifest; raises Damaged."""
+def read(path: Path, moments: bool = True) -> Checkpoint:
+    """A checkpoint, held against its manifest, or of its arrays the weights alone; raises Damaged."""
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise Damaged(f"{path}: has format {printable(str(manifest.get('format')))}; this toyexp reads {FORMAT}")
@@ -174,11 +191,12 @@ def read(path: Path) -> Checkpoint:
     step = manifest.get("step")
     if not isinstance(step, int) or path.name != f"step-{step}":
         raise Damaged(f"{path / MANIFEST}: is of step {printable(str(step))}")
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     try:
-        arrays = load_file(path / ARRAYS)
+        with safe_open(path / ARRAYS, framework="numpy") as file:
+            names = [name for name in file.keys() if moments or not name.endswith(MOMENTS)]  # noqa: SIM118 - no dict
+            arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, ValueError) as error:
         raise Damaged(f"{path / ARRAYS}: {printable(str(error))}") from None
     return Checkpoint(path, step, arrays, state)
@@ -253,39 +271,56 @@ class Keeper:
     def __init__(
         self, folder: Path, interval: Interval, keep: int, best: str | None = None, resumed: Checkpoint | None = None
     ):
-        self._folder, self._interval, self._keep, self._best = folder, interval, keep, best
+        self._folder, self._interval, self._keep, self.metric = folder, interval, keep, best
         self._resumed = resumed.path if resumed else None  # not deleted before two others stand
         self.trouble: str | None = None  # what the person has to be told, once
         self.missing: str | None = None  # why the last one that was tried is not there
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | str] = []  # what became of each, until it was told
         self._told = False
-        saved = resumed.state.get("scores", {}) if resumed else {}
+        state = resumed.state if resumed else {}
+        saved = state.get("scores", {}) if state.get("metric", best) == best else {}
         self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
-        for stale in folder.glob(".tmp-*") if interval and folder.is_dir() else ():
+        for stale in folder.glob(".tmp-*") if folder.is_dir() else ():
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
         """Raises UserError when the score of the best is not among those of a look at the held-out data."""
-        if self._best and scores and self._best not in scores:
-            raise UserError(f"checkpoint_best={printable(self._best)}: {choose(self._best, scores)}")
+        if self.metric and scores and self.metric not in scores:
+            raise UserError(f"checkpoint_best={printable(self.metric)}: {choose(self.metric, scores)}")
 
-    def due(self, step: int, scores: Mapping[str, float], last: bool) -> bool:
+    def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
         """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
-        if not self._interval or step == self._last_step:
+        if step == self._last_step:
             return False
         better = False
-        if self._best and scores:
+        if self.metric and scores:
             self.check(scores)
-            if math.isfinite(scores[self._best]):
-                self.scores[step] = scores[self._best]
+            if math.isfinite(scores[self.metric]):
+                self.scores[step] = scores[self.metric]
                 better = self._best_of(self.scores) == step
-        return last or better or self._interval.due(step, time.monotonic() - self._last_time)
+        return asked or better or (last and bool(self._interval)) or self._due(step)
+
+    def _due(self, step: int) -> bool:
+        return self._interval.due(step, time.monotonic() - self._last_time)
+
+    def best(self, present: int, weights: bool = True) -> Best | None:
+        """The best look so far, of those whose weights stand on the disk or are those of the `present` step.
+
+        Raises Damaged when its weights are wanted and cannot be read.
+        """
+        have = steps(self._folder)
+        scores = {step: score for step, score in self.scores.items() if step == present or step in have}
+        if not scores:
+            return None
+        step = self._best_of(scores)
+        arrays = read(have[step], moments=False).arrays if weights and step != present else None
+        return Best(step, str(self.metric), scores[step], arrays)
 
     def _best_of(self, scores: Mapping[int, float]) -> int:
         """The step with the best of `scores`, the first of several."""
-        sign = 1 if falls(str(self._best)) else -1
+        sign = 1 if falls(str(self.metric)) else -1
         return min(sorted(scores), key=lambda step: sign * scores[step])
 
     def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
@@ -312,17 +347,18 @@ class Keeper:
     def _prune(self, newest: int) -> None:
         """Deletes what is neither among the last, nor the best, nor what this run was continued from.
 
-        Any of a later step is a damaged one that was passed over; it is replaced when training comes to its step.
+        One to which someone has added a file stays. Any of a later step is a damaged one that was passed over; it is
+        replaced when training comes to its step.
         """
         have = {step: path for step, path in steps(self._folder).items() if step <= newest}
-        kept = set(list(have)[: self._keep])
+        kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
         scored = {s: v for s, v in self.scores.items() if s in have}
         if scored:
             kept.add(self._best_of(scored))
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
-            if step not in kept:
+            if step not in kept and is_bare(path):
                 shutil.rmtree(path, ignore_errors=True)
 
     def published(self) -> Sequence[Saved]:

@@ -209,23 +209,27 @@ def experiment(
 ) -> Result:
     """Builds, checks and runs one composed configuration, or goes on with the run in `resume`.
 
-    `directory` is asked once everything was checked.
+    `directory` is asked once the settings were checked, before the data is opened.
     """
     from toyexp.config import build
     from toyexp.experiment import execute, prepare
     from toyexp.memory import running_out
+    from toyexp.ownership import require_empty
     from toyexp.resume import load as load_run
     from toyexp.resume import recall
 
     status("starting the engine")
     with running_out():
-        config = build(cfg, registry, modules)
+        built = build(cfg, registry, modules)
         if resume:
-            recall(resume, config.data)
+            recall(resume, built.data)
+        where = resume or directory()
+        if resume is None:
+            require_empty(where, "hydra.run.dir")
         status("reading the data")
-        prepared = prepare(config)
-        resumed = load_run(resume, prepared) if resume else None
-    return execute(prepared, resume or directory(), say, resumed)
+        prepared = prepare(built)
+        resumed = load_run(where, prepared) if resume else None
+    return execute(prepared, where, say, resumed)
 
 
 def sweep(

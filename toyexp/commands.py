@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import textwrap
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.errors import UserError, choose
+from toyexp.errors import RunFailed, UserError, choose
 from toyexp.matrix import table
 from toyexp.options import read_options
 from toyexp.registry import KINDS, Registry, conf_dir, load, settings_of
@@ -188,8 +189,10 @@ def evaluate(words: Sequence[str]) -> int:
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(file_of(Path(file)), settings, registry, modules)
+    found = run(file_of(Path(file), registry=registry), settings, registry, modules)
     print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+    if not math.isfinite(found.loss):
+        raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
     return 0
 
 

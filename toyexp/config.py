@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.blame import blamed
 from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
@@ -79,6 +80,8 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
         raise yaml_error(error, source.directory) from None
+    except UserError:  # of `foreign`, in its own words
+        raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         path = source.directory / f"{source.name}.yaml"
         raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
@@ -171,7 +174,7 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         )
     parts = {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in ("model", "data", "recipe")}
     for kind, part in parts.items():
-        with told_by(f"{kind}={part.name}"):
+        with blamed(f"{kind}.{part.name}", "while its settings were checked"), told_by(f"{kind}={part.name}"):
             part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
@@ -242,6 +245,19 @@ def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {key: expanded(value) for key, value in values.items()} if where in PARTS else values
 
 
+def saved_parts(plain: Mapping[str, Any], registry: Registry) -> tuple[Model, Data, Recipe]:
+    """The model, data and recipe of a run's saved configuration, checked; UserError for what is not here any more."""
+    parts = []
+    for kind in ("model", "data", "recipe"):
+        node = plain.get(kind)
+        if not isinstance(node, Mapping) or "name" not in node:
+            raise UserError(f"its configuration holds no {kind}")
+        cls = class_of(kind, node, registry)
+        parts.append(make(cls, _typed(cls, node, kind)))
+        parts[-1].check()
+    return parts[0], parts[1], parts[2]
+
+
 def make(cls: type, node: Mapping[str, Any]) -> Any:
     """An instance of a plugin class from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})
@@ -249,7 +265,7 @@ def make(cls: type, node: Mapping[str, Any]) -> Any:
 
 def _callback(name: str, node: Mapping[str, Any], registry: Registry) -> Callback:
     callback = make(registry.get("callbacks", name), node)
-    with told_by(f"callbacks.{name}"):
+    with blamed(f"callbacks.{name}", "while its settings were checked"), told_by(f"callbacks.{name}"):
         callback.check()
     return typing.cast("Callback", callback)
 

@@ -26,13 +26,14 @@ from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.model import Model
 from toyexp.options import read_options
 from toyexp.registry import Registry
+from toyexp.restored import origin
 from toyexp.tokenizer import CONTROL
 
 HELP = """\
 usage: toyexp describe WHAT [options]
 
 What is in a GGUF file: its model, numbers and tokenizer, what toyexp can do with it, and its forward pass op by op.
-WHAT is a file, the first part of a split one, or the directory of a run.
+WHAT is a file, the first part of a split one, the directory of a run, or a checkpoint (run/checkpoints/step-200).
   toyexp describe model.gguf
   toyexp describe outputs/warm-llama/2026-11-21_050553_073724
 
@@ -182,8 +183,9 @@ class Description:
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
-    path = file_of(path, (MODEL, ADAPTER))
+    path = file_of(path, (MODEL, ADAPTER), registry)
     with GGUFFile(path) as file:
+        path = origin(path)
         architecture = _text(file, "general.architecture")
         kind = _text(file, "general.type") or "model"
         model, refused = find_model(file, registry)

@@ -38,6 +38,10 @@ class RunFailed(ToyexpError):
     """A run that started and could not go on, such as one whose loss became NaN."""
 
 
+class PluginFailed(RunFailed):
+    """A plugin that raised something it did not mean to: names it, when that was, and what it said."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, or None when nothing is close."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)

@@ -16,12 +16,13 @@ from toyexp.frozen import frozen_plan
 from toyexp.gguf.model import model_of
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
+from toyexp.restored import origin
 
 HELP = """\
 usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
 
 How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
-MODEL is a GGUF file, or the directory of a run that left a model.gguf.
+MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
   toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
   toyexp eval digits.gguf data=digits
@@ -92,7 +93,7 @@ def evaluate(path: Path, settings: Sequence[str], registry: Registry, modules: S
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     text = model.reads == "tokens"
     return Evaluation(
-        file=str(path), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
+        file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
         data="; ".join([built.data.name, *dataset.left_out()]), targets=round(weights), loss=loss,
         perplexity=math.exp(min(loss, 700)) if text else None,
         bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,11 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toyexp.blame import blamed
 from toyexp.bus import Bus, Run
-from toyexp.checkpoint import Interval, Keeper, steps
+from toyexp.checkpoint import Best, Damaged, Interval, Keeper, steps
 from toyexp.data import Batches, Dataset, Dropout
 from toyexp.engine import Session
-from toyexp.errors import RunFailed, ToyexpError, UserError
+from toyexp.errors import PluginFailed, RunFailed, UserError
 from toyexp.loop import Outcome, Saver, Training
 from toyexp.matrix import refusal
 from toyexp.memory import check_plan, running_out
@@ -60,6 +62,8 @@ class Result:
     outcome: Outcome
     reads: str  # what the model reads, and the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
+    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
+    best: Best | None = None  # the best look, of a run that keeps it
 
 
 def prepare(config: Config) -> Prepared:
@@ -73,26 +77,35 @@ def prepare(config: Config) -> Prepared:
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
         )
     bus = Bus(config.callbacks)
-    dataset = config.data.open(recipe.vocabulary())
-    config.plain["data"] |= {key: getattr(config.data, key) for key in config.data.fills}
+    with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
+        vocabulary = recipe.vocabulary()
+    with blamed(f"data.{config.data.name}", "while it was opened"):
+        dataset = config.data.open(vocabulary)
+        config.plain["data"] |= {key: getattr(config.data, key) for key in config.data.fills}
     for callback in config.callbacks.values():
-        callback.check_run(config.plain, dataset)
+        with blamed(f"callbacks.{callback.name}", "while it looked at the run"):
+            callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         raise UserError(
             f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
             "leave data.tokenizer out, which is then the base's own"
         )
-    fitted = config.model.fit(dataset)
-    batches = fitted.batches(dataset, settings.batch_size, settings.seed)
+    with blamed(f"model.{config.model.name}", "while it was fitted to the data", data=config.data):
+        fitted = config.model.fit(dataset)
+        batches = fitted.batches(dataset, settings.batch_size, settings.seed)
     model = config.base or fitted
+    if settings.checkpoint_best is not None:
+        model.require_metric("checkpoint_best", settings.checkpoint_best)
     setup = Setup(
         batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
-    plan = recipe.plan(model, setup)
+    with blamed(f"recipe.{recipe.name}", "while it planned", model=model):
+        plan = recipe.plan(model, setup)
     for callback in config.callbacks.values():
-        callback.check_plan(plan)
+        with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
+            callback.check_plan(plan)
     check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
@@ -114,8 +127,8 @@ def execute(
                 log.info(line)
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
-            with running_out(), start(config.recipe, config.engine, prepared.plan, state) as session:
-                run = _run(prepared, directory, session, signals, resumed)
+            with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
+                run = _run(prepared, run_dir, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
             return _judge(prepared, run_dir, outcome, failures, signals)
         except BaseException as error:
@@ -134,32 +147,35 @@ def _judge(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
 ) -> Result:
     """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
+    bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
-        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(prepared.bus.artifacts)
-    )
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(bus.artifacts), bus.steps_of,
+        best,
+    )  # fmt: skip
     summary = {
         **asdict(outcome),
         "tokens_per_second": outcome.tokens_per_second,
         "artifacts": [str(p) for p in result.artifacts],
+        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
+        "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
     }
     try:
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
     except RunFailed as error:
         failures.append(error)
-    if failures and isinstance(failures[0], ToyexpError):
-        raise failures[0]
     if failures:
-        raise RunFailed(f"a callback failed at the end of the run: {failures[0]!r}; see {run_dir.path / 'log.txt'}")
+        raise failures[0]
     if interrupted := signals.last_word():
         raise interrupted
     return result
 
 
-def _run(prepared: Prepared, directory: Path, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
+def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
-        dir=directory,
+        dir=run_dir.path,
+        ledger=run_dir.ledger,
         seed=settings.seed,
         steps=settings.steps,
         lr=settings.lr,
@@ -180,11 +196,14 @@ def _live(
 ) -> tuple[Outcome, list[Exception]]:
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
-    reason = "errored"
-    saver = RunSaver(run, prepared, resumed)
+    bus.log = run.dir / "log.txt"
+    reason, bad = "errored", None
+    saver = RunSaver(run, prepared, resumed, signals)
+    bus.best = saver.best
     try:
         signals.wait_for_the_step()
         bus.hook.on_start(run=run)
+        bus.check()
         if resumed:
             inexact = resumed.inexact(run.facts["backend"])
             run.emit("resume", **resumed.facts(), inexact=inexact)
@@ -194,7 +213,7 @@ def _live(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
-        reason = outcome.reason
+        reason, bad = outcome.reason, _bad_end(outcome)
     except BaseException as caught:
         error, reason = caught, _reason(caught)
         raise
@@ -203,18 +222,30 @@ def _live(
         try:
             unsaved = saver.finish()
         finally:  # which a second signal ends
-            failures = bus.end(run, reason, error or unsaved, signals.last_word)
-        failures = [*([unsaved] if unsaved else []), *failures]
+            failures = bus.end(run, reason, error or bad or unsaved, signals.last_word)
+        failures = [*filter(None, (bad, unsaved)), *failures]
     if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
+
+
+def _bad_end(outcome: Outcome) -> RunFailed | None:
+    """What is wrong with a model whose last look at the held-out data gave no number."""
+    if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
+        return None
+    return RunFailed(
+        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
+        "try a lower lr, or optim.grad_clip=1"
+    )
 
 
 def _left_behind(prepared: Prepared, directory: Path, error: BaseException) -> list[str]:
     """Where a run that did not complete is, and how one that was interrupted goes on."""
     lines = [f"run     {short(directory)}"]
     saved = next(iter(steps(directory / "checkpoints")), None)
-    if isinstance(error, KeyboardInterrupt) and saved and not (directory.parent / STATE).exists():  # a sweep says how
+    if (
+        isinstance(error, KeyboardInterrupt | PluginFailed) and saved and not (directory.parent / STATE).exists()
+    ):  # a sweep says how
         modules = prepared.config.settings.plugins
         plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
         command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
@@ -229,15 +260,16 @@ def _reason(error: BaseException) -> str:
 class RunSaver(Saver):
     """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
 
-    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None):
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
         settings = prepared.config.settings
-        self._run, self._prepared = run, prepared
-        self._folder = run.dir / "checkpoints"
+        self._run, self._prepared, self._signals = run, prepared, signals
+        self._folder, self._step = run.dir / "checkpoints", run.resumed
+        callbacks = prepared.config.callbacks
         self._keeper = Keeper(
             self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
-            settings.checkpoint_best,
+            settings.checkpoint_best or next(filter(None, (c.best_by() for c in callbacks.values())), None),
             resumed.checkpoint if resumed else None,
         )
 
@@ -246,8 +278,12 @@ class RunSaver(Saver):
         self._keeper.check(metrics)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Saves when it is due, and after the last step."""
-        if self._keeper.due(outcome.steps, metrics, last):
+        """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
+        self._step = outcome.steps
+        asked = self._signals.should_save()
+        if asked:
+            self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
+        if self._keeper.due(outcome.steps, metrics, last, asked):
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
                 "identity": identity(self._prepared),
@@ -256,18 +292,28 @@ class RunSaver(Saver):
                 "engine": self._run.facts.get("backend", {}),
                 "config": self._run.config,
                 "scores": self._keeper.scores,
+                "metric": self._keeper.metric,
             }
             self._keeper.wait()  # so that memory holds one snapshot, not two
             self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
         self._tell()
 
-    def finish(self) -> RunFailed | None:
+    def best(self, weights: bool) -> Best | None:
+        """The best look so far, with its weights if wanted; where they cannot be read that is told: there is none."""
+        try:
+            return self._keeper.best(self._step, weights)
+        except Damaged as error:
+            self._run.emit("warning", text=f"the best weights cannot be read: {error}; the last ones are taken")
+            return None
+
+    def finish(self) -> Exception | None:
         """Waits for the last one, and returns why it is not there, if so."""
         self._keeper.wait()
+        self._tell(last=True)
         try:
-            self._tell(last=True)
+            self._prepared.bus.check()
         except Exception as error:  # of a callback; the others are still told that the run ends
-            return RunFailed(f"a callback failed: {error!r}")
+            return error
         if self._keeper.missing is None:
             return None
         whole = next((p.name for p in steps(self._folder).values()), "none")

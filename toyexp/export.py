@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from toyexp.gguf.write import Writer
 from toyexp.huggingface import TYPES, write_folder
 from toyexp.options import read_options
 from toyexp.registry import Registry
+from toyexp.restored import origin
 from toyexp.run import bytes_in, dump_json
 from toyexp.tokenizer import Tokenizer
 
@@ -36,7 +38,8 @@ SWITCHES = ("--force", "--requantize", "--json")
 HELP = f"""\
 usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json]
 
-Writes a model again in another type; WHAT is a GGUF file, or a run's directory, which means its model.gguf.
+Writes a model again in another type; WHAT is a GGUF file, a run's directory, which means its model.gguf, or a
+checkpoint (run/checkpoints/step-200), whose model is written into the run's directory.
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf beside it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
@@ -107,7 +110,7 @@ def export(options: Options, registry: Registry) -> Exported:
     """Writes the file; UserError for what cannot be, before anything is written."""
     if options.type not in FOLDERS:
         check_type(options.type, "--type", FOLDERS)
-    with GGUFFile(file_of(options.what)) as file:
+    with GGUFFile(file_of(options.what, registry=registry)) as file:
         if options.type in FOLDERS:
             return _folder(options, file, registry)
         target = _target(options, file)
@@ -124,14 +127,16 @@ def export(options: Options, registry: Registry) -> Exported:
             warnings = _written(file, types, options.type).save(target)
         with GGUFFile(target) as written:
             counts = Counter(t.type for t in written.tensors.values())
-            return Exported(str(file.path), str(target), options.type, file.size, written.size, dict(counts), warnings)
+            return Exported(
+                str(origin(file.path)), str(target), options.type, file.size, written.size, dict(counts), warnings
+            )
 
 
 def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     """The same as a directory for transformers."""
     target = _path(options, file, options.type)
-    if target.exists():
-        if not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
+    if os.path.lexists(target):
+        if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
             raise UserError(f"--to {target}: is already there, and no directory that was written so")
         if not options.force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
@@ -158,8 +163,11 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:
 
 def _path(options: Options, file: GGUFFile, ending: str) -> Path:
     """Where to; UserError when there is no directory."""
+    beside = file.path
+    if (made_of := origin(file.path)) != file.path:  # what lies in a checkpoint's directory goes with it
+        beside = made_of.parents[1] / file.path.name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = options.to or file.path.with_name(f"{stem}-{ending}")
+    target = options.to or beside.with_name(f"{stem}-{ending}")
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
     return target
@@ -170,8 +178,8 @@ def _target(options: Options, file: GGUFFile) -> Path:
     target = _path(options, file, f"{options.type}.gguf")
     if target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
-    if target.exists():
-        if any(target.samefile(path) for path in file.paths):
+    if os.path.lexists(target):
+        if target.exists() and any(target.samefile(path) for path in file.paths):
             raise UserError(f"{target}: is what is read; write elsewhere: --to other.gguf")
         if not options.force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")

@@ -21,12 +21,16 @@ NODE_LIMIT = 20_000  # values in it, each repeated one counted again
 NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
 CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
-HYDRA_KEYS = ("run", "sweep", "sweeper", "output_subdir", "searchpath")  # of Hydra's own settings
+HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
+PLACES = ("run", "sweep")  # where something is written: for a person's own main file to say, no other
 PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
 
 
-def check_file(path: Path, text: str, ours: bool) -> None:
-    """Raises UserError for a file that says more than settings; `ours` lies in toyexp's own conf/."""
+def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
+    """Raises UserError for a file that says more than settings; `ours` lies in toyexp's own conf/.
+
+    A `preset` is a choice of a group, such as an experiment, which one takes from elsewhere.
+    """
     if len(text) > SIZE_LIMIT:
         raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
     try:
@@ -50,7 +54,7 @@ def check_file(path: Path, text: str, ours: bool) -> None:
         if not key and not ours and isinstance(node, yaml.ScalarNode):
             check_text(node.value, place)
     if not ours:
-        _check_hydra(root, text, path)
+        _check_hydra(root, text, path, preset)
 
 
 def _size(node: yaml.Node, known: dict[int, int], path: Path) -> int:
@@ -102,8 +106,8 @@ def escaped(value: Any) -> Any:
     return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _check_hydra(root: yaml.Node, text: str, path: Path) -> None:
-    """Raises UserError for settings of Hydra's that can load or call something."""
+def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
+    """Raises UserError for settings of Hydra's that can load or call something, or write where a preset wants."""
     package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
     if package and package[1].split(".")[0] == "hydra":
         raise UserError(f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not taken")
@@ -112,6 +116,11 @@ def _check_hydra(root: yaml.Node, text: str, path: Path) -> None:
             continue
         for name, inner in value.value:
             place = f"{path}, line {name.start_mark.line + 1}"
+            if preset and name.value in PLACES:
+                raise UserError(
+                    f"{place}: hydra.{name.value} is not taken from such a file, which may not choose where something "
+                    f"is written; give it on the command line: hydra.{name.value}.dir=..."
+                )
             if name.value not in HYDRA_KEYS:
                 raise UserError(
                     f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be "

@@ -23,6 +23,7 @@ from toyexp.init import stream
 from toyexp.options import is_whole, read_options, real, whole
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
+from toyexp.restored import origin
 from toyexp.sampling import Sampling, continuation
 from toyexp.tokenizer import Tokenizer
 
@@ -33,7 +34,8 @@ END, LIMIT, FULL = "end of text", "token limit", "context full"
 HELP = """\
 usage: toyexp generate MODEL --prompt TEXT [options]
 
-Text from a language model, printed as it comes. MODEL is a GGUF file, or the directory of a run that left a model.gguf.
+Text from a language model, printed as it comes. MODEL is a GGUF file, the directory of a run that
+left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp generate model.gguf --prompt 'def ' --tokens 100
   echo -n 'Once upon a time' | toyexp generate model.gguf --prompt - --temperature 0 > tale.txt
   toyexp generate model.gguf --chat --prompt 'Why is the sky blue?'
@@ -195,7 +197,7 @@ def generate(options: Options, registry: Registry, write: Callable[[str], None])
         raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
     if not all("=" in setting and "," not in setting for setting in own):
         raise UserError(f"--engine {options.engine}: an engine's settings are written {name}:threads=1")
-    path, prompt = file_of(Path(options.model)), _read_prompt(options.prompt)
+    path, prompt = file_of(Path(options.model), registry=registry), _read_prompt(options.prompt)
     with GGUFFile(path) as file:
         if file.metadata.get("general.type") == "adapter":
             raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
@@ -246,7 +248,7 @@ def _by_engine(
         reason = _write(tokens, last, options.tokens, scribe)
         seconds = time.perf_counter() - began
     return Generated(
-        str(path), built.engine_note, prompt, ids, scribe.text if tokenizer else None, scribe.ids,
+        str(origin(path)), built.engine_note, prompt, ids, scribe.text if tokenizer else None, scribe.ids,
         len(scribe.ids), reason, seconds, options.seed,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from toyexp.errors import RunFailed
 from toyexp.gguf.encode import encoded, pieces_of
+from toyexp.gguf.whole import swap
 from toyexp.model import Model
 from toyexp.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.run import dump_json, sync_directory, write_synced
@@ -138,22 +139,17 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 @contextmanager
 def _directory(path: Path) -> Iterator[Path]:
     """A directory to write into, which appears as `path` once it is whole; RunFailed when it cannot be written."""
-    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
         yield temporary
         sync_directory(temporary)
-        if path.exists():
-            path.rename(old)
-        temporary.rename(path)
+        swap(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
         raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
     finally:
-        if old.exists() and not path.exists():  # interrupted between the two names
-            old.rename(path)
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], type_name: str) -> list[str]:

@@ -181,10 +181,13 @@ class Runner:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
         name = str(directory.relative_to(root))
         for other in self._jobs:
-            if other.directory == name and other is not job:
+            if other.directory is None or other is job:
+                continue
+            if other.directory == name:
                 raise UserError(f"hydra.sweep.subdir gives jobs {other.number} and {job.number} one directory, {name}")
-        if (directory / "config.yaml").exists() and not job.attempts:
-            raise UserError(f"{directory} already holds a run; choose another directory: hydra.sweep.dir=...")
+            taken = root / other.directory
+            if taken.is_relative_to(directory) or directory.is_relative_to(taken):
+                raise UserError(f"hydra.sweep.subdir puts jobs {other.number} and {job.number} one into the other")
         return name
 
     # -- running --
@@ -268,7 +271,7 @@ class Runner:
         return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
 
     def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
-        with self._printing, contextlib.suppress(BrokenPipeError):
+        with self._printing, contextlib.suppress(OSError):  # a reader, or a terminal, that is gone
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)
             else:

@@ -23,6 +23,7 @@ from toyexp import checkpoint
 from toyexp.errors import UserError
 from toyexp.packages import needed, told_by
 from toyexp.run import lock
+from toyexp.signals import ending
 from toyexp.sweepdir import Ended, Job
 from toyexp.sweeps import LIFELINE
 from toyexp.threads import CORES
@@ -65,7 +66,7 @@ class Order:
 
 
 class Stop:
-    """The first SIGINT or SIGTERM goes on to the jobs that run, and no other is started; the third one kills them."""
+    """The first signal that ends goes on to the jobs that run, and no other is started; the third one kills them."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal
@@ -109,10 +110,12 @@ class Stop:
 
     @contextlib.contextmanager
     def handling(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are ours."""
+        """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
         previous = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere they belong to someone else
-            previous = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            previous = {number: signal.signal(number, self.handle) for number in ending()}
+            if signal.SIGUSR1 not in previous:
+                previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: None)
         try:
             yield
         finally:

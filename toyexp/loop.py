@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,11 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from toyexp.blame import blamed
 from toyexp.bus import Bus, Run
 from toyexp.data import Batches, batch_digest
 from toyexp.engine import Batch, Session
 from toyexp.errors import RunFailed
 from toyexp.optim import AdamW
+
+log = logging.getLogger("toyexp")
 
 SKIPPED_IN_A_ROW = 20  # steps after which a run that skips bad numbers is given up: nothing changes any more
 
@@ -70,9 +75,22 @@ class Training:
 
         Raises RunFailed when the loss or the gradient is no finite number, unless the plan skips such steps.
         """
+        outcome, began = self.outcome, time.perf_counter()
+        before, self._whole = outcome.seconds, True
+        self.bus.step = outcome.steps
+        try:
+            with self._blamed("data"):
+                self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
+            self._take_steps(before, began)
+        except Exception:
+            outcome.seconds = before + time.perf_counter() - began
+            if self._whole and outcome.steps:
+                self._save_anyway()
+            raise
+        return outcome
+
+    def _take_steps(self, before: float, began: float) -> None:
         run, bus, outcome = self.run, self.bus, self.outcome
-        before, began = outcome.seconds, time.perf_counter()
-        self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
         outcome.reason, outcome.why = "completed", None
         bad_in_a_row = 0
         finished = self._look_if_due()  # of a resumed run too: it may have been stopped while it looked
@@ -81,6 +99,7 @@ class Training:
         while outcome.steps < run.steps and not finished:
             metrics, batch = self._step()
             bus.hook.on_step(run=run, step=outcome.steps, metrics=metrics, batch=batch)
+            bus.check()
             if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
                 bad_in_a_row = 0
             else:
@@ -89,15 +108,34 @@ class Training:
             finished = self._look_if_due() or self._ended(metrics)
             outcome.seconds = before + time.perf_counter() - began
             self.saver.after(outcome, self._scores(), last=finished or outcome.steps == run.steps)
-        return outcome
+            bus.check()
+
+    def _save_anyway(self) -> None:
+        """What was trained before a plugin failed, as far as that can be saved."""
+        try:
+            self.saver.after(self.outcome, self._scores(), last=True)
+        except Exception as error:
+            log.error("what was trained could not be saved: %s", error)
+
+    def _blamed(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Tells what goes wrong inside as an error of the run's data, or of its engine or model."""
+        run = self.run
+        name = run.engine if kind == "engine" else dict(run.config.get(kind, {})).get("name", "?")
+        others = {"model": run.plan.model} if kind == "engine" else {}
+        return blamed(f"{kind}.{name}", f"at step {self.bus.step}", self.bus.log, **others)
 
     def _step(self) -> tuple[dict[str, float], Batch]:
         run, step = self.run, self.outcome.steps
         started = time.perf_counter()
+        self.bus.step = step + 1
         answer = self.bus.hook.lr(run=run, step=step, steps=run.steps)
         lr = run.lr if answer is None else answer
-        batch = self.batches.batch(step)
-        loss, grad_norm = run.session.step(batch, replace(self.adamw, lr=lr).hp_for_step(step))
+        with self._blamed("data"):
+            batch = self.batches.batch(step)
+        self._whole = False
+        with self._blamed("engine"):
+            loss, grad_norm = run.session.step(batch, replace(self.adamw, lr=lr).hp_for_step(step))
+        self._whole = True
         seconds = time.perf_counter() - started
         count = int(batch["weights"].astype(bool).sum())
         self.outcome.steps, self.outcome.train_loss = step + 1, loss
@@ -118,8 +156,9 @@ class Training:
     def _look(self) -> None:
         run, outcome = self.run, self.outcome
         try:
-            loss = run.session.evaluate(self._until_stopped())
-            scores = run.plan.model.scores(run.session, self._until_stopped())
+            with self._blamed("engine"):
+                loss = run.session.evaluate(self._until_stopped())
+                scores = run.plan.model.scores(run.session, self._until_stopped())
         except _Stopped:  # the look is taken again when the run is resumed
             outcome.reason = "interrupted"
             return
@@ -127,6 +166,7 @@ class Training:
         if outcome.first_eval_loss is None:
             outcome.first_eval_loss, outcome.first_eval_scores = loss, scores
         self.bus.hook.on_eval(run=run, step=outcome.steps, metrics=self._scores())
+        self.bus.check()
 
     def _until_stopped(self) -> Iterator[Batch]:
         for batch in self._held_out:
@@ -160,6 +200,7 @@ class Training:
             numbers = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
             run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
+        self._whole = False
         given_up = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
         first = first_bad_tensor(run.session, batch)
         raise RunFailed(
@@ -168,8 +209,8 @@ class Training:
         )
 
 
-class _Stopped(Exception):
-    """A signal came while the held-out data was looked at."""
+class _Stopped(BaseException):
+    """A signal came while the held-out data was looked at; no error that someone could be blamed for."""
 
 
 def first_bad_tensor(session: Session, batch: Batch) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from toyexp.errors import UserError
+from toyexp.errors import UserError, choose, printable
 from toyexp.init import Values
 from toyexp.ops import Ops, Params, Tensor
 
@@ -45,6 +45,7 @@ class Model(ABC):
     name: ClassVar[str]  # what `model=` takes
     reads: ClassVar[str]  # the kind of data it learns from: "tokens" or "images"
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
+    score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
 
     @abstractmethod
     def tensors(self) -> list[TensorSpec]:
@@ -73,6 +74,16 @@ class Model(ABC):
     def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
         """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
         return {}
+
+    def require_metric(self, key: str, name: str) -> None:
+        """Raises UserError when a look at the held-out data reports nothing of that name, as far as that is known.
+
+        What a model scores without naming it in `score_names` shows at the first look.
+        """
+        unnamed = not self.score_names and type(self).scores is not Model.scores
+        known = ("loss", "ppl", *self.score_names)
+        if name not in known and not unnamed:
+            raise UserError(f"{key}={printable(name)}: {choose(name, known)}")
 
     @property
     def architecture(self) -> str:

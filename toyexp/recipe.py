@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from toyexp.blame import blamed
 from toyexp.engine import Engine, Session
 from toyexp.model import Model
 from toyexp.optim import FROM_SCRATCH
@@ -71,17 +72,28 @@ class Recipe(ABC):
         """Replaces values while the warm window is open."""
 
 
-def start(recipe: Recipe, engine: Engine, plan: Plan, state: Mapping[str, np.ndarray] | None = None) -> Session:
+def start(
+    recipe: Recipe,
+    engine: Engine,
+    plan: Plan,
+    state: Mapping[str, np.ndarray] | None = None,
+    directory: Path | None = None,
+) -> Session:
     """The recipe's life up to its first step: realize, the warm window, build; then the `state` to continue from.
 
-    Closes the session on any error.
+    Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
     """
-    session = engine.realize(plan)
+    log = directory / "log.txt" if directory else None
+    with blamed(f"engine.{engine.name}", "while it realized the plan", log, model=plan.model):
+        session = engine.realize(plan)
     try:
-        recipe.warm(session)
-        session.build()
+        with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
+            recipe.warm(session)
+        with blamed(f"engine.{engine.name}", "while it built the training step", log, model=plan.model):
+            session.build()
         if state is not None:
-            session.restore(state)
+            with blamed(f"engine.{engine.name}", "while it took the checkpoint", log):
+                session.restore(state)
     except BaseException:
         session.close()
         raise

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from toyexp import checkpoint
 from toyexp.engine import state_misfit
 from toyexp.errors import UserError, printable
 from toyexp.loop import Outcome
+from toyexp.ownership import Ledger, fingerprint
 from toyexp.terminal import short
 
 if TYPE_CHECKING:
@@ -159,9 +158,20 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     misfit = state_misfit(prepared.plan, found.arrays)
     if misfit:
         raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")
+    _require_own(directory, prepared)
     _hand_back(found, prepared.config.callbacks)
     changed = {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}
     return Resumed(found, outcome, changed, damaged)
+
+
+def _require_own(directory: Path, prepared: Prepared) -> None:
+    """Raises UserError where something stands that the run would replace, and did not write."""
+    left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
+    for path in Ledger.open(directory).foreign(["result.json", *left]):
+        raise UserError(
+            f"resume={short(directory)}: {short(path)} is not what this run wrote there, and would be replaced: "
+            "move it elsewhere first"
+        )
 
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
@@ -219,15 +229,3 @@ def identity(prepared: Prepared) -> dict[str, Any]:
         "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
         "files": {role: fingerprint(path) for role, path in files.items() if path is not None},
     }
-
-
-def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
-    """16 hex digits of a file's length, first megabyte and samples throughout: enough to tell that it was replaced."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        digest.update(f"{length}".encode() + file.read(1 << 20))
-        for i in range(samples):
-            file.seek(length * i // samples)
-            digest.update(file.read(size))
-    return digest.hexdigest()[:16]

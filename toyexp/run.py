@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import platform
-import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ import yaml
 
 from toyexp.errors import RunFailed, UserError, printable
 from toyexp.foreign import escaped
+from toyexp.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
 
 log = logging.getLogger("toyexp")
 
@@ -30,8 +31,8 @@ _DEFAULTS = ("model", "data", "recipe", "engine", "optim")
 class RunDir:
     """A directory that belongs to one run alone: config.yaml, log.txt, result.json and what callbacks add.
 
-    Raises UserError for one that holds a run, unless that run is `continued`, for one that another process writes, and
-    for one that cannot be written; what it had made there is then gone again.
+    Raises UserError for one that holds anything, unless that is the run that is `continued`, for one that another
+    process writes, and for one that cannot be written; what it had made there is then gone again.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], continued: bool = False):
@@ -40,20 +41,23 @@ class RunDir:
         self._lock: int | None = None
         self._log: LogFile | None = None
         made: list[Path] = []
+        began = False  # whether what stands there now is of this process
         try:
             if not continued:
-                self._refuse_a_run()
+                require_empty(path, "hydra.run.dir")
             made = [d for d in (path, *path.parents) if not d.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(path)
             if continued:
                 self._tidy()
             else:
-                self._refuse_a_run()  # another process may have been faster
-            write_atomically(path / "config.yaml", runnable(config))
+                require_empty(path, "hydra.run.dir")  # another process may have been faster
+                began = True
+            self.ledger = Ledger.open(path)
             self._log = LogFile(path / "log.txt")
+            self._write("config.yaml", runnable(config))
         except BaseException as error:
-            self._undo(made)
+            self._undo(made, began)
             if isinstance(error, OSError):
                 raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.run.dir=...") from None
             raise
@@ -61,26 +65,26 @@ class RunDir:
         log.setLevel(logging.INFO)
         log.addHandler(self._log)
 
-    def _refuse_a_run(self) -> None:
-        for taken in ("events.jsonl", "config.yaml"):
-            if (self.path / taken).exists():
-                raise UserError(
-                    f"{self.path} already holds a run ({taken}); go on with it: resume={self.path}, "
-                    "or choose another directory: hydra.run.dir=..."
-                )
-
     def _tidy(self) -> None:
-        """Removes what a process that was killed had not finished writing."""
-        for file in self.path.glob(".*.tmp"):
-            if re.fullmatch(r"\..+\.(yaml|json|gguf|safetensors)\.\d+\.tmp", file.name):
-                file.unlink(missing_ok=True)
+        """Removes what a process that was killed had not finished writing; a config.yaml that was edited is kept."""
+        for left in self.path.glob(".*"):
+            if TEMPORARY.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        if changed := Ledger.open(self.path).foreign(["config.yaml"]):
+            keep_aside(changed[0])
 
-    def _undo(self, made: Sequence[Path]) -> None:
-        """Removes the directories that were `made`, and lets go of what is held."""
-        if made and self._lock is not None:
-            for name in ("config.yaml", "log.txt", "run.lock"):
-                with contextlib.suppress(OSError):
-                    (self.path / name).unlink(missing_ok=True)
+    def _write(self, name: str, text: str) -> None:
+        """Writes a file in one piece in place of an earlier one of this run; raises OSError."""
+        with self.ledger.output(self.path / name) as place:
+            write_synced(place, text.encode(errors="backslashreplace"))
+
+    def _undo(self, made: Sequence[Path], began: bool) -> None:
+        """Removes what was begun and the directories that were `made`, and lets go of what is held."""
+        if self._log is not None:
+            self._log.close()
+        for name in ("config.yaml", "log.txt", LEDGER, LOCK) if began else ():
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
         for directory in made:  # the innermost first
@@ -89,11 +93,10 @@ class RunDir:
 
     def result(self, fields: Mapping[str, Any]) -> None:
         """Writes result.json: the final numbers; raises RunFailed."""
-        path = self.path / "result.json"
         try:
-            write_atomically(path, dump_json(fields, indent=2) + "\n")
+            self._write("result.json", dump_json(fields, indent=2) + "\n")
         except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
+            raise RunFailed(f"{self.path / 'result.json'}: could not be written: {error.strerror}") from error
         self.judged = True
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ def lock(path: Path) -> int:
     """
     import fcntl
 
-    file = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full

@@ -20,6 +20,7 @@ import yaml
 from hydra._internal.core_plugins import file_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.checkpoint import Interval
 from toyexp.errors import UserError, choose, printable
 from toyexp.files import read_text, require, require_folder
-from toyexp.foreign import SIZE_LIMIT, check_file
+from toyexp.foreign import PLACES, SIZE_LIMIT, check_file
 from toyexp.optim import Optim
 from toyexp.registry import Registry, conf_dir
 
@@ -144,7 +145,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         if not ours and (".." in path.parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: is not taken from {self.path}")
         if path.is_file():
-            check_file(path, read_config(path), ours)
+            check_file(path, read_config(path), ours, preset="/" in config_path)
         return super().load_config(config_path)
 
 
@@ -246,23 +247,33 @@ class Source:
         return list(dict.fromkeys(d for d in (self.directory, self.extra, conf_dir()) if d))
 
     def overrides(self) -> list[str]:
-        """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet."""
+        """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet.
+
+        Where something is written is for the main file to say, and no other, however it might get the keys there.
+        """
         if len(self.directories) == 1:
             return []
         quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
-        added = [f"hydra.searchpath=[{','.join(quoted)}]"]
+        added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
+        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
         if self.directory == conf_dir():
-            return added
+            return added + _places(ours)
         path = self.directory / f"{self.name}.yaml"
         theirs = _load_yaml(path) or {}
         if not isinstance(theirs, dict):
             raise UserError(f"{path}: holds no keys with values, such as steps: 100")
-        if "hydra" in theirs:
-            return added
-        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
-        added += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
-        added += [f"hydra.{k}.{n}='{v}'" for k in ("run", "sweep") for n, v in ours[k].items()]
-        return added
+        own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
+        quiet = [] if own else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
+        return added + quiet + _places({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
+
+
+def _places(hydra_node: Mapping[str, Any]) -> list[str]:
+    """Where runs and sweeps go, as overrides."""
+    return [f"hydra.{k}.{n}={_quoted(v)}" for k in PLACES for n, v in hydra_node[k].items()]
+
+
+def _quoted(text: Any) -> str:
+    return QuotedString(str(text), Quote.single).with_quotes()
 
 
 def _load_yaml(path: Path) -> Any:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: noted, raised where that is safe, and able to act while native code is busy; limits of time."""
+"""Signals that end a run or have it save: noted, raised where that is safe, and heard while native code is busy.
+
+And limits of time.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,28 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from toyexp.errors import UserError, printable
+
 T = TypeVar("T")
+
+ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
+
+
+def ending() -> list[signal.Signals]:
+    """The signals that end a run. SIGHUP, of a terminal that is closed, is not one where it was ignored (`nohup`).
+
+    Raises UserError for an environment that says something else of SIGUSR1 than `save` or `end`.
+    """
+    asked = os.environ.get(ON_USR1, "save")
+    if asked not in ("save", "end"):
+        raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return numbers + ([signal.SIGUSR1] if asked == "end" else [])
 
 
 class Signals:
-    """The first SIGINT or SIGTERM: raised as Interrupted, or once steps are taken, noted until the step is done.
+    """The first signal that ends: raised as Interrupted, or once steps are taken, noted until the step is done.
 
     A second one acts at once.
     """
@@ -25,6 +45,7 @@ class Signals:
         self._number = 0
         self._count = 0
         self._patient = False
+        self._asked_to_save = False
         self._last_word: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -33,6 +54,15 @@ class Signals:
         self._count += 1
         if self._count > 1 or not self._patient:
             raise Interrupted(number)
+
+    def ask_to_save(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls on SIGUSR1."""
+        self._asked_to_save = True
+
+    def should_save(self) -> bool:
+        """Whether that was asked for since the last call."""
+        asked, self._asked_to_save = self._asked_to_save, False
+        return asked
 
     def wait_for_the_step(self) -> None:
         """From now on a signal is only noted."""
@@ -55,12 +85,15 @@ class Signals:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Signals]:
-    """Gives SIGINT and SIGTERM to a Signals; outside the main thread they belong to someone else and are left alone."""
+    """Gives the signals of a run to a Signals; outside the main thread they are someone else's and are left alone."""
     signals = Signals()
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = dict.fromkeys(ending(), signals.handle)
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+        handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)
     previous = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, signals.handle)
+        for number, handle in handlers.items():
+            previous[number] = signal.signal(number, handle)
     except ValueError:  # not the main thread
         yield signals
         return

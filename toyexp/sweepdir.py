@@ -16,6 +16,7 @@ from typing import Any
 
 from toyexp.checkpoint import Damaged, conforms, read_json, rebuilt
 from toyexp.errors import UserError, printable
+from toyexp.ownership import require_empty
 from toyexp.run import dump_json, lock, write_atomically
 
 log = logging.getLogger("toyexp")
@@ -38,15 +39,13 @@ class Status(StrEnum):
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
 MEANING = {
     0: Status.COMPLETED,
     1: Status.FAILED,
     2: Status.REFUSED,
-    130: Status.INTERRUPTED,
-    143: Status.INTERRUPTED,
-    -signal.SIGINT: Status.INTERRUPTED,
-    -signal.SIGTERM: Status.INTERRUPTED,
+    **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
 }
 NUMBERS = {  # what is kept of a job's result.json
     "steps": int,
@@ -130,13 +129,14 @@ class SweepDir:
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
-        """A new one; UserError where a sweep is already."""
-        if (path / STATE).exists():
-            raise UserError(
-                f"{path} already holds a sweep; go on with it: sweep.resume={path}, "
-                "or choose another directory: hydra.sweep.dir=..."
-            )
+        """A new one; UserError where anything is already."""
+        require_empty(path, "hydra.sweep.dir")
         folder = cls(path, jobs, asked)
+        try:
+            require_empty(path, "hydra.sweep.dir")  # another process may have been faster
+        except UserError:
+            folder.close()
+            raise
         folder.save()
         return folder
 

@@ -75,8 +75,7 @@ def follow_the_sweep() -> None:
     """
     if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
         return
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which a cluster sends to all; the launcher on its node answers
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster sends it to all; the launcher on its node answers
 
     def wait() -> None:
         with contextlib.suppress(OSError):

@@ -89,10 +89,14 @@ def print_result(result: Result) -> None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
         say(f"held-out {name} {outcome.first_eval_scores[name]:.4f} -> {value:.4f}")
+    if result.best and result.best.step != outcome.steps:
+        say(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
     say(f"run     {short(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB")
+        step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
+        of = f"  of step {step}" + (", the best" if step == best else "") if step != outcome.steps else ""
+        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB{of}")
 
 
 def short(path: Path) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
-from toyexp import Batch, Callback, Run, RunFailed, UserError, hookimpl
+from toyexp import Batch, Callback, Plan, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
-from toyexp.run import dump_json
+from toyexp.run import dump_json, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -25,9 +25,8 @@ WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
 class Lines:
     """A file that grows by lines. What cannot be written waits in memory and is written later, in its order."""
 
-    def __init__(self, path: Path, waiting: bytes = b"", new: bool = False):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(path, flags | (os.O_EXCL if new else 0), 0o644)
+    def __init__(self, path: Path, waiting: bytes = b""):
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
         self._done = 0
         self._flushed = time.monotonic()
@@ -97,29 +96,43 @@ class Events(Callback):
         if self.every < 1:
             raise UserError(f"callbacks.events.every={self.every}: must be at least 1")
 
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The record."""
+        return ["events.jsonl"]
+
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
         """run_start, the first line, flushed at once; a resumed run goes on where its checkpoint was."""
         self._run, self._path = run, run.dir / "events.jsonl"
         self._began = time.monotonic() - self._seconds
         if self._place is not None and self._path.is_file():
-            self._lines = Lines(self._path, go_back(self._path, *self._place))
+            waiting, trouble = go_back(self._path, *self._place)
+            self._lines = Lines(self._path, waiting)
+            if trouble:
+                self._warn(trouble)
             return
         if run.resumed:
-            self._path.unlink(missing_ok=True)
-        self._lines = Lines(self._path, new=True)
-        self._write("run_start", schema="toy/v1", run_id=run.dir.name, name=run.name, phase="train", **run.facts)
-        self._lines.flush()
+            self._path.unlink(missing_ok=True)  # of an earlier process that went on from here, and did not come far
+        facts = {"run_id": run.dir.name, "name": run.name, "phase": "train", **run.facts}
+        first = dump_json({"kind": "run_start", "t": 0.0, "schema": "toy/v1", **facts})
+        with run.output(self._path, grows=True) as place:
+            write_synced(place, first.encode() + b"\n")
+        self._lines = Lines(self._path)
 
     def _write(self, kind: str, **fields: Any) -> None:
+        self._add(dump_json({"kind": kind, "t": round(time.monotonic() - self._began, 6), **fields}))
+
+    def _add(self, line: str) -> None:
         assert self._lines is not None
-        now = time.monotonic()
-        self._lines.add(dump_json({"kind": kind, "t": round(now - self._began, 6), **fields}), now)
+        self._lines.add(line, time.monotonic())
         if self._lines.trouble and not self._told:
             self._told = True
-            text = f"{self._path}: not written ({self._lines.trouble}); its lines wait in memory, training goes on"
-            log.warning("%s", text)
-            self._run.emit("note", text=f"toyexp: warning: {text}")
+            self._warn(f"not written ({self._lines.trouble}); its lines wait in memory, training goes on")
+
+    def _warn(self, trouble: str) -> None:
+        text = f"{self._path}: {trouble}"
+        log.warning("%s", text)
+        self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
         """How far the file reaches, which is then on the disk."""
@@ -173,15 +186,27 @@ class Events(Callback):
             raise RunFailed(f"{self._path}: {incomplete}")
 
 
-def go_back(path: Path, size: int, waiting: bytes) -> bytes:
-    """Cuts the file to `size` bytes and returns what is to follow: the steps behind a checkpoint are taken again.
+def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
+    """Cuts the file to `size` bytes: the steps behind a checkpoint are taken again.
 
-    A file that is shorter keeps its whole lines.
+    Returns what is to follow, and what had to be repaired. A file that is shorter, or has no end of a line there, keeps
+    its whole lines.
     """
     with open(path, "rb+") as file:
-        if os.fstat(file.fileno()).st_size >= size:
+        length = os.fstat(file.fileno()).st_size
+        torn = _byte_before(file, length) != b"\n"
+        if length >= size and _byte_before(file, size) == b"\n":
             file.truncate(size)
-            return waiting
-        kept = file.read()
-        file.truncate(kept.rfind(b"\n") + 1)
-        return b""
+            return waiting, "its last line was torn; it is written again" if torn else None
+        file.seek(0)
+        kept = file.read(size).rfind(b"\n") + 1
+        file.truncate(kept)
+        return b"", f"{size - kept} bytes that its checkpoint knows of are lost" + ("; a torn line is cut" * torn)
+
+
+def _byte_before(file: IO[bytes], place: int) -> bytes:
+    """The byte before a place in the file; an end of a line at its beginning."""
+    if place == 0:
+        return b"\n"
+    file.seek(place - 1)
+    return file.read(1)

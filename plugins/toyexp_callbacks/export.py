@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,12 +12,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
+from toyexp.checkpoint import Best
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
-from toyexp.run import bytes_in, write_atomically
+from toyexp.run import bytes_in, write_synced
+
+WEIGHTS = ("best", "last")
+Tensors = dict[str, np.ndarray]  # by name, float32
 
 
 @dataclass(eq=False)
@@ -26,16 +31,24 @@ class Export(Callback):
     suffix: ClassVar[str]  # behind `model`
 
     every: int = 0  # steps between extra files model-<step>; 0: only at the end
+    weights: str = "best"  # at the end: best, of a run with early_stop or checkpoint_best; or last, as of any other
 
     def __post_init__(self) -> None:
         self._step = 0
+        self._best: Best | None = None
         self._inherited: dict[str, Any] = {}
         self._warned = False
 
     def check(self) -> None:
-        """Raises UserError for a negative interval."""
+        """Raises UserError for a negative interval and unknown weights."""
+        if self.weights not in WEIGHTS:
+            raise UserError(f"callbacks.{self.name}.weights={self.weights}: {choose(self.weights, WEIGHTS)}")
         if self.every < 0:
             raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The model, and what is written beside it."""
+        return [f"model{self.suffix}"]
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -59,13 +72,23 @@ class Export(Callback):
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Exports the final weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
+        """Exports the weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
         if reason != "errored" and self._step and run.stops() < 2:
+            self._best = run.best() if self.weights == "best" else None
+            self._step = self._best.step if self._best else self._step
             self._export(run, run.dir / f"model{self.suffix}")
 
+    def _values(self, run: Run, names: Iterable[str]) -> Tensors:
+        """The tensors' values: those of the best step, if that is asked for, or the present ones."""
+        best = (self._best.weights if self._best else None) or {}
+        return {n: np.asarray(best[n], np.float32) if n in best else run.session.download(n) for n in names}
+
     def _export(self, run: Run, path: Path) -> None:
-        tensors = export_tensors(run.plan, {t.name: run.session.download(t.name) for t in run.plan.tensors})
-        self._tell(run, path, self.write(run, path, tensors, self._general(run)))
+        tensors = export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors)))
+        with run.output(path) as place:
+            kind, problems = self.write(run, place, tensors, self._general(run))
+        self._warn(run, path, problems)
+        self._tell(run, path, kind)
 
     def _general(self, run: Run) -> dict[str, Any]:
         digest = run.facts.get("config_sha256")
@@ -83,11 +106,15 @@ class Export(Callback):
             run.emit("warning", text=f"{path.name}: {problem}")
 
     def _tell(self, run: Run, path: Path, kind: str) -> None:
-        run.emit("export", path=str(path), step=self._step, type=kind, bytes=bytes_in(path))
+        which = "best" if self._best else "last"
+        run.emit("export", path=str(path), step=self._step, weights=which, type=kind, bytes=bytes_in(path))
 
     @abstractmethod
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
-        """Writes the model's tensors and its keys, `general.*` among them; returns the type of the numbers."""
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
+        """Writes the model's tensors and its keys, `general.*` among them.
+
+        Returns the type of the numbers, and what is odd about them.
+        """
 
 
 @dataclass(eq=False)
@@ -96,12 +123,20 @@ class ExportWithAdapter(Export):
 
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
 
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The adapter too, and the model only where it is written."""
+        adapted = any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
+        adapter = [f"adapter{self.suffix}"] if adapted else []
+        return [*adapter, *(super().outputs(plan) if self.merged or not adapted else ())]
+
     def _export(self, run: Run, path: Path) -> None:
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
         if pairs:
             adapter = path.with_name(path.name.replace("model", "adapter"))
-            values = {n: run.session.download(n) for n in pairs}
-            self._warn(run, adapter, self.write_adapter(run, adapter, values))
+            values = self._values(run, pairs)
+            with run.output(adapter) as place:
+                problems = self.write_adapter(run, place, values)
+            self._warn(run, adapter, problems)
             self._tell(run, adapter, "f32")
         if self.merged or not pairs:
             super()._export(run, path)
@@ -129,13 +164,11 @@ class GGUFExport(ExportWithAdapter):
         """Writes adapter.gguf."""
         return write_adapter(path, run.plan, values, self._general(run))
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file, with the tokenizer of a language model."""
         data = run.dataset
         keys = data.gguf_metadata()
-        problems = write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, keys)
-        self._warn(run, path, problems)
-        return self.type
+        return self.type, write_model(path, run.plan.model, tensors, data.tokenizer, self.type, general, keys)
 
 
 @dataclass(eq=False)
@@ -145,18 +178,15 @@ class SafetensorsExport(Export):
     name: ClassVar[str] = "safetensors_export"
     suffix: ClassVar[str] = ".safetensors"
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file; the keys of the GGUF are its metadata `gguf`, in JSON."""
         from safetensors.numpy import save
 
         model = run.plan.model
         keys = {"general.architecture": model.architecture}
         keys |= model_metadata(model, general, run.dataset.gguf_metadata())
-        try:
-            write_atomically(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
-        except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
-        return "f32"
+        write_synced(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
+        return "f32", []
 
 
 @dataclass(eq=False)
@@ -182,9 +212,8 @@ class HuggingFaceExport(ExportWithAdapter):
         """Writes adapter-hf."""
         return write_adapter_folder(path, run.plan, values)
 
-    def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
+    def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the directory, with the tokenizer of a language model."""
         data = run.dataset
         read, keys = tensors.__getitem__, data.gguf_metadata()
-        self._warn(run, path, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys))
-        return self.dtype
+        return self.dtype, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, hookimpl, needed
+from toyexp import Callback, Plan, Run, hookimpl, needed
 
 
 @dataclass(eq=False)
@@ -25,6 +25,10 @@ class Plots(Callback):
         with needed("matplotlib", "pip install 'toyexp[plots]'"):
             import matplotlib.backends.backend_agg
             import matplotlib.figure  # noqa: F401 - what on_end will use
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """The picture."""
+        return ["plots/curves.png"]
 
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -69,5 +73,6 @@ class Plots(Callback):
             axes.grid(alpha=0.2)
         path = run.dir / "plots" / "curves.png"
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=120)
+        with run.output(path) as place:
+            figure.savefig(place, dpi=120)
         run.emit("export", path=str(path), what="plot")

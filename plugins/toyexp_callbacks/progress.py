@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Run, UserError, hookimpl
 from toyexp.errors import for_terminal
-from toyexp.terminal import say
+from toyexp.terminal import drop_output, say
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn
@@ -41,7 +42,8 @@ class Progress(Callback):
         self._redrawn = 0.0
         self._first = run.resumed + 1
         if sys.stdout is not None and sys.stdout.isatty():
-            self._bar = Bar(run.steps, run.resumed)
+            with self._terminal():
+                self._bar = Bar(run.steps, run.resumed)
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -52,7 +54,8 @@ class Progress(Callback):
         if self._bar is not None:
             if last or now - self._redrawn >= REDRAW_SECONDS:
                 self._redrawn = now
-                self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._note(run, step, now))
+                with self._terminal():
+                    self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._note(run, step, now))
         elif step == self._first or last or step % self._lines == 0:
             rate = f"lr {metrics['lr']:.2e}"
             note = "  ".join(filter(None, self._note(run, step, now).values()))
@@ -83,7 +86,8 @@ class Progress(Callback):
         """Shows the held-out loss and scores."""
         scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))
         if self._bar is not None:
-            self._bar.draw(step, held_out=f"held-out {metrics['loss']:.4f}{scores}")
+            with self._terminal():
+                self._bar.draw(step, held_out=f"held-out {metrics['loss']:.4f}{scores}")
         else:
             self._print(f"{_place(run, step)}  held-out loss {metrics['loss']:.4f}{scores}")
 
@@ -101,7 +105,8 @@ class Progress(Callback):
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.above(for_terminal(line))
+            with self._terminal():
+                self._bar.above(for_terminal(line))
             return
         say(line)
 
@@ -109,7 +114,17 @@ class Progress(Callback):
     def on_end(self) -> None:
         """Closes the bar."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._terminal():
+                self._bar.stop()
+
+    @contextlib.contextmanager
+    def _terminal(self) -> Iterator[None]:
+        """A terminal that was closed ends the bar, not the run."""
+        try:
+            yield
+        except OSError:
+            self._bar = None
+            drop_output()
 
 
 def duration(seconds: float) -> str:

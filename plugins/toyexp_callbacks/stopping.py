@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Run, RunFailed, UserError, choose, hookimpl, printable
+from toyexp import Callback, Dataset, Plan, Run, RunFailed, UserError, choose, hookimpl, printable
 from toyexp.model import falls
 
 
@@ -47,6 +47,14 @@ class EarlyStop(Callback):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: it would never be stopped."""
         require_looks(self.name, config)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses a metric that the model does not report."""
+        plan.model.require_metric("callbacks.early_stop.metric", self.metric)
+
+    def best_by(self) -> str | None:
+        """The run keeps the weights that were best: they are what is exported."""
+        return self.metric
 
     def state(self) -> dict[str, Any]:
         """The best so far and the looks since."""
@@ -107,6 +115,10 @@ class QualityGate(Callback):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: there would be nothing to judge."""
         require_looks(self.name, config)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses a metric that the model does not report."""
+        plan.model.require_metric("callbacks.quality_gate.metric", self.metric)
 
     def state(self) -> dict[str, Any]:
         """The first value and the last."""

@@ -50,6 +50,7 @@ class ViT(Model):
 
     name: ClassVar[str] = "vit"
     reads: ClassVar[str] = "images"
+    score_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     d_model: int = 64  # width of the residual stream
     n_layers: int = 4  # blocks

@@ -17,7 +17,7 @@ class FromBase(Recipe):
 
     optim_mode: ClassVar[str] = LORA
 
-    base: str | None = None  # GGUF file to start from, or a run's directory: llama, qwen2, qwen3, gemma or gpt2
+    base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2
 
     def check(self) -> None:
         """Raises UserError when no base is given."""

@@ -38,7 +38,7 @@ class Warm(Recipe):
     name: ClassVar[str] = "warm"
     needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
-    donor: str | None = None  # GGUF, or a run's directory, whose embedding is used; null: the small one of toyexp's own
+    donor: str | None = None  # GGUF, run's directory or checkpoint whose embedding is used; null: the small one of ours
     lens: str = "auto"  # to d_model: pca | random | none (equal widths) | auto: pca, random for a model that is wider
     freeze_donor: bool = True  # keep the donor's rows as they are
     init: str = "default"  # of all other values: default (drawn by name) | toy (as the original draws llama and gpt2)

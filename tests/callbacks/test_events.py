@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 import signal
 import time
 from datetime import datetime
@@ -7,6 +8,8 @@ from datetime import datetime
 import numpy as np
 import pytest
 
+from toyexp import checkpoint
+from toyexp.cli import main
 from toyexp.gguf.read import GGUFFile
 from toyexp_callbacks import events as events_module
 from toyexp_callbacks.events import Lines, go_back
@@ -203,7 +206,8 @@ def lines(tmp_path, monkeypatch):
         return real(file, data[:count])
 
     monkeypatch.setattr(events_module.os, "write", write)
-    return Lines(tmp_path / "lines", new=True), room
+    (tmp_path / "lines").touch()
+    return Lines(tmp_path / "lines"), room
 
 
 def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):
@@ -244,8 +248,25 @@ def test_lines_beyond_what_memory_may_hold_are_counted(lines, tmp_path, monkeypa
 def test_a_file_goes_back_to_its_checkpoint(tmp_path):
     path = tmp_path / "lines"
     path.write_text("first\nsecond\nthi")
-    assert go_back(path, 6, b"waiting\n") == b"waiting\n"
+    assert go_back(path, 6, b"waiting\n") == (b"waiting\n", "its last line was torn; it is written again")
+    assert go_back(path, 6, b"") == (b"", None)
     assert path.read_text() == "first\n"
     path.write_text("first\nsec")
-    assert go_back(path, 100, b"waiting\n") == b"", "behind a gap nothing follows"
+    waiting, told = go_back(path, 100, b"waiting\n")
+    assert waiting == b"" and "bytes that its checkpoint knows of are lost" in told, "behind a gap nothing follows"
     assert path.read_text() == "first\n"
+
+
+@pytest.mark.parametrize(("left", "told"), [(-3, "its last line was torn; it is written again"), (5, "are lost")])
+def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, left, told, capsys):
+    run = train("steps=4", "checkpoint_every=2", engine="noop")
+    path = run.dir / "events.jsonl"
+    place = checkpoint.read(run.dir / "checkpoints" / "step-2").state["callbacks"]["events"]["bytes"]
+    shutil.rmtree(run.dir / "checkpoints" / "step-4")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:left] if left < 0 else whole[: place - left])
+    assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]"]) == 0
+    assert "events.jsonl: " in capsys.readouterr().out and told in (run.dir / "log.txt").read_text()
+    assert [e["kind"] for e in run.events][-1] == "run_end" and (run.of("note")[0]["text"].count(told) == 1)
+    steps = [e["step"] for e in run.of("step")]
+    assert steps == [1, 2, 3, 4] if left < 0 else steps[-2:] == [3, 4]

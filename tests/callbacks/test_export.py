@@ -97,11 +97,31 @@ def test_a_failed_run_exports_nothing(train):
     assert run.code == 1 and not list(run.dir.rglob("*.gguf"))
 
 
-def test_an_export_that_cannot_be_written_fails_the_run_and_leaves_the_other_results(train, tmp_path):
-    (tmp_path / "run" / "model.gguf").mkdir(parents=True)
-    run = train("callbacks=[default,plots]", engine="noop")
-    assert run.code == 1
-    assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written" in run.err
+ALIEN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Alien(Callback):
+    "Puts something where the model will stand."
+    name: ClassVar[str] = "alien"
+    @hookimpl
+    def on_start(self, run):
+        (run.dir / "model.gguf").mkdir()
+        (run.dir / "model.gguf" / "mine").touch()
+
+@hookimpl
+def register_callbacks(register):
+    register(Alien)
+"""
+
+
+def test_an_export_whose_place_is_taken_fails_the_run_and_leaves_the_other_results(train, local_plugin):
+    plugins = f"plugins=[toyexp.testing.null,{local_plugin(ALIEN)}]"
+    run = train("callbacks=[default,plots,alien]", plugins, engine="noop")
+    assert run.code == 1 and (run.dir / "model.gguf" / "mine").exists()
+    assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written: it is there already" in run.err
     assert run.events[-1]["exit_code"] == 1 and run.events[-1]["reason"] == "completed"
     assert run.result["eval_loss"] is not None
     assert (run.dir / "plots" / "curves.png").exists()

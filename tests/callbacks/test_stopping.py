@@ -163,6 +163,16 @@ def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):
     for name in ("early_stop", "quality_gate"):
         run = train(f"callbacks=[default,{name}]", f"callbacks.{name}.metric=los", to=name)
         assert run.code == 2 and f"callbacks.{name}.metric=los: did you mean loss?" in run.err
+        assert not run.dir.exists()
+    run = train("checkpoint_best=acuracy", to="best")
+    assert run.code == 2 and "checkpoint_best=acuracy: there is: loss, ppl" in run.err and not run.dir.exists()
+
+
+def test_a_held_out_loss_that_is_no_number_at_the_end_fails_the_run(train):
+    run = train("engine.nan_at=12", "nonfinite=skip", engine="noop")
+    assert run.code == 1 and "the held-out loss after step 12 is nan" in run.err
+    assert run.events[-1]["exit_code"] == 1 and "held-out loss" in run.result["error"]
+    assert (run.dir / "model.gguf").exists()
 
 
 @pytest.mark.parametrize("words", [["metric=accuracy", "max_loss=1"], ["metric=ppl", "max_loss=1"], ["least=0.9"]])

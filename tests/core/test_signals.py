@@ -1,6 +1,7 @@
 """Real processes that get SIGINT or SIGTERM, wherever they are, or whose output goes nowhere."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from toyexp import checkpoint
 from toyexp.cli import main
 
 DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
@@ -169,6 +171,91 @@ def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
     assert events[0].startswith('{"kind": "run_start"') and events[-1].startswith('{"kind": "run_end"')
     assert all(line.startswith('{"kind"') for line in events)
     assert (tmp_path / "run" / "model.gguf").read_bytes()[:4] == b"GGUF"
+
+
+# -- a terminal that is closed, a cluster's notice -------------------------------------------------------------------
+
+SENDS = """
+import os, signal
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Sends(Callback):
+    "Sends a signal to its own process after two steps."
+    name: ClassVar[str] = "sends"
+    signal: str = ""
+
+    @hookimpl
+    def on_step(self, step):
+        if step == 2 and self.signal:
+            os.kill(os.getpid(), getattr(signal, self.signal))
+
+@hookimpl
+def register_callbacks(register):
+    register(Sends)
+"""
+
+
+@pytest.fixture
+def sent(tmp_path, monkeypatch, capsys):
+    """Runs in this process and sends it a signal after two steps of six; the exit code and the steps saved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sends_plugin.py").write_text(SENDS)
+
+    def send(name, *words):
+        plugins = "plugins=[toyexp.testing.null,sends_plugin]"
+        settings = [plugins, *NOOP[1:], "data=random", "steps=6", "callbacks=[sends,progress,events,gguf_export]"]
+        code = main([*settings, f"callbacks.sends.signal={name}", *words])
+        return code, sorted(checkpoint.steps(Path("run/checkpoints"))), capsys.readouterr()
+
+    return send
+
+
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent):
+    code, saved, (out, err) = sent("SIGHUP")
+    assert (code, saved, err) == (129, [2], "toyexp: interrupted by SIGHUP\n")
+    assert "2 of 6 steps are saved; go on: toyexp resume=run" in out
+    assert json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])["reason"] == "interrupted"
+    assert main(["resume=run", "plugins=[toyexp.testing.null,sends_plugin]", "callbacks.sends.signal=''"]) == 0
+
+
+def test_where_sighup_is_ignored_it_stays_so(sent):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert sent("SIGHUP")[:2] == (0, [6])
+    finally:
+        assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("every", ["100", "0"])
+def test_sigusr1_saves_and_the_run_goes_on(sent, every):
+    code, saved, (out, _) = sent("SIGUSR1", f"checkpoint_every={every}")
+    assert (code, saved) == (0, [2, 6] if every == "100" else [2])
+    assert "SIGUSR1: saves step 2, and goes on" in out
+
+
+def test_sigusr1_ends_a_run_where_the_job_says_so(sent, monkeypatch):
+    monkeypatch.setenv("TOYEXP_SIGUSR1", "end")
+    code, saved, captured = sent("SIGUSR1")
+    assert (code, saved, captured.err) == (128 + signal.SIGUSR1, [2], "toyexp: interrupted by SIGUSR1\n")
+    monkeypatch.setenv("TOYEXP_SIGUSR1", "stop")
+    assert main(["plugins"]) == 2
+
+
+def test_a_terminal_that_is_gone_harms_no_run_that_goes_on_without_it(start, tmp_path):
+    ours, theirs = os.openpty()
+    words = [*NOOP, "data=random", "steps=100000000", "callbacks=[progress,events]"]
+    here = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    process = start("-m", "toyexp", *words, wait=reached("run/events.jsonl"), **here)
+    os.close(theirs)
+    os.close(ours)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    end = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert (end["kind"], end["reason"]) == ("run_end", "interrupted") and end["final_step"] > 1
 
 
 # -- in this process --------------------------------------------------------------------------------------------------

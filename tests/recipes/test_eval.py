@@ -79,3 +79,12 @@ def test_bad_words_are_told(words, said, capsys):
     capsys.readouterr()
     assert main(["eval", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_fails(capsys, monkeypatch):
+    assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
+    monkeypatch.setattr("toyexp.engine.Session.evaluate", lambda *_: float("nan"))
+    capsys.readouterr()
+    assert main(["eval", "run", "engine=ggml", "engine.threads=1", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["loss"] is None and "its held-out loss is nan" in err

@@ -15,18 +15,27 @@ from toyexp.registry import Registry
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 
-def file_of(path: Path, leaves: Sequence[str] = (MODEL,)) -> Path:
-    """The file meant by `path`: itself, or what a run left in that directory; UserError when there is nothing."""
+def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
+    """The file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
+
+    UserError when there is nothing.
+    """
     if not os.path.exists(path):  # noqa: PTH110 - as below
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
     found = next((path / name for name in leaves if (path / name).is_file()), None)
-    if found is None:
-        raise UserError(
-            f"{path}: is a directory without {' or '.join(leaves)}; name a GGUF file, or the directory of a run"
-        )
-    return found
+    if found is not None:
+        return found
+    from toyexp.restored import gguf_of, is_checkpoint, newest_in  # deferred: it plans a run again
+
+    if is_checkpoint(path):
+        return gguf_of(path, registry)
+    newest = newest_in(path)
+    raise UserError(
+        f"{path}: is a directory without {' or '.join(leaves)}; name a GGUF file, the directory of a run, or a "
+        f"checkpoint{f', such as {newest}' if newest else ''}"
+    )
 
 
 def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None) -> Model:

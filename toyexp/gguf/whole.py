@@ -1,9 +1,10 @@
-"""A file that appears under its name once it is whole."""
+"""Files and directories that appear under their names once they are whole."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +28,18 @@ def in_one_piece(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
             temporary.unlink(missing_ok=True)
+
+
+def swap(new: Path, path: Path) -> None:
+    """Renames the file or directory `new` to `path`; a directory that was there is gone afterwards. Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        new.replace(path)
+        return
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        path.rename(old)
+        new.rename(path)
+    finally:
+        if not path.exists():  # interrupted between the two names
+            old.rename(path)
+        shutil.rmtree(old, ignore_errors=True)

@@ -459,6 +459,7 @@ class CallbackSuite(PluginSuite):
             reason: str = "errored"
             try:
                 bus.hook.on_start(run=run)
+                bus.check()
                 outcome = Training(run, bus, batches, AdamW.for_from_scratch(), eval_every=2).train()
                 reason = outcome.reason
             finally:

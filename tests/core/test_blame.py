@@ -1,0 +1,350 @@
+"""What a plugin raises: one line that names it, exit 1, the traceback in the log, and what was trained is saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toyexp import checkpoint
+from toyexp.cli import main
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, Engine, PlanTensor, Recipe, RunFailed, UserError, hookimpl
+from toyexp.data import TokenBatches, TokenDataset
+from toyexp.model import Model
+from toyexp.testing.null import NullEngine, NullSession
+from toyexp_data.noise import Random
+from toyexp_models.llama import Llama
+
+HEARD = []
+
+
+def fail(asked, here, kind="key"):
+    HEARD.append(here)
+    if asked == here:
+        raise {"key": KeyError("no\\nsuch"), "user": UserError("mine: on purpose"), "run": RunFailed("on purpose"),
+               "os": OSError(28, "No space left on device")}[kind]
+
+
+@dataclass(eq=False)
+class Clumsy(Callback):
+    "Raises where it is told to."
+    name: ClassVar[str] = "clumsy"
+
+    at: str = ""
+    kind: str = "key"
+    step: int = 3
+
+    def check(self):
+        fail(self.at, "check")
+
+    def check_plan(self, plan):
+        fail(self.at, "check_plan")
+
+    @hookimpl
+    def on_start(self):
+        fail(self.at, "on_start", self.kind)
+
+    @hookimpl
+    def on_step(self, step):
+        if step == self.step:
+            fail(self.at, "on_step", self.kind)
+
+    @hookimpl
+    def on_eval(self, step):
+        if step:
+            fail(self.at, "on_eval", self.kind)
+
+    @hookimpl
+    def on_checkpoint(self):
+        fail(self.at, "on_checkpoint", self.kind)
+
+    @hookimpl
+    def on_event(self, kind):
+        if kind == "checkpoint":
+            fail(self.at, "on_event", self.kind)
+
+    @hookimpl
+    def on_end(self):
+        fail(self.at, "on_end", self.kind)
+
+    @hookimpl(tryfirst=True)
+    def lr(self, step):
+        if step == self.step - 1:
+            fail(self.at, "lr", self.kind)
+
+    @hookimpl
+    def stop_reason(self, step):
+        if step == self.step:
+            fail(self.at, "stop_reason", self.kind)
+
+
+@dataclass(eq=False)
+class Heard(Callback):
+    "Counts what it hears."
+    name: ClassVar[str] = "heard"
+
+    def __post_init__(self):
+        self.steps = []
+
+    def state(self):
+        return {"steps": self.steps}
+
+    def resume(self, state):
+        self.steps = list(state["steps"])
+
+    @hookimpl
+    def on_step(self, step):
+        self.steps.append(step)
+
+
+@dataclass
+class ClumsyRecipe(Recipe):
+    "A recipe that raises."
+    name: ClassVar[str] = "clumsy_recipe"
+    at: str = ""
+
+    def check(self):
+        fail(self.at, "check")
+
+    def plan(self, model, setup):
+        fail(self.at, "plan")
+        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+
+    def warm(self, session):
+        fail(self.at, "warm")
+
+
+@dataclass
+class ClumsyModel(Llama):
+    "A model that raises."
+    name: ClassVar[str] = "clumsy_model"
+    at: str = ""
+
+    def fit(self, dataset):
+        fail(self.at, "fit")
+        return super().fit(dataset)
+
+    def tensors(self):
+        fail(self.at, "tensors")
+        return super().tensors()
+
+    def scores(self, session, batches):
+        if session.steps:
+            fail(self.at, "scores")
+        return {}
+
+
+class Session(NullSession):
+    @property
+    def steps(self):
+        return self._steps
+
+    def do_step(self, micros, hp):
+        if self._steps == 2:
+            fail(self._engine.at, "step")
+        return super().do_step(micros, hp)
+
+    def do_build(self):
+        fail(self._engine.at, "build")
+
+
+@dataclass
+class ClumsyEngine(NullEngine):
+    "An engine that raises."
+    name: ClassVar[str] = "clumsy_engine"
+    at: str = ""
+
+    def realize(self, plan):
+        fail(self.at, "realize")
+        return Session(plan, self)
+
+
+class Batches(TokenBatches):
+    at = ""
+
+    def batch(self, k):
+        if k == 2:
+            fail(self.at, "batch")
+        return super().batch(k)
+
+
+@dataclass
+class ClumsyData(Random):
+    "Data that raises."
+    name: ClassVar[str] = "clumsy_data"
+    at: str = ""
+
+    def open(self, vocabulary):
+        fail(self.at, "open")
+        found = super().open(vocabulary)
+        make = found.batches
+
+        def batches(*arguments):
+            made = make(*arguments)
+            made.__class__, made.at = Batches, self.at
+            return made
+
+        found.batches = batches
+        return found
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Clumsy)
+    register(Heard)
+
+
+@hookimpl
+def register_recipes(register):
+    register(ClumsyRecipe)
+
+
+@hookimpl
+def register_models(register):
+    register(ClumsyModel)
+
+
+@hookimpl
+def register_engines(register):
+    register(ClumsyEngine)
+
+
+@hookimpl
+def register_data(register):
+    register(ClumsyData)
+"""
+PLUGINS = "plugins=[toyexp.testing.null,clumsy_plugin]"
+NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
+        "model.context=16", "steps=6", "eval_every=4", "checkpoint_every=100", "hydra.run.dir=run"]  # fmt: skip
+CALLBACKS = "callbacks=[clumsy,cosine,events,heard,gguf_export]"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("clumsy_plugin.py").write_text(PLUGIN)
+
+
+def failed(capsys, *words):
+    """The one line with which a command line fails, and what it printed before."""
+    capsys.readouterr()
+    given = {word.partition("=")[0]: word for word in [*NOOP, *words]}
+    assert main(list(given.values())) == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    return line.removeprefix("toyexp: error: "), out
+
+
+def last_event():
+    return json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("hook", "when", "saved"),
+    [
+        ("on_start", "at the start", None),
+        ("lr", "at step 3", 2),
+        ("on_step", "at step 3", 3),
+        ("on_eval", "at step 4", 4),
+        ("stop_reason", "at step 3", 3),
+        ("on_checkpoint", "at the end", 6),
+        ("on_event", "at the end", 6),
+        ("on_end", "at the end", 6),
+    ],
+)
+def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_saved(hook, when, saved, capsys):
+    line, out = failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
+    if hook in ("on_checkpoint", "on_event"):  # written beside the training: heard of at the end, or a step before
+        when = "at step 6" if "at step 6" in line else when
+    assert line.startswith(f"callbacks.clumsy failed {when}: KeyError: ") and line.endswith("; see " + log())
+    text = Path("run/log.txt").read_text()
+    assert "Traceback (most recent call last)" in text and 'fail(self.at, "' in text
+    assert next(iter(checkpoint.steps(Path("run/checkpoints"))), None) == saved
+    end = last_event()
+    assert (end["kind"], end["exit_code"]) == ("run_end", 1) and "callbacks.clumsy failed" in end["error"]
+    assert "callbacks.clumsy failed" in json.loads(Path("run/result.json").read_text())["error"]
+    assert ("steps are saved; go on: toyexp resume=run" in out) == (saved is not None)
+
+
+def log():
+    return "run/log.txt"
+
+
+def test_what_was_saved_goes_on_to_the_same_end(capsys):
+    failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
+    assert main(["resume=run", PLUGINS, "callbacks.clumsy.at=nowhere"]) == 0
+    assert main([*NOOP[:-1], CALLBACKS, "hydra.run.dir=whole"]) == 0
+
+    def heard(run):
+        return checkpoint.read(Path(run, "checkpoints/step-6")).state["callbacks"]["heard"]
+
+    def steps(run):
+        lines = map(json.loads, Path(run, "events.jsonl").read_text().splitlines())
+        return [(e["kind"], e["step"], e["loss"]) for e in lines if e["kind"] in ("step", "eval")]
+
+    assert heard("run") == heard("whole") == {"steps": [1, 2, 3, 4, 5, 6]}
+    assert steps("run") == steps("whole")
+
+
+@pytest.mark.parametrize(("kind", "code", "words"), [("user", 2, "mine: on purpose"), ("run", 1, "on purpose")])
+def test_what_is_raised_on_purpose_keeps_its_own_words(kind, code, words, capsys):
+    given = [*NOOP, CALLBACKS, "callbacks.clumsy.at=on_step", f"callbacks.clumsy.kind={kind}"]
+    assert main(given) == code
+    assert capsys.readouterr().err == f"toyexp: error: {words}\n"
+    assert list(checkpoint.steps(Path("run/checkpoints"))) == [3]
+
+
+def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
+    line, _ = failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
+    assert "callbacks.clumsy failed at step 3: OSError: [Errno 28] No space left on device" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["recipe=clumsy_recipe", "recipe.at=plan"], "recipe.clumsy_recipe failed while it planned"),
+        (["recipe=clumsy_recipe", "recipe.at=check"], "recipe.clumsy_recipe failed while its settings were checked"),
+        (["model=clumsy_model", "model.at=fit"], "model.clumsy_model failed while it was fitted to the data"),
+        (["model=clumsy_model", "model.at=tensors"], "model.clumsy_model failed while it planned"),
+        (["data=clumsy_data", "data.at=open"], "data.clumsy_data failed while it was opened"),
+        ([CALLBACKS, "callbacks.clumsy.at=check_plan"], "callbacks.clumsy failed while it looked at the plan"),
+        ([CALLBACKS, "callbacks.clumsy.at=check"], "callbacks.clumsy failed while its settings were checked"),
+    ],
+)
+def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_is_made(words, told, capsys):
+    line, _ = failed(capsys, *words)
+    assert line.startswith(f"{told}: KeyError: ") and "(clumsy_plugin.py, line " in line
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "saved"),
+    [
+        (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed while it warmed the model", None),
+        (["engine=clumsy_engine", "engine.at=realize"], "engine.clumsy_engine failed while it realized", None),
+        (["engine=clumsy_engine", "engine.at=build"], "engine.clumsy_engine failed while it built", None),
+        (["engine=clumsy_engine", "engine.at=step", "checkpoint_every=1"], "engine.clumsy_engine failed at step 3", 2),
+        (["data=clumsy_data", "data.at=batch"], "data.clumsy_data failed at step 3", 2),
+        (["engine=clumsy_engine", "model=clumsy_model", "model.at=scores"], "failed at step 4", 4),
+    ],
+)
+def test_a_plugin_that_raises_during_the_run_is_named_and_what_is_whole_is_saved(words, told, saved, capsys):
+    """A step that broke off is not whole; then the last checkpoint counts."""
+    line, _ = failed(capsys, *words)
+    assert told in line and line.endswith("; see " + log())
+    assert "Traceback (most recent call last)" in Path("run/log.txt").read_text()
+    assert next(iter(checkpoint.steps(Path("run/checkpoints"))), None) == saved
+
+
+def test_in_a_sweep_the_others_go_on(capsys):
+    given = [w for w in NOOP if not w.startswith("hydra")]
+    sweep = ["-m", *given, CALLBACKS, "callbacks.clumsy.at=on_step,nowhere", "sweep.isolate=false"]
+    assert main([*sweep, "hydra.sweep.dir=s"]) == 1
+    err = capsys.readouterr().err
+    assert "error in job 0: callbacks.clumsy failed at step 3: KeyError: " in err and "Traceback" not in err
+    jobs = json.loads(Path("s/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["failed", "completed"]

@@ -1,0 +1,243 @@
+"""A run begins in an empty directory, and nothing that it writes replaces what it did not write."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toyexp import RunFailed, UserError
+from toyexp.bus import Run
+from toyexp.cli import main
+from toyexp.ownership import LEDGER, Ledger, require_empty
+from toyexp.run import lock
+
+PLUGINS = "plugins=[toyexp.testing.null]"
+NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
+        "model.context=16", "steps=4", "checkpoint_every=2"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def contents(folder="."):
+    return {str(p): p.read_bytes() if p.is_file() else None for p in Path(folder).rglob("*")}
+
+
+def refused(capsys, *words):
+    """The one line in which a command line is refused, and with which nothing changes."""
+    before = contents()
+    capsys.readouterr()
+    assert main([*words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert contents() == before
+    return line
+
+
+def put(name, text="mine"):
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# -- where a run begins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model-hf/weights.bin", "notes.txt", ".env", "run.lock"])
+def test_a_directory_with_anything_in_it_is_refused_with_the_name_and_what_to_type(name):
+    put(f"D/{name}")
+    with pytest.raises(UserError, match=rf"D is not empty \({name.partition('/')[0]}\).*hydra\.run\.dir=\.\.\."):
+        require_empty(Path("D"), "hydra.run.dir")
+
+
+def test_a_base_cannot_be_overwritten_by_the_run_that_starts_from_it(capsys):
+    assert main([*NOOP, "hydra.run.dir=first"]) == 0
+    Path("D").mkdir()
+    shutil.copy("first/model.gguf", "D/model.gguf")
+    line = refused(capsys, "recipe=full", "recipe.base=D/model.gguf", "model.context=16", *NOOP[:3], "hydra.run.dir=D")
+    assert "D is not empty (model.gguf)" in line
+
+
+@pytest.mark.parametrize("place", ["/", ".", ".."])
+def test_neither_the_root_nor_here_nor_above_is_a_runs_directory(place, capsys):
+    put("mine.txt")
+    assert "is not empty" in refused(capsys, *NOOP, f"hydra.run.dir={place}")
+
+
+def test_a_link_counts_as_what_it_leads_to(capsys):
+    put("full/mine.txt")
+    Path("empty").mkdir()
+    for name in ("full", "empty", "full/mine.txt", "nowhere"):
+        Path(f"to-{Path(name).stem}").symlink_to(Path(name).absolute())
+    assert "is not empty (mine.txt)" in refused(capsys, *NOOP, "hydra.run.dir=to-full")
+    assert "to-mine: cannot be written" in refused(capsys, *NOOP, "hydra.run.dir=to-mine")
+    assert "to-nowhere: cannot be written" in refused(capsys, *NOOP, "hydra.run.dir=to-nowhere")
+    assert main([*NOOP, "hydra.run.dir=to-empty"]) == 0
+    assert Path("empty/model.gguf").exists()
+
+
+def test_what_systems_leave_in_an_empty_directory_does_not_count():
+    for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"):
+        put(f"D/{name}")
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+    assert all(Path("D", name).read_text() == "mine" for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"))
+
+
+def test_the_file_that_the_output_goes_to_does_not_count(tmp_path):
+    """`toyexp hydra.run.dir=D > D/out.txt`, and what a cluster keeps of a job."""
+    put("D/out.txt")
+    kept = os.dup(2)
+    with open("D/out.txt", "a") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            require_empty(Path("D"), "hydra.run.dir")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    with pytest.raises(UserError, match=r"is not empty \(out.txt\)"):
+        require_empty(Path("D"), "hydra.run.dir")
+
+
+def test_a_run_that_is_there_says_how_it_goes_on_if_it_can(capsys):
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+    line = refused(capsys, *NOOP, "hydra.run.dir=D")
+    assert "already holds a run; go on with it: resume=" in line and "hydra.run.dir=..." in line
+    shutil.rmtree("D/checkpoints")
+    line = refused(capsys, *NOOP, "hydra.run.dir=D")
+    assert "without a checkpoint" in line and "resume=" not in line
+
+
+def test_a_lock_alone_is_of_a_process_that_did_not_come_to_write():
+    Path("D").mkdir()
+    os.close(lock(Path("D")))
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+
+
+def test_a_directory_that_cannot_be_begun_is_left_as_it_was(monkeypatch, capsys):
+    Path("D").mkdir()
+    monkeypatch.setattr("toyexp.ownership.swap", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert main([*NOOP, "hydra.run.dir=D"]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert not list(Path("D").iterdir())
+
+
+def test_a_sweep_begins_in_an_empty_directory_too(capsys):
+    put("D/0-scratch-llama/mine.txt")
+    line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D")
+    assert "D is not empty (0-scratch-llama)" in line and "hydra.sweep.dir=..." in line
+
+
+# -- what it replaces -------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_replaces_its_own_files_and_keeps_an_edited_configuration():
+    everything = "callbacks=[default,hf_export,safetensors_export,plots]"
+    assert main([*NOOP, everything, "hydra.run.dir=D"]) == 0
+    before = contents("D")
+    Path("D/config.yaml").write_text(Path("D/config.yaml").read_text() + "# of mine\n")
+    assert main(["resume=D", PLUGINS, "steps=6"]) == 0
+    after = contents("D")
+    assert {n for n in before if after.get(n) != before[n]} >= {
+        "D/model.gguf", "D/plots/curves.png", "D/events.jsonl", "D/result.json", "D/written.json"
+    }  # fmt: skip
+    assert Path("D/config.yaml.1").read_text().endswith("# of mine\n")
+    assert not [n for n in after if "tmp" in n or n.endswith(".old")]
+
+
+def test_a_run_is_not_resumed_over_what_it_did_not_write(capsys):
+    assert main([*NOOP, "callbacks=[default,hf_export]", "hydra.run.dir=D"]) == 0
+    for name in ("model.gguf", "model-hf/mine.txt", "events.jsonl", "result.json"):
+        path = Path("D", name)
+        before = path.read_bytes() if path.exists() else b""
+        put(path)
+        line = refused(capsys, "resume=D", PLUGINS, "steps=6")
+        assert f"D/{name.partition('/mine')[0]} is not what this run wrote there" in line and "move it" in line
+        path.write_bytes(before) if before else path.unlink()
+    Path("D/model.gguf").unlink()
+    assert main(["resume=D", PLUGINS, "steps=6"]) == 0
+
+
+def test_a_name_that_only_the_resumed_run_would_write_is_looked_at_too(capsys):
+    assert main([*NOOP, "callbacks=[events]", "hydra.run.dir=D"]) == 0
+    put("D/model.gguf")
+    line = refused(capsys, "resume=D", PLUGINS, "steps=6", "callbacks=[events,gguf_export]")
+    assert "D/model.gguf is not what this run wrote" in line
+
+
+def test_a_copied_or_renamed_run_still_knows_its_files():
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+    shutil.copytree("D", "E")
+    shutil.rmtree("D")
+    assert main(["resume=E", PLUGINS, "steps=6"]) == 0
+
+
+def test_a_file_that_comes_during_a_run_fails_its_export_and_stays():
+    run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
+    put("model.gguf")
+    refusal = r"model.gguf: could not be written: .* this run did not write it"
+    with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as place:
+        place.write_text("ours")
+    assert contents() == {"model.gguf": b"mine"}
+
+
+def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):
+    root, name = Path.cwd(), Path.cwd() / "model.gguf"
+    for text, dies in (("one", False), ("two", True)):
+        ledger = Ledger.open(root)
+        with monkeypatch.context() as patch:
+            if dies:
+                patch.setattr("toyexp.ownership.swap", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            try:
+                with ledger.output(name) as place:
+                    place.write_text(text)
+            except KeyboardInterrupt:
+                assert dies
+    ledger = Ledger.open(root)
+    assert name.read_text() == "one" and ledger.owns(name)
+    name.write_text("two")
+    assert ledger.owns(name)
+    name.write_text("six")
+    assert not ledger.owns(name) and ledger.foreign(["model.gguf", "nothing"]) == [name]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model.gguf": "x"}', '{"model.gguf": [1]}', "[" * 100_000])
+def test_a_damaged_record_of_what_was_written_is_named(text):
+    put(LEDGER, text)
+    with pytest.raises(UserError, match=f"{LEDGER}: is damaged"):
+        Ledger.open(Path.cwd())
+
+
+def test_a_checkpoint_to_which_someone_added_a_file_is_neither_removed_nor_replaced():
+    assert main([*NOOP, "hydra.run.dir=D", "checkpoint_keep=1"]) == 0
+    put("D/checkpoints/step-4/notes.txt")
+    assert main(["resume=D", PLUGINS, "steps=12"]) == 0
+    assert Path("D/checkpoints/step-4/notes.txt").read_text() == "mine"
+    assert sorted(p.name for p in Path("D/checkpoints").iterdir()) == ["step-12", "step-4"]
+
+
+def test_an_export_replaces_no_link_unless_told_to(capsys):
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+    Path("out.gguf").symlink_to("nowhere.gguf")
+    Path("out-hf").symlink_to("nowhere")
+    assert "is already there" in refused(capsys, "export", "D", "--type", "q8_0", "--to", "out.gguf")
+    assert "is already there" in refused(capsys, "export", "D", "--type", "hf", "--to", "out-hf")
+
+
+# -- files of others --------------------------------------------------------------------------------------------------
+
+
+def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written(capsys):
+    put("theirs/experiment/plain.yaml", "# @package _global_\nhydra: {run: {dir: chosen}}\n")
+    put("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
+    for name, key in (("plain", "run"), ("swept", "sweep")):
+        line = refused(capsys, "--config-dir", "theirs", f"experiment={name}", *NOOP)
+        assert f"{name}.yaml, line 2: hydra.{key} is not taken" in line and f"hydra.{key}.dir=..." in line
+    put("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
+    put("theirs/model/place.yaml", "dir: chosen")
+    assert main(["--config-dir", "theirs", "experiment=sly", *NOOP]) == 0
+    assert not Path("chosen").exists() and len(list(Path("outputs").glob("*/*/model.gguf"))) == 1
+    assert main(["--config-dir", "theirs", "experiment=sly", *NOOP, "hydra.run.dir=mine"]) == 0
+    assert Path("mine/model.gguf").exists()

@@ -1,0 +1,163 @@
+"""The best model is the model: what a run exports that keeps its best, and a checkpoint wherever a file is taken."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from faults import TEXT, words
+
+from toyexp import checkpoint
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+
+# A rate so high that the held-out loss does not only fall; the same steps whatever their number.
+WILD = [*words("scratch", "llama", "ggml"), "lr=0.5", "eval_every=2", "checkpoint_every=100", "steps=12"]
+CALLBACKS = "constant,events,gguf_export"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(TEXT)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run(directory, *more, callbacks=CALLBACKS):
+    settings = {w.partition("=")[0]: w for w in [*WILD, f"callbacks=[{callbacks}]", *more]}
+    assert main([*settings.values(), f"hydra.run.dir={directory}"]) == 0
+
+
+def events(directory, kind):
+    lines = map(json.loads, Path(directory, "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def best_look(directory):
+    """The step and loss of the best look after a step, by the record."""
+    looks = [(e["loss"], e["step"]) for e in events(directory, "eval") if e["step"]]
+    return min(looks)[1], min(looks)[0]
+
+
+def tensors(path):
+    with GGUFFile(path) as file:
+        return {name: file.read(name).tobytes() for name in file.tensors}, file.metadata["general.step"]
+
+
+def result(directory):
+    return json.loads(Path(directory, "result.json").read_text())
+
+
+@pytest.fixture
+def wild(capsys):
+    """A run whose best look was not its last, and that step."""
+    run("wild/run", "checkpoint_best=loss", callbacks=f"{CALLBACKS},safetensors_export,hf_export")
+    step, loss = best_look("wild/run")
+    assert 0 < step < 12, "the rate is not as wild as it should be"
+    return step, loss, capsys.readouterr().out
+
+
+def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(wild):
+    step, loss, out = wild
+    run("short/run", f"steps={step}", callbacks=f"{CALLBACKS},safetensors_export,hf_export")
+    assert tensors(Path("wild/run/model.gguf")) == tensors(Path("short/run/model.gguf"))
+    for name in ("model.safetensors", "model-hf/model.safetensors"):
+        with checkpoint._open(Path("wild/run", name)) as one, checkpoint._open(Path("short/run", name)) as two:
+            assert one.read() == two.read() or name == "model.safetensors"  # whose keys hold the configuration's hash
+    assert {(e["step"], e["weights"]) for e in events("wild/run", "export")} == {(step, "best")}
+    assert result("wild/run")["best"] == {"step": step, "metric": "loss", "score": loss}
+    assert set(result("wild/run")["artifact_steps"].values()) == {step}
+    assert f"best held-out loss {loss:.4f} after step {step}" in out
+    assert f"MB  of step {step}, the best" in out
+
+
+def test_the_last_weights_are_exported_where_that_is_asked_for(wild):
+    run("last/run", "checkpoint_best=loss", "callbacks.gguf_export.weights=last")
+    run("plain/run")
+    assert tensors(Path("last/run/model.gguf")) == tensors(Path("plain/run/model.gguf"))
+    assert tensors(Path("last/run/model.gguf")) != tensors(Path("wild/run/model.gguf"))
+    assert [(e["step"], e["weights"]) for e in events("last/run", "export")] == [(12, "last")]
+    assert main([*WILD, "callbacks.gguf_export.weights=first", "hydra.run.dir=first"]) == 2
+
+
+def test_early_stop_alone_keeps_the_best_even_without_other_checkpoints(wild):
+    more = ["callbacks.early_stop.patience=2", "checkpoint_every=0", "steps=100"]
+    run("early/run", *more, callbacks=f"{CALLBACKS},early_stop")
+    step, _ = best_look("early/run")
+    end = result("early/run")
+    assert (end["reason"], end["best"]["step"]) == ("aborted", step) and end["steps"] > step
+    assert list(checkpoint.steps(Path("early/run/checkpoints"))) == [step]
+    run("short/run", f"steps={step}")
+    assert tensors(Path("early/run/model.gguf")) == tensors(Path("short/run/model.gguf"))
+
+
+@pytest.mark.parametrize("at", [-2, 1])
+def test_a_resumed_run_exports_the_same_bytes(wild, at):
+    """Stopped before its best, and after it."""
+    step, _, _ = wild
+    run("part/run", "checkpoint_best=loss", f"steps={step + at}")
+    assert main(["resume=part/run", "steps=12"]) == 0
+    assert Path("part/run/model.gguf").read_bytes() == Path("wild/run/model.gguf").read_bytes()
+
+
+def test_scores_of_another_metric_are_not_mixed_with_those_before(wild):
+    shutil.copytree("wild/run", "other/run")
+    assert main(["resume=other/run", "steps=14", "checkpoint_best=ppl"]) == 0
+    assert result("other/run")["best"]["metric"] == "ppl" and result("other/run")["best"]["step"] == 14
+
+
+def test_a_best_that_is_damaged_is_told_and_the_last_is_exported(capsys):
+    run("run", "checkpoint_best=loss", "steps=9")
+    step, _ = best_look("run")
+    assert step < 9
+    path = Path("run/checkpoints", f"step-{step}", checkpoint.ARRAYS)
+    path.write_bytes(path.read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["resume=run", "steps=10"]) == 0
+    assert "the best weights cannot be read" in capsys.readouterr().out
+    assert [(e["step"], e["weights"]) for e in events("run", "export")][-1] == (10, "last")
+
+
+# -- a checkpoint as a file -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_exported_evaluated_described_and_continued(wild, capsys):
+    step, loss, _ = wild
+    path = f"wild/run/checkpoints/step-{step}"
+    assert main(["export", path, "--type", "f32"]) == 0
+    assert Path(f"wild/run/step-{step}-f32.gguf").read_bytes() == Path("wild/run/model.gguf").read_bytes()
+    capsys.readouterr()
+    words = ["engine=ggml", "engine.threads=1", "data=text", "data.path=book.txt", "data.eval_batches=8"]
+    assert main(["eval", path, *words, "batch_size=4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["file"], found["loss"]) == (path, pytest.approx(loss, abs=2e-5))
+    assert main(["describe", path]) == 0
+    out = capsys.readouterr().out
+    assert f"file        {path}" in out and f"made by     run run, step {step}" in out and "tmp" not in out
+    assert main(["generate", path, "--prompt", "It ", "--tokens", "2", "--engine", "ggml:threads=1"]) == 0
+    base = ["data=text", "data.path=book.txt", "model.context=16", "engine=ggml", "engine.threads=1", "steps=1"]
+    assert main(["recipe=full", f"recipe.base={path}", *base, "lr=0", "hydra.run.dir=on", "eval_every=0"]) == 0
+    assert tensors(Path("on/model.gguf"))[0] == tensors(Path("wild/run/model.gguf"))[0]
+
+
+@pytest.mark.parametrize("recipe", ["warm", "lora"])
+def test_what_a_checkpoint_does_not_hold_comes_from_where_the_run_had_it(recipe):
+    based = []
+    if recipe == "lora":
+        run("first", "steps=1")
+        based = ["recipe.base=first/model.gguf", "data.tokenizer=auto"]
+    settings = {w.partition("=")[0]: w for w in [*words(recipe, "llama", "ggml"), *based, "steps=2"]}
+    assert main([*settings.values(), "hydra.run.dir=run"]) == 0
+    assert main(["export", "run/checkpoints/step-2", "--type", "f32"]) == 0
+    assert tensors(Path("run/step-2-f32.gguf")) == tensors(Path("run/model.gguf"))
+
+
+def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):
+    run("run", "steps=1")
+    Path("book.txt").write_text(TEXT + "é")
+    Path("book.txt").unlink()
+    assert main(["eval", "run/checkpoints/step-1"]) == 2
+    assert "run/checkpoints/step-1: its run cannot be set up again: " in capsys.readouterr().err
+    Path("run/model.gguf").unlink()
+    assert main(["eval", "run"]) == 2
+    assert "such as run/checkpoints/step-1" in capsys.readouterr().err

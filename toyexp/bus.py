@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
-from toyexp.errors import UserError
+from toyexp.errors import RunFailed, UserError, printable
 from toyexp.hooks import RunHooks, hookimpl
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Callback(ABC):
 
 @dataclass(eq=False)
 class Schedule(Callback):
-    """Base of the callbacks that always answer `lr`; a run has one at most."""
+    """Base of the callbacks that scale the base learning rate at every step; a run has one answer to `lr` at most."""
 
     def factor(self, step: int, steps: int) -> float:
         """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
@@ -92,14 +94,12 @@ class Run:
 
 
 class Bus:
-    """Delivers hooks to the callbacks of one run."""
+    """Delivers hooks to the callbacks of one run.
 
-    def __init__(self, callbacks: Mapping[str, Callback]):
-        schedules = [name for name, c in callbacks.items() if isinstance(c, Schedule)]
-        if len(schedules) > 1:
-            raise UserError(
-                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{schedules[1]}'"
-            )
+    Raises UserError for two callbacks that answer `lr`, and advises to drop the one that is `by_default`.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Callback], by_default: Collection[str] = ()):
         self._manager = pluggy.PluginManager("toyexp")
         self._manager.add_hookspecs(RunHooks)
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
@@ -107,6 +107,27 @@ class Bus:
         self.hook = self._manager.hook
         self.artifacts: list[Path] = []
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+        schedules = [impl.plugin_name for impl in reversed(self.hook.lr.get_hookimpls())]
+        if len(schedules) > 1:
+            least = next((name for name in schedules if name in by_default), schedules[0])
+            raise UserError(
+                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{least}'"
+            )
+        self._schedule = next(iter(schedules), None)
+
+    def lr(self, run: Run, step: int) -> float:
+        """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
+
+        Raises RunFailed for an answer that is no finite number from 0.
+        """
+        answer = self.hook.lr(run=run, step=step, steps=run.steps)
+        if answer is None:
+            return run.lr
+        number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
+        if not (number and math.isfinite(answer) and answer >= 0):
+            what = f"lr at step {step + 1} is {printable(repr(answer))}"
+            raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
+        return float(answer)
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""

@@ -42,6 +42,7 @@ from toyexp.schema import (
     Sweep,
     class_of,
     compose_raw,
+    default_callbacks,
     schema,
     yaml_error,
 )
@@ -64,6 +65,7 @@ class Config:
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
+    by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
 
 
 def compose(overrides: Sequence[str], registry: Registry, source: Source, job: int = 0) -> DictConfig:
@@ -172,7 +174,10 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
-    return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
+    return Config(
+        settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base,
+        default_callbacks(),
+    )  # fmt: skip
 
 
 def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:

@@ -72,7 +72,7 @@ def prepare(config: Config) -> Prepared:
         raise UserError(
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
         )
-    bus = Bus(config.callbacks)
+    bus = Bus(config.callbacks, config.by_default)
     dataset = config.data.open(recipe.vocabulary())
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)

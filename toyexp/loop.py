@@ -94,8 +94,7 @@ class Training:
     def _step(self) -> tuple[dict[str, float], Batch]:
         run, step = self.run, self.outcome.steps
         started = time.perf_counter()
-        answer = self.bus.hook.lr(run=run, step=step, steps=run.steps)
-        lr = run.lr if answer is None else answer
+        lr = self.bus.lr(run, step)
         batch = self.batches.batch(step)
         loss, grad_norm = run.session.step(batch, replace(self.adamw, lr=lr).hp_for_step(step))
         seconds = time.perf_counter() - started

@@ -141,6 +141,11 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
+def default_callbacks() -> list[str]:
+    """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
+    return list(_load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
+
+
 class FileConfigSource(file_config_source.FileConfigSource):
     """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
 

@@ -141,7 +141,7 @@ VALUES = [
     ("optim.accumulate=3", "optim.accumulate=3 does not divide batch_size=8"),
     ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
-    ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.linear'"),
+    ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.cosine'"),
     ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),
     ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
     ("callbacks=[default,sample] callbacks.sample.every=-1", "callbacks.sample", "every"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
+import operator
 import re
 import shutil
 import tempfile
@@ -38,28 +40,46 @@ LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 
 
+def conf_dir() -> Path:
+    """The checkout's conf/, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
+
+
+@functools.cache
+def shipped() -> Mapping[str, Any]:
+    """conf/config.yaml as it stands."""
+    return _load_yaml(conf_dir() / "config.yaml")
+
+
+def default(key: str) -> Any:
+    """A field whose default, and what it means, stands in conf/config.yaml under this key and nowhere else."""
+    return field(default_factory=lambda: copy.deepcopy(functools.reduce(operator.getitem, key.split("."), shipped())))
+
+
 @dataclass
 class Submitit:
     """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
 
-    cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
-    partition: str | None = None  # of Slurm
-    timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
-    gpus: int = 0  # per job
-    cpus: int | None = None  # cores per job
-    mem_gb: float | None = None  # memory per job
+    cluster: str | None = default("sweep.submitit.cluster")
+    partition: str | None = default("sweep.submitit.partition")
+    timeout_min: int = default("sweep.submitit.timeout_min")
+    gpus: int = default("sweep.submitit.gpus")
+    cpus: int | None = default("sweep.submitit.cpus")
+    mem_gb: float | None = default("sweep.submitit.mem_gb")
 
 
 @dataclass
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it."""
 
-    launcher: str = "serial"  # one job after another; joblib: several at once here; submitit: on a cluster
-    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
-    isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
-    fail_fast: bool = False  # the first failure ends the sweep
-    resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
-    retry: bool = False  # with resume: jobs that failed, too
+    launcher: str = default("sweep.launcher")
+    jobs: int = default("sweep.jobs")
+    isolate: bool = default("sweep.isolate")
+    fail_fast: bool = default("sweep.fail_fast")
+    resume: str | None = default("sweep.resume")
+    retry: bool = default("sweep.retry")
     submitit: Submitit = field(default_factory=Submitit)
 
     def check(self) -> None:
@@ -85,18 +105,18 @@ class Sweep:
 class Settings:
     """The top-level keys; what they mean stands in conf/config.yaml, which shows them all."""
 
-    name: str = "run"
-    seed: int = 0
-    steps: int = 200
-    batch_size: int = 8
-    lr: float = 1e-3
-    eval_every: int = 50
-    checkpoint_every: str = "10min"
-    checkpoint_keep: int = 2
-    checkpoint_best: str | None = None
-    nonfinite: str = "stop"
-    resume: str | None = None
-    plugins: list[str] = field(default_factory=list)
+    name: str = default("name")
+    seed: int = default("seed")
+    steps: int = default("steps")
+    batch_size: int = default("batch_size")
+    lr: float = default("lr")
+    eval_every: int = default("eval_every")
+    checkpoint_every: str = default("checkpoint_every")
+    checkpoint_keep: int = default("checkpoint_keep")
+    checkpoint_best: str | None = default("checkpoint_best")
+    nonfinite: str = default("nonfinite")
+    resume: str | None = default("resume")
+    plugins: list[str] = default("plugins")  # noqa: RUF009 - a field, whose value is made anew each time
     sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
     data: Any = MISSING
@@ -132,13 +152,6 @@ class AutoEngine:
     """The best engine that works here; it says which one and why."""
 
     threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
-
-
-def conf_dir() -> Path:
-    """The checkout's conf/, or the copy inside the installed package."""
-    package = Path(__file__).resolve().parent
-    checkout = package.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else package / "_conf"
 
 
 def default_callbacks() -> list[str]:
@@ -269,7 +282,7 @@ class Source:
             raise UserError(f"{path}: holds no keys with values, such as steps: 100")
         if "hydra" in theirs:
             return added
-        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
+        ours = shipped()["hydra"]
         added += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
         added += [f"hydra.{k}.{n}='{v}'" for k in ("run", "sweep") for n, v in ours[k].items()]
         return added

@@ -164,6 +164,8 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 raise UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
             raise UserError(f"{word}: there is no such option; {choose(word, FLAGS)}")
         takes = FLAGS[flag]
+        if equals and not value and takes is not None:
+            raise UserError(f"{word}: is empty (a variable that is not set?); leave {given} out, or give it a value")
         if equals or takes is None or (flag == "--info" and (not left or left[0] not in takes)):
             if equals and takes is None:
                 raise UserError(f"{word}: {flag} takes no value")
@@ -172,6 +174,8 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
         else:
             value = left.pop(0)
+            if not value:
+                raise UserError(f"{given} '': is empty (a variable that is not set?); leave it out, or give it a value")
         if takes and value not in takes:
             raise UserError(f"{given} {value}: {choose(value, takes)}")
         flags[flag] = value

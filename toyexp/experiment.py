@@ -296,12 +296,14 @@ def introduction(prepared: Prepared) -> list[str]:
     known += [f"{sizes['truncated']} cut to the context"] if sizes.get("truncated") else []
     known += [f"{sizes['too_long']} left out, prompts longer than the context"] if sizes.get("too_long") else []
     facts = f" ({'; '.join(known)})" if known else ""
+    origin = config.recipe.origin()
     return [
         f"engine  {config.engine_note}",
         *(f"note    {line}" for line in config.engine.advice()),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
+        *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
 
 

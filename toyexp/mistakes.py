@@ -30,6 +30,7 @@ from toyexp.schema import (
     class_of,
     compose_raw,
     conf_dir,
+    types_of,
 )
 
 
@@ -79,6 +80,8 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         raise UserError(f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}")
     if override.is_sweep_override():
         raise UserError(f"{line}: several values; add -m to sweep over them")
+    if line.endswith("=") and key not in GROUPS:
+        _check_empty(key, line, registry)
     if kind.split("/")[0] == "hydra":
         return
     if "/" in key:
@@ -104,6 +107,14 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         _check_sweep(key, line)
     elif rest and kind in valid_keys(None, registry, ""):
         raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+
+
+def _check_empty(key: str, line: str, registry: Registry) -> None:
+    """Raises UserError for a setting without a value; a key that nobody knows is told by others."""
+    known, part = types_of(key, registry), key.partition(".")[0]
+    if known or part == "hydra":
+        text = f"; an empty text is \"{line}''\"" if known == {str} and part in registry.offers else ""
+        raise UserError(f"{line}: is empty (a variable that is not set?); leave it out for the default{text}")
 
 
 def _check_sweep(key: str, line: str) -> None:

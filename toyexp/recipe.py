@@ -67,6 +67,10 @@ class Recipe(ABC):
         """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
         return None
 
+    def origin(self) -> tuple[str, str] | None:
+        """What a run says of where its values come from: the role of a file, and the file. None: of no file."""
+        return None
+
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
         """Replaces values while the warm window is open."""
 

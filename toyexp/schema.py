@@ -10,6 +10,7 @@ import operator
 import re
 import shutil
 import tempfile
+import types
 import typing
 import weakref
 from collections.abc import Mapping
@@ -209,6 +210,25 @@ def schema(cls: type, name: str) -> type:
         )
         parts.append((f.name, hints[f.name], copy))
     return dataclasses.make_dataclass(cls.__name__, parts)
+
+
+def types_of(key: str, registry: Registry) -> set[Any]:
+    """What the setting `key` may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
+    kind, *rest = key.split(".")
+    offers = registry.offers.get(kind, {})
+    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep], "optim": [Optim]}
+    if not rest:
+        classes: list[type] = [Settings]
+    elif kind == "callbacks":
+        classes = [offers[rest[0]].cls] if rest[0] in offers else []
+    else:
+        classes = known.get(kind, [offer.cls for offer in offers.values()])
+    hints = [typing.get_type_hints(cls).get((rest or [kind])[-1]) for cls in classes]
+    return {t for hint in hints if hint for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:

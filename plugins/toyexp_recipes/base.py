@@ -32,5 +32,9 @@ class FromBase(Recipe):
         """The base, whose tokens alone mean something to it."""
         return self.base_file()
 
+    def origin(self) -> tuple[str, str] | None:
+        """The base."""
+        return "base", str(self.base_file())
+
     def _from_base(self, spec: TensorSpec, trainable: bool, packed: bool = False) -> PlanTensor:
         return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable, packed)

@@ -46,18 +46,24 @@ class Warm(Recipe):
     @property
     def path(self) -> Path:
         """The donor's file."""
-        return file_of(Path(self.donor)) if self.donor else DONOR
+        return DONOR if self.donor is None else file_of(Path(self.donor))
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
         original.check_init(self.init)
         if self.lens not in LENSES:
             raise UserError(f"recipe.lens={self.lens}: {choose(self.lens, LENSES)}")
+        if self.donor == "":
+            raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
         """The donor, whose rows only mean something with its own tokens."""
         return self.path
+
+    def origin(self) -> tuple[str, str] | None:
+        """The donor, and whether it is toyexp's own."""
+        return "donor", f"{self.path}" if self.donor else f"toyexp's own small one, {self.path}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""

@@ -109,7 +109,6 @@ VALUES = [
     ("steps=abc", "steps=abc: must be a whole number"),
     ("steps=1.5", "steps=1.5: must be a whole number"),
     ("steps=null", "steps=null: cannot be null"),
-    ("steps=", "steps=: must be a whole number"),
     ("steps=[1]", "steps=[1]: must be a whole number"),
     ("lr=abc", "lr=abc: must be a number"),
     ("model.tied=maybe", "model.tied=maybe: must be true or false"),
@@ -129,7 +128,7 @@ VALUES = [
     ("eval_every=-1", "eval_every=-1", "from 0"),
     ("name=a/b", "name='a/b'", "slash"),
     ("name=.hidden", "name='.hidden'", "dot"),
-    ("name=", "name=''"),
+    ("name=''", "name=''"),
     ("model.n_heads=0", "model.n_heads=0", "above 0"),
     ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=64"),
     ("model.n_kv_heads=3", "model.n_kv_heads=3 does not divide model.n_heads=4"),
@@ -149,6 +148,24 @@ VALUES = [
     ("engine=cpu engine.threads=-1", "engine.threads=-1"),
     ("engine=cpu engine.dtype=float16", "engine.dtype=float16", "bfloat16"),
 ]
+
+# A variable that is not set leaves nothing behind the equals sign: never the default without a word.
+EMPTY = [
+    *((f"{key}=", f"{key}=: is empty", "leave it out") for key in (
+        "steps", "name", "checkpoint_best", "optim.mode", "hydra.run.dir", "sweep.resume", "data.tokenizer",
+    )),
+    ("recipe=warm recipe.donor=", "recipe.donor=: is empty", "leave it out"),
+    ("recipe=warm recipe.donor=''", "recipe.donor='': names no file"),
+    ("recipe=lora recipe.base=", "recipe.base=: is empty"),
+    ("recipe=lora recipe.base=''", "add recipe.base=model.gguf"),
+    ("data=text data.path=", "data.path=: is empty"),
+    ("callbacks=[sample] callbacks.sample.prompt=", "callbacks.sample.prompt=: is empty", "sample.prompt=''"),
+    ("banana=", "unknown key banana"),
+    ("recipe=", "recipe=: takes a name"),
+    ("plugins=", "plugins=: takes names"),
+    ("--config-path=", "--config-path=: is empty"),
+    ("-m seed=1,2 hydra.sweep.subdir=", "hydra.sweep.subdir=: is empty"),
+]  # fmt: skip
 
 CHOICES = [
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
@@ -199,8 +216,11 @@ SYNTAX = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), [(line, words) for line, *words in KEYS + VALUES + CHOICES + SYNTAX],
-                         ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(line, words) for line, *words in KEYS + VALUES + EMPTY + CHOICES + SYNTAX],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_wrong_setting_is_one_plain_error(refused, line, words):
     refused([*SMALL, *line.split(" ")], *words)
 
@@ -295,7 +315,7 @@ def test_parity_on_an_engine_that_is_not_here_says_why(refused):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("hydra.run.dir=", ["hydra.run.dir=: must name a directory"]),
+        ("hydra.run.dir=''", ["hydra.run.dir=: must name a directory"]),
         ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, a key that is not there"]),
         ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),
         ("callbacks=[default,quality_gate] eval_every=0", ["callbacks.quality_gate", "eval_every"]),
@@ -365,6 +385,11 @@ def test_wrong_data_is_one_plain_error(refused, tmp_path, content, line, words):
         (tmp_path / "file").write_bytes(content)
     base = ["steps=2"] if line.startswith("data=tokens") else SMALL
     refused([*base, *line.split(" ")], *words)
+
+
+def test_a_flag_with_an_empty_value_is_not_left_out(refused):
+    for flag in ("--config-path", "--config-name", "--config-dir", "--cfg"):
+        refused([flag, "", *SMALL], f"{flag} ''", "is empty")
 
 
 # -- a warm start's donor -------------------------------------------------------------------------------------------

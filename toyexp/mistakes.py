@@ -113,7 +113,7 @@ def _check_empty(key: str, line: str, registry: Registry) -> None:
     """Raises UserError for a setting without a value; a key that nobody knows is told by others."""
     known, part = types_of(key, registry), key.partition(".")[0]
     if known or part == "hydra":
-        text = f"; an empty text is \"{line}''\"" if known == {str} and part in registry.offers else ""
+        text = f"; an empty text is \"{line}''\"" if str in known and part == "callbacks" else ""
         raise UserError(f"{line}: is empty (a variable that is not set?); leave it out for the default{text}")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
     from toyexp.optim import AdamW
     from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+    from toyexp.planned import Planned, changed
     from toyexp.recipe import Recipe, Setup
     from toyexp.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ __all__ = [
     "Params",
     "Plan",
     "PlanTensor",
+    "Planned",
     "Recipe",
     "Register",
     "Rotary",
@@ -69,6 +71,7 @@ __all__ = [
     "ToyexpError",
     "Unavailable",
     "UserError",
+    "changed",
     "choose",
     "hookimpl",
     "nearest",
@@ -89,6 +92,7 @@ _HOMES = {
     "toyexp.ops": "Adapted LowRank Ops Params Rotary",
     "toyexp.optim": "AdamW",
     "toyexp.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
+    "toyexp.planned": "Planned changed",
     "toyexp.recipe": "Recipe Setup",
     "toyexp.tokenizer": "Tokenizer",
 }

@@ -6,7 +6,7 @@ import logging
 import math
 import numbers
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +15,7 @@ import pluggy
 
 from toyexp.errors import RunFailed, UserError, printable
 from toyexp.hooks import RunHooks, hookimpl
+from toyexp.planned import Planned
 
 if TYPE_CHECKING:
     from toyexp.data import Dataset
@@ -43,6 +44,10 @@ class Callback(ABC):
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
 
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
         return {}
@@ -66,6 +71,11 @@ class Schedule(Callback):
     def lr(self, run: Run, step: int, steps: int) -> float:
         """The base learning rate times `factor`."""
         return run.lr * self.factor(step, steps)
+
+
+def answers_lr(cls: type[Callback]) -> bool:
+    """Whether callbacks of this class set the learning rate."""
+    return getattr(getattr(cls, "lr", None), "toyexp_impl", None) is not None
 
 
 @dataclass(frozen=True)

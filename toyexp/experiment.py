@@ -8,7 +8,7 @@ import json
 import logging
 import shlex
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from toyexp.memory import check_plan, running_out
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
+from toyexp.planned import Planned
 from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
@@ -49,6 +50,7 @@ class Prepared:
     plan: Plan
     adamw: AdamW
     bus: Bus
+    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def prepare(config: Config) -> Prepared:
         callback.check_plan(plan)
     check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
-    return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
+    batches = Dropout(batches, plan) if plan.drops else batches
+    planned = Planned(config.plain, dataset, batches, plan)
+    return Prepared(config, dataset, model, batches, plan, adamw, bus, config.warnings(planned))
 
 
 def execute(
@@ -189,6 +193,8 @@ def _live(
             run.emit("resume", **resumed.facts(), inexact=inexact)
             if inexact:
                 say(inexact)
+        for text in prepared.warnings:
+            run.emit("warning", text=text)
         outcome = Training(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     if override.package is not None:
         raise UserError(f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}")
     if override.is_sweep_override():
-        raise UserError(f"{line}: several values; add -m to sweep over them")
+        listed = f"{key}=[{line.partition('=')[2]}] is a list, or " if holds_list(key, registry) else ""
+        raise UserError(f"{line}: several values; {listed}add -m to sweep over them")
     if line.endswith("=") and key not in GROUPS:
         _check_empty(key, line, registry)
     if kind.split("/")[0] == "hydra":
@@ -107,6 +109,23 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         _check_sweep(key, line)
     elif rest and kind in valid_keys(None, registry, ""):
         raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+
+
+def in_lists(parsed: Sequence[Override], registry: Registry) -> list[str]:
+    """The settings as Hydra takes them: the one value of a setting that holds a list stands in brackets."""
+    words = []
+    for override in parsed:
+        key, equals, value = str(override.input_line).partition("=")
+        one = equals and isinstance(_value(override), str | int | float)
+        words.append(
+            f"{key}=[{value}]" if one and holds_list(override.key_or_group, registry) else key + equals + value
+        )
+    return words
+
+
+def holds_list(key: str, registry: Registry) -> bool:
+    """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
+    return key == "callbacks" or any(typing.get_origin(t) is list for t in types_of(key, registry))
 
 
 def _check_empty(key: str, line: str, registry: Registry) -> None:

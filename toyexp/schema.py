@@ -32,6 +32,7 @@ from toyexp.data import read_text
 from toyexp.errors import UserError, choose, printable
 from toyexp.foreign import SIZE_LIMIT, check_file
 from toyexp.optim import Optim
+from toyexp.planned import changed
 from toyexp.registry import Registry
 
 AUTO = "auto"
@@ -140,12 +141,29 @@ class Settings:
             )
         if self.checkpoint_best is not None and not self.eval_every:
             raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
+        if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
+            raise UserError(
+                f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
+            )
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
         if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
             raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
+
+    def warnings(self) -> list[str]:
+        """A sentence for each of these settings that has no effect in this run."""
+        told = []
+        saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
+        if changed(self, "eval_every") and self.eval_every > self.steps:
+            looks = "the held-out data is looked at before the first and after the last"
+            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {looks}")
+        if saves.steps > self.steps:
+            told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
+        if changed(self, "checkpoint_keep") and not saves:
+            told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
+        return told
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Batch, Callback, Run, RunFailed, UserError, hookimpl
+from toyexp import Batch, Callback, Planned, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
 from toyexp.run import dump_json
 
@@ -96,6 +96,10 @@ class Events(Callback):
         """Raises UserError for an interval below 1."""
         if self.every < 1:
             raise UserError(f"callbacks.events.every={self.every}: must be at least 1")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no step is recorded."""
+        return planned.beyond("callbacks.events.every", self.every, "none of them is recorded")
 
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:

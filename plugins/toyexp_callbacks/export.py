@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
+from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Planned, Run, RunFailed, UserError, changed, choose, hookimpl
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
@@ -36,6 +37,10 @@ class Export(Callback):
         """Raises UserError for a negative interval."""
         if self.every < 0:
             raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is a file at the end alone."""
+        return planned.beyond(f"callbacks.{self.name}.every", self.every, "there is a file at the end")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -94,7 +99,19 @@ class Export(Callback):
 class ExportWithAdapter(Export):
     """A format that LoRA adapters have too: of such a run they are written beside the model, or alone."""
 
+    numbers: ClassVar[str]  # the setting that says which type of numbers the model's file has
+
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is no adapter to write alone, or no model beside it."""
+        yield from super().warnings(planned)
+        adapters = any(isinstance(a, LoraAdapter) for a in planned.plan.adapters)
+        if not self.merged and not adapters:
+            yield f"callbacks.{self.name}.merged=false: the run has no adapter, so the model is written"
+        if not self.merged and adapters and changed(self, self.numbers):
+            given = f"callbacks.{self.name}.{self.numbers}={getattr(self, self.numbers)}"
+            yield f"{given}: is the type of the merged model, which merged=false leaves out; an adapter is f32"
 
     def _export(self, run: Run, path: Path) -> None:
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
@@ -117,6 +134,7 @@ class GGUFExport(ExportWithAdapter):
 
     name: ClassVar[str] = "gguf_export"
     suffix: ClassVar[str] = ".gguf"
+    numbers: ClassVar[str] = "type"
 
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
 
@@ -165,6 +183,7 @@ class HuggingFaceExport(ExportWithAdapter):
 
     name: ClassVar[str] = "hf_export"
     suffix: ClassVar[str] = "-hf"
+    numbers: ClassVar[str] = "dtype"
 
     dtype: str = "float32"  # float32 | bfloat16 | float16
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Run, RunFailed, UserError, choose, hookimpl, printable
+from toyexp import Callback, Dataset, Planned, Run, RunFailed, UserError, choose, hookimpl, printable
 from toyexp.model import falls
 
 
@@ -47,6 +47,15 @@ class EarlyStop(Callback):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Refuses a run without held-out looks: it would never be stopped."""
         require_looks(self.name, config)
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the run is over before its patience is."""
+        first = self.patience * planned.config["eval_every"]
+        if first >= planned.steps:
+            yield (
+                f"callbacks.early_stop.patience={self.patience}: with eval_every={planned.config['eval_every']} it can "
+                f"stop a run at step {first} at the earliest; this one has {planned.steps} steps"
+            )
 
     def state(self) -> dict[str, Any]:
         """The best so far and the looks since."""

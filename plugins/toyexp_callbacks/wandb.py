@@ -13,11 +13,11 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, Unavailable, UserError, choose, hookimpl, printable
+from toyexp import Callback, Planned, Run, Unavailable, UserError, choose, hookimpl, printable
 
 log = logging.getLogger("toyexp")
 
@@ -59,6 +59,10 @@ class Wandb(Callback):
             raise UserError(f"callbacks.wandb.every={self.every}: must be at least 1")
         if importlib.util.find_spec("wandb") is None:
             raise Unavailable("callbacks.wandb needs wandb: pip install 'toyexp[wandb]'")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no step is sent."""
+        return planned.beyond("callbacks.wandb.every", self.every, "none of them is sent")
 
     @hookimpl
     def on_start(self, run: Run) -> None:

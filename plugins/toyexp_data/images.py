@@ -7,14 +7,14 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, Unavailable, UserError, choose, printable
+from toyexp import Data, ImageDataset, Planned, Unavailable, UserError, choose, printable
 from toyexp.data import read_text
 from toyexp.images import AUGMENTATIONS, NORMALISATIONS
 
@@ -73,6 +73,10 @@ class Images(Data):
             raise UserError(f"data.max_mb={self.max_mb}: must be above 0")
         if importlib.util.find_spec("PIL") is None:
             raise Unavailable("data=images needs Pillow: pip install 'toyexp[data]'")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there are fewer held-out images than were asked for."""
+        return few_images(self.eval_images, planned)
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
@@ -137,6 +141,15 @@ class Images(Data):
         if count > len(lines):
             raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
         return listed, [str(number) for number in range(count)]
+
+
+def few_images(eval_images: int, planned: Planned) -> Iterable[str]:
+    """A warning where more held-out images are asked for than there are, or none is looked at."""
+    there = planned.dataset.describe()["held_out_images"]
+    if eval_images and not planned.config["eval_every"]:
+        yield f"data.eval_images={eval_images}: with eval_every=0 no look is taken"
+    elif eval_images > there:
+        yield f"data.eval_images={eval_images}: {there} are held out, which are all looked at"
 
 
 def check_images(val_fraction: float, augment: str, eval_images: int) -> None:

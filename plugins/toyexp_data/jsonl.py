@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from toyexp import UserError, choose, printable
+from toyexp import Planned, UserError, changed, choose, printable
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, ChatTemplate, Example, Message, Part, plain, tokenize
@@ -53,6 +53,12 @@ class Jsonl(TokenizedData):
         for name, words in (("train_on", TRAIN_ON), ("template", TEMPLATES), ("on_error", ON_ERROR)):
             if getattr(self, name) not in words:
                 raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is no conversation that a template would write."""
+        yield from super().warnings(planned)
+        if changed(self, "template") and not planned.dataset.describe()["chats"]:
+            yield f"data.template={self.template}: is of conversations; {self.path} holds none"
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""

@@ -27,7 +27,7 @@ from toyexp.engine import Engine
 from toyexp.errors import Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
 from toyexp.home import expanded
-from toyexp.matrix import misfit
+from toyexp.matrix import misfit, suited
 from toyexp.mistakes import check_keys, check_override, explain, in_lists, in_plain_words, parse, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
@@ -67,6 +67,7 @@ class Config:
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
     by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
+    suited: str = ""  # how an error about a model or data of another kind ends: what to type
     left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
 
     def warnings(self, planned: Planned) -> list[str]:
@@ -186,7 +187,7 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     left_out = [*_broken(registry), *_without_default(typed, callbacks, registry), *_unused_threads(plain, engine)]
     return Config(
         settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base,
-        default_callbacks(), left_out,
+        default_callbacks(), suited(parts["recipe"], parts["model"], registry), left_out,
     )  # fmt: skip
 
 
@@ -236,8 +237,9 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = make(cls, _typed(cls, node, "recipe"))
-    if unfit := misfit(recipe, class_of("model", cfg.model, registry)()):
-        raise UserError(unfit)
+    model = class_of("model", cfg.model, registry)()
+    if unfit := misfit(recipe, model):
+        raise UserError(f"{unfit}{suited(recipe, model, registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:

@@ -69,10 +69,11 @@ def prepare(config: Config) -> Prepared:
     settings, recipe, optim = config.settings, config.recipe, config.optim
     reason = refusal(recipe, config.model, config.engine)
     if reason:
-        raise UserError(reason)
+        raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
     if config.data.gives != config.model.reads:
         raise UserError(
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
+            f"{config.suited}"
         )
     bus = Bus(config.callbacks, config.by_default)
     dataset = config.data.open(recipe.vocabulary())

@@ -168,6 +168,10 @@ EMPTY = [
 ]  # fmt: skip
 
 CHOICES = [
+    ("recipe=vit_tiny", "model=llama reads tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
+    ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
+    ("recipe=warm model=vit", "model=vit reads images", "try: toyexp recipe=warm model=llama data=stdlib"),
+    ("recipe=lora recipe.base=x.gguf model=vit", "reads images", "try: toyexp recipe=lora model=llama data=stdlib"),
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
     ("recipe=banana", "there is none of that name", "scratch, "),
     ("engine=metl", "engine=metl: there is none of that name"),

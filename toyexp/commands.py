@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.errors import Unavailable, UserError, choose
+from toyexp.errors import Unavailable, UserError
 from toyexp.matrix import table
 from toyexp.options import read_options
-from toyexp.registry import KINDS, Registry, load, settings_of
+from toyexp.registry import KINDS, Registry, load
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
 
@@ -35,7 +35,10 @@ def plugins(words: Sequence[str]) -> int:
         print("\n".join(table(registry)))
         return 0
     if names:
-        return _plugin_settings(names[0], registry)
+        from toyexp.named import lines_about
+
+        print("\n".join(lines_about(names[0], registry)))
+        return 0
     width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
     for kind, offers in registry.offers.items():
         print(f"{kind}:")
@@ -46,23 +49,7 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<{width}} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix")
-    return 0
-
-
-def _plugin_settings(name: str, registry: Registry) -> int:
-    found = [(kind, offers[name]) for kind, offers in registry.offers.items() if name in offers]
-    if not found:
-        everything = {n for offers in registry.offers.values() for n in offers}
-        raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, everything)}")
-    for kind, offer in found:
-        print(f"{kind}={name}  {offer.help}  [{offer.plugin}, {offer.package}]")
-        prefix = f"callbacks.{name}" if kind == "callbacks" else kind
-        for s in settings_of(offer.cls):
-            value = (
-                "null" if s.default is None else str(s.default).lower() if isinstance(s.default, bool) else s.default
-            )
-            print(f"  {f'{prefix}.{s.name}={value}':<34} {s.comment}")
+    print("\nSettings of one of them, of optim or a preset: toyexp plugins NAME; what goes with what: --matrix")
     return 0
 
 

@@ -80,9 +80,7 @@ class AdamW:
 class Optim:
     """AdamW with its two modes, gradient clipping and micro-batch accumulation."""
 
-    mode: str = (
-        "auto"  # from_scratch (constant betas) | lora (bias correction, as torch.optim.AdamW) | auto: the recipe's
-    )
+    mode: str = "auto"  # from_scratch (constant betas) | lora (bias correction, as torch's) | auto: the recipe's
     beta1: float = 0.9  # decay of the first moment
     beta2: float | None = None  # decay of the second moment; null: 0.95 in mode from_scratch, 0.999 in mode lora
     eps: float = 1e-8  # added to the root of the second moment

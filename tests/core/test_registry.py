@@ -13,6 +13,7 @@ from toyexp import UserError
 from toyexp.cli import main
 from toyexp.hooks import Registration, RunHooks
 from toyexp.registry import KINDS, load, settings_of
+from toyexp.schema import conf_dir
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -272,6 +273,32 @@ def test_what_there_is_is_listed_in_columns(capsys):
     assert len(begins) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("optim", ["optim=adamw ", "  optim.beta2=null ", "  optim.mode=auto ", "  optim.grad_clip=0.0 "]),
+        ("auto", ["engine=auto ", "  engine.threads=0 "]),
+        ("small", ["model=small ", "  model=llama, with", "  model.d_model=256 ", "  model.tied=false "]),
+        ("vit_tiny", ["recipe=vit_tiny ", "  recipe.init_scale=1.0 ", "model=vit_tiny ", "  model.patch=16 "]),
+        ("default", ["callbacks=default ", "  callbacks=[cosine,progress,watch,events,gguf_export]"]),
+        ("lora_rank_sweep", ["experiment=lora_rank_sweep ", "  recipe=lora", "  recipe.targets=[q,v]",
+                             "  -m recipe.rank=1,2,4,8,16"]),
+    ],
+)  # fmt: skip
+def test_a_name_shows_what_it_stands_for(capsys, name, lines):
+    assert main(["plugins", name]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert any(s.startswith(line) for s in shown), line
+    assert all(s.split("  ")[-1].strip() for s in shown if s.startswith("  optim.")), "each setting has its comment"
+
+
+def test_every_preset_of_conf_shows_its_settings(capsys):
+    for path in conf_dir().glob("*/*.yaml"):
+        assert main(["plugins", path.stem]) == 0
+        assert f"{path.parent.name}={path.stem} " in capsys.readouterr().out
+
+
 def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = f"local_module_{next(COUNTER)}"
@@ -359,6 +386,7 @@ AT_HEAD = {
     "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py"},
     "yaml": {
         "foreign.py",
+        "named.py",
         "run.py",
         "config.py",
         "schema.py",

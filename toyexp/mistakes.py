@@ -34,6 +34,9 @@ from toyexp.schema import (
     types_of,
 )
 
+# Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
+
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Hydra's reading of the command line; UserError for what it cannot read."""
@@ -85,6 +88,8 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     if line.endswith("=") and key not in GROUPS:
         _check_empty(key, line, registry)
     if kind.split("/")[0] == "hydra":
+        if key not in HYDRA_KEYS:
+            raise unknown_key(key, None, registry)
         return
     if "/" in key:
         raise UserError(f"unknown key {key}; did you mean {key.replace('/', '.')}?")
@@ -231,8 +236,11 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
     top = valid_keys(cfg, registry, "")
     if kind == "sweep":
         return _unknown_sweep_key(key)
-    if kind == "hydra":
-        return UserError(f"unknown key {key}; of Hydra's settings you may want hydra.run.dir or hydra.sweep.dir")
+    if kind.split("/")[0] == "hydra":
+        best = None if "/" in key else nearest(key, HYDRA_KEYS)
+        if best:
+            return UserError(f"unknown key {key}; did you mean {best}?")
+        return UserError(f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}")
     if kind not in top:
         homes = [w for w in _places(cfg) if not rest and kind in valid_keys(cfg, registry, w)]
         homes += [key.rpartition(".")[0] for key in _sweep_keys() if not rest and key.rpartition(".")[2] == kind]

@@ -96,6 +96,11 @@ class Sweep:
             raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
+        if asked and self.launcher != "submitit":
+            raise UserError(
+                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
+            )
         given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
         for name, least in limits.items():
             value = getattr(given, name)

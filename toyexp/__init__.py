@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from toyexp.optim import AdamW
     from toyexp.packages import needed
     from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+    from toyexp.planned import Planned, changed
     from toyexp.recipe import Recipe, Setup
     from toyexp.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ __all__ = [
     "Params",
     "Plan",
     "PlanTensor",
+    "Planned",
     "Recipe",
     "Register",
     "Rotary",
@@ -72,6 +74,7 @@ __all__ = [
     "ToyexpError",
     "Unavailable",
     "UserError",
+    "changed",
     "choose",
     "hookimpl",
     "nearest",
@@ -94,6 +97,7 @@ _HOMES = {
     "toyexp.optim": "AdamW",
     "toyexp.packages": "needed",
     "toyexp.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
+    "toyexp.planned": "Planned changed",
     "toyexp.recipe": "Recipe Setup",
     "toyexp.tokenizer": "Tokenizer",
 }

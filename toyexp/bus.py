@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import numbers
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pluggy
 
 from toyexp.blame import failure
-from toyexp.errors import RunFailed, UserError
+from toyexp.errors import RunFailed, UserError, printable
 from toyexp.hooks import RunHooks, hookimpl
 from toyexp.ownership import Ledger
+from toyexp.planned import Planned
 from toyexp.signals import hidden_interrupt
 
 if TYPE_CHECKING:
@@ -53,6 +56,10 @@ class Callback(ABC):
         """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
         return None
 
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
+
     def outputs(self, plan: Plan) -> Sequence[str]:
         """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
         return ()
@@ -70,7 +77,7 @@ class Callback(ABC):
 
 @dataclass(eq=False)
 class Schedule(Callback):
-    """Base of the callbacks that always answer `lr`; a run has one at most."""
+    """Base of the callbacks that scale the base learning rate at every step; a run has one answer to `lr` at most."""
 
     def factor(self, step: int, steps: int) -> float:
         """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
@@ -80,6 +87,11 @@ class Schedule(Callback):
     def lr(self, run: Run, step: int, steps: int) -> float:
         """The base learning rate times `factor`."""
         return run.lr * self.factor(step, steps)
+
+
+def answers_lr(cls: type[Callback]) -> bool:
+    """Whether callbacks of this class set the learning rate."""
+    return getattr(getattr(cls, "lr", None), "toyexp_impl", None) is not None
 
 
 @dataclass(frozen=True)
@@ -128,14 +140,12 @@ class Run:
 
 
 class Bus:
-    """Delivers hooks to the callbacks of one run."""
+    """Delivers hooks to the callbacks of one run.
 
-    def __init__(self, callbacks: Mapping[str, Callback]):
-        schedules = [name for name, c in callbacks.items() if isinstance(c, Schedule)]
-        if len(schedules) > 1:
-            raise UserError(
-                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{schedules[1]}'"
-            )
+    Raises UserError for two callbacks that answer `lr`, and advises to drop the one that is `by_default`.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Callback], by_default: Collection[str] = ()):
         self._manager = pluggy.PluginManager("toyexp")
         self._manager.add_hookspecs(RunHooks)
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
@@ -152,6 +162,27 @@ class Bus:
         self.steps_of: dict[Path, int] = {}  # of each artifact, where it was said
         self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+        schedules = [impl.plugin_name for impl in reversed(self.hook.lr.get_hookimpls())]
+        if len(schedules) > 1:
+            least = next((name for name in schedules if name in by_default), schedules[0])
+            raise UserError(
+                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{least}'"
+            )
+        self._schedule = next(iter(schedules), None)
+
+    def lr(self, run: Run, step: int) -> float:
+        """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
+
+        Raises RunFailed for an answer that is no finite number from 0.
+        """
+        answer = self.hook.lr(run=run, step=step, steps=run.steps)
+        if answer is None:
+            return run.lr
+        number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
+        if not (number and math.isfinite(answer) and answer >= 0):
+            what = f"lr at step {step + 1} is {printable(repr(answer))}"
+            raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
+        return float(answer)
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
         """The function with what it raises told as its callback's.

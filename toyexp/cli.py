@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,7 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--config-dir": (),
     "--hydra-help": None,
 }
+SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
 
 
 def run(words: Sequence[str]) -> int:
@@ -116,18 +117,18 @@ def run(words: Sequence[str]) -> int:
     registry = load(modules)
     schema.store_schemas(registry)
     source = schema.Source.of(flags.get("--config-path"), flags.get("--config-name"), flags.get("--config-dir"))
-    for flag in ("--resolve", "--package"):
-        if flag in flags and "--cfg" not in flags:
-            raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
-    if flags.keys() & {"--cfg", "--info", "--hydra-help"}:
+    keys = {o.key_or_group: str(o.input_line) for o in parsed}
+    check_flags(flags, resume)
+    if flags.keys() & SHOWING:
         return inspect(flags, settings, registry, source)
-    of_sweeps = {o.key_or_group: str(o.input_line) for o in parsed if o.key_or_group.split(".")[0] == "sweep"}
-    if "--multirun" in flags or "sweep.resume" in of_sweeps:
+    if "--multirun" in flags or "sweep.resume" in keys:
         return sweep(parsed, flags, registry, modules, source)
-    for line in of_sweeps.values():
+    for line in (line for key, line in keys.items() if f"{key}.".startswith(("sweep.", "hydra.sweep."))):
         raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")
+        if "hydra.run.dir" in keys:
+            raise UserError(f"{keys['hydra.run.dir']}: resume={resume} goes on in that directory; leave it out")
         asked = {o.key_or_group: str(o.value()) for o in parsed if not o.is_sweep_override()}
         source = schema.Source.of_run(Path(resume), asked, registry)
     cfg = config.compose(settings, registry, source)
@@ -173,6 +174,8 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 raise UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
             raise UserError(f"{word}: there is no such option; {choose(word, FLAGS)}")
         takes = FLAGS[flag]
+        if equals and not value and takes is not None:
+            raise UserError(f"{word}: is empty (a variable that is not set?); leave {given} out, or give it a value")
         if equals or takes is None or (flag == "--info" and (not left or left[0] not in takes)):
             if equals and takes is None:
                 raise UserError(f"{word}: {flag} takes no value")
@@ -181,10 +184,31 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
         else:
             value = left.pop(0)
+            if not value:
+                raise UserError(f"{given} '': is empty (a variable that is not set?); leave it out, or give it a value")
+        if flag in flags and flags[flag] != value:
+            raise UserError(f"{given} {value}: {flag} was given already, as {flags[flag]}; leave one of them out")
         if takes and value not in takes:
             raise UserError(f"{given} {value}: {choose(value, takes)}")
         flags[flag] = value
     return flags, settings
+
+
+def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
+    """Raises UserError for flags of which one would be passed over in silence."""
+    for flag in ("--resolve", "--package"):
+        if flag in flags and "--cfg" not in flags:
+            raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
+    showing = sorted(flags.keys() & SHOWING)
+    if len(showing) > 1:
+        raise UserError(f"{' '.join(showing)}: show one thing at a time; leave out all but one")
+    if showing and "--multirun" in flags:
+        raise UserError(f"{showing[0]}: is about one configuration; leave out -m and give each key one value")
+    if showing and resume:
+        saved = f"; that of a run is the file {resume}/config.yaml" if resume != "auto" else ""
+        raise UserError(f"{showing[0]}: shows what settings compose, whatever resume={resume} goes on with{saved}")
+    for flag in sorted(flag for flag in flags if flag.startswith("--config-") and resume not in (None, "auto")):
+        raise UserError(f"{flag}: resume={resume} goes on with that run's own configuration; leave {flag} out")
 
 
 def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.errors import RunFailed, UserError, choose
+from toyexp.errors import RunFailed, UserError
 from toyexp.matrix import table
 from toyexp.options import read_options
-from toyexp.registry import KINDS, Registry, conf_dir, load, settings_of
+from toyexp.registry import KINDS, Registry, conf_dir, load
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
 
@@ -39,7 +39,10 @@ def plugins(words: Sequence[str]) -> int:
         print("\n".join(table(registry)))
         return 0
     if names:
-        return _plugin_settings(names[0], registry)
+        from toyexp.named import lines_about
+
+        print("\n".join(lines_about(names[0], registry)))
+        return 0
     width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
     for kind, offers in registry.offers.items():
         print(f"{kind}:")
@@ -50,25 +53,12 @@ def plugins(words: Sequence[str]) -> int:
             print(f"  {name:<{width}} {offer.help}{origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them: toyexp plugins NAME; what goes with what: toyexp plugins --matrix", flush=True)
+    print(
+        "\nSettings of one of them, of optim or a preset: toyexp plugins NAME; what goes with what: --matrix",
+        flush=True,
+    )
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
         say(f"not here: {line}")
-    return 0
-
-
-def _plugin_settings(name: str, registry: Registry) -> int:
-    found = [(kind, offers[name]) for kind, offers in registry.offers.items() if name in offers]
-    if not found:
-        everything = {n for offers in registry.offers.values() for n in offers}
-        raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, everything)}")
-    for kind, offer in found:
-        print(f"{kind}={name}  {offer.help}  [{offer.plugin}, {offer.package}]")
-        prefix = f"callbacks.{name}" if kind == "callbacks" else kind
-        for s in settings_of(offer.cls):
-            value = (
-                "null" if s.default is None else str(s.default).lower() if isinstance(s.default, bool) else s.default
-            )
-            print(f"  {f'{prefix}.{s.name}={value}':<34} {s.comment}")
     return 0
 
 

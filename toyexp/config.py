@@ -22,17 +22,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.blame import blamed
-from toyexp.bus import Callback
+from toyexp.bus import Callback, answers_lr
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Broken, Unavailable, UserError, choose, printable
 from toyexp.gguf.model import model_of
 from toyexp.home import expanded
-from toyexp.matrix import misfit
-from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
+from toyexp.matrix import misfit, suited
+from toyexp.mistakes import check_keys, check_override, explain, in_lists, in_plain_words, parse, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
 from toyexp.packages import told_by, why
+from toyexp.planned import Planned
 from toyexp.recipe import Recipe
 from toyexp.registry import Registry
 from toyexp.schema import (
@@ -44,6 +45,7 @@ from toyexp.schema import (
     Sweep,
     class_of,
     compose_raw,
+    default_callbacks,
     schema,
     yaml_error,
 )
@@ -67,6 +69,16 @@ class Config:
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
+    by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
+    suited: str = ""  # how an error about a model or data of another kind ends: what to type
+    left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
+
+    def warnings(self, planned: Planned) -> list[str]:
+        """What is told before the first step: what was left out, and the settings that have no effect."""
+        parts: list[Engine | Recipe | Data | Callback] = [
+            self.engine, self.recipe, self.data, *self.callbacks.values()
+        ]  # fmt: skip
+        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned))]
 
 
 def compose(overrides: Sequence[str], registry: Registry, source: Source, job: int = 0) -> DictConfig:
@@ -75,7 +87,7 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
     for override in parsed:
         check_override(override, registry, source)
     try:
-        cfg = compose_raw([*source.overrides(), *overrides], source)
+        cfg = compose_raw([*source.overrides(), *in_lists(parsed, registry)], source)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, parsed, registry, source) from None
     except yaml.YAMLError as error:
@@ -178,7 +190,46 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
             part.check()
     callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
     engine, note = pick_engine(plain["engine"], registry)
-    return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
+    left_out = [*_broken(registry), *_without_default(typed, callbacks, registry), *_unused_threads(plain, engine)]
+    return Config(
+        settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base,
+        default_callbacks(), suited(parts["recipe"], parts["model"], registry), left_out,
+    )  # fmt: skip
+
+
+def _broken(registry: Registry) -> list[str]:
+    """A warning of each plugin that cannot be used; one that the run asked for has ended it."""
+    return [f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems]
+
+
+def _unused_threads(plain: Mapping[str, Any], engine: Engine) -> list[str]:
+    threads = plain["engine"].get("threads") if plain["engine"]["name"] == AUTO else None
+    if not threads or any(f.name == "threads" for f in dataclasses.fields(engine)):
+        return []
+    return [f"engine.threads={threads}: engine=auto took {engine.name}, which has no such setting"]
+
+
+def _without_default(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
+    """A warning when `callbacks=[plots]` was typed, of what a run has by default and this one lacks.
+
+    Nothing is lacking in a list that is empty, one of presets, and of schedules where it has one of its own.
+    """
+    lists = [o for o in typed if o.key_or_group == "callbacks"]
+    value = lists[-1].value() if lists else []
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if not names or not all(name in registry.offers["callbacks"] for name in names):
+        return []
+    scheduled = any(answers_lr(type(c)) for c in callbacks.values())
+    usual = {name: answers_lr(registry.get("callbacks", name)) for name in default_callbacks()}
+    missing = [name for name, schedule in usual.items() if name not in callbacks and not (schedule and scheduled)]
+    if not missing:
+        return []
+    kept = [f"callbacks=[default,{','.join(name for name in names if name not in usual)}]".replace(",]", "]")]
+    kept += [
+        f"'~callbacks.{name}'" for name, schedule in usual.items() if schedule and name not in callbacks and scheduled
+    ]
+    return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which a run has by default; keep them: "
+            f"{' '.join(kept)}"]  # fmt: skip
 
 
 def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:
@@ -192,8 +243,9 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = make(cls, _typed(cls, node, "recipe"))
-    if unfit := misfit(recipe, class_of("model", cfg.model, registry)()):
-        raise UserError(unfit)
+    model = class_of("model", cfg.model, registry)()
+    if unfit := misfit(recipe, model):
+        raise UserError(f"{unfit}{suited(recipe, model, registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from toyexp.engine import Batch
 from toyexp.errors import UserError
 from toyexp.init import stream
 from toyexp.plan import InputSpec, Plan
+from toyexp.planned import Planned
 from toyexp.tokenizer import Tokenizer
 
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
@@ -40,6 +41,10 @@ class Data(ABC):
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
         """Reads the data. `vocabulary` is the GGUF whose tokenizer the recipe would like to share, if any."""
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
 
 
 class Dataset(ABC):

@@ -19,6 +19,7 @@ import numpy as np
 from toyexp.decoder import Decoder, Recompute
 from toyexp.errors import SessionError, choose, printable
 from toyexp.plan import Plan, PlanTensor
+from toyexp.planned import Planned
 
 Batch = Mapping[str, np.ndarray]
 
@@ -73,6 +74,10 @@ class Engine(ABC):
     @abstractmethod
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
 
     def advice(self) -> list[str]:
         """What would make it faster here, a short line each; empty when there is nothing to say."""

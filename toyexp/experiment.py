@@ -9,7 +9,7 @@ import logging
 import math
 import shlex
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from toyexp.memory import check_plan, running_out
 from toyexp.model import Model
 from toyexp.optim import AdamW
 from toyexp.plan import Plan
+from toyexp.planned import Planned
 from toyexp.recipe import Setup, start
 from toyexp.resume import Resumed, identity
 from toyexp.run import RunDir, git_facts, host_facts
@@ -51,6 +52,7 @@ class Prepared:
     plan: Plan
     adamw: AdamW
     bus: Bus
+    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,13 @@ def prepare(config: Config) -> Prepared:
     settings, recipe, optim = config.settings, config.recipe, config.optim
     reason = refusal(recipe, config.model, config.engine)
     if reason:
-        raise UserError(reason)
+        raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
     if config.data.gives != config.model.reads:
         raise UserError(
             f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
+            f"{config.suited}"
         )
-    bus = Bus(config.callbacks)
+    bus = Bus(config.callbacks, config.by_default)
     with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
         vocabulary = recipe.vocabulary()
     with blamed(f"data.{config.data.name}", "while it was opened"):
@@ -108,7 +111,9 @@ def prepare(config: Config) -> Prepared:
             callback.check_plan(plan)
     check_plan(plan, config.engine)
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
-    return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
+    batches = Dropout(batches, plan) if plan.drops else batches
+    planned = Planned(config.plain, dataset, batches, plan)
+    return Prepared(config, dataset, model, batches, plan, adamw, bus, config.warnings(planned))
 
 
 def execute(
@@ -209,6 +214,8 @@ def _live(
             run.emit("resume", **resumed.facts(), inexact=inexact)
             if inexact:
                 say(inexact)
+        for text in prepared.warnings:
+            run.emit("warning", text=text)
         outcome = Training(
             run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
@@ -340,12 +347,14 @@ def introduction(prepared: Prepared) -> list[str]:
     known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
     known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
     facts = f" ({'; '.join(known)})" if known else ""
+    origin = config.recipe.origin()
     return [
         f"engine  {config.engine_note}",
         *(f"note    {line}" for line in config.engine.advice()),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
+        *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
 
 

@@ -76,7 +76,7 @@ class RunHooks:
 
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """The learning rate for the 0-based `step` of `steps`; asked in config order, the first answer counts."""
+        """The learning rate for the 0-based `step` of `steps`, or None for the base one; one callback a run has it."""
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:

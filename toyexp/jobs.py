@@ -61,6 +61,8 @@ def sweep(asked: Asked) -> int:
             mistakes.check_override(override, asked.registry, asked.source)
         if override.key_or_group == "resume":
             raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
+        if override.key_or_group == "hydra.run.dir":
+            raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
     resume = next((str(o.value()) for o in asked.parsed if o.key_or_group == "sweep.resume"), None)
     if resume is not None:
         return _go_on(asked, Path(resume))
@@ -173,7 +175,8 @@ class Runner:
             return _failure(error)
         if self._folder is None:  # what is wrong with it is no fault of the job's
             self._folder = SweepDir.create(root, self._jobs, self._memory)
-            say(f"sweep   {short(root)}, {len(self._jobs)} job{'s' if len(self._jobs) > 1 else ''}")
+            many = "s" if len(self._jobs) > 1 else "" if self._jobs[0].overrides else "; no key has several values"
+            say(f"sweep   {short(root)}, {len(self._jobs)} job{many}")
         return cfg
 
     def _own_directory(self, job: Job, root: Path, directory: Path) -> str:

@@ -128,8 +128,7 @@ class Training:
         run, step = self.run, self.outcome.steps
         started = time.perf_counter()
         self.bus.step = step + 1
-        answer = self.bus.hook.lr(run=run, step=step, steps=run.steps)
-        lr = run.lr if answer is None else answer
+        lr = self.bus.lr(run, step)
         with self._blamed("data"):
             batch = self.batches.batch(step)
         self._whole = False

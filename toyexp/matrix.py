@@ -33,6 +33,18 @@ def misfit(recipe: Recipe, model: Model) -> str | None:
     return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
 
 
+def suited(recipe: Recipe, model: Model, registry: Registry) -> str:
+    """What to type for this recipe: this model where it can train it, else one that it can, and data for it."""
+    kind = model.reads if model.reads in recipe.reads else recipe.reads[0]
+    models = [model.name] if model.reads == kind else _reading(registry, "model", "reads", kind)
+    data = _reading(registry, "data", "gives", kind)
+    return f"; try: toyexp recipe={recipe.name} model={models[0]} data={data[0]}" if models and data else ""
+
+
+def _reading(registry: Registry, part: str, attribute: str, kind: str) -> list[str]:
+    return [name for name, offer in registry.offers[part].items() if getattr(offer.cls, attribute) == kind]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One combination, all settings at their defaults."""

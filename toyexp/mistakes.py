@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,11 @@ from toyexp.schema import (
     class_of,
     compose_raw,
     conf_dir,
+    types_of,
 )
+
+# Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -78,8 +83,13 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
     if override.package is not None:
         raise UserError(f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}")
     if override.is_sweep_override():
-        raise UserError(f"{line}: several values; add -m to sweep over them")
+        listed = f"{key}=[{line.partition('=')[2]}] is a list, or " if holds_list(key, registry) else ""
+        raise UserError(f"{line}: several values; {listed}add -m to sweep over them")
+    if line.endswith("=") and key not in GROUPS:
+        _check_empty(key, line, registry)
     if kind.split("/")[0] == "hydra":
+        if key not in HYDRA_KEYS:
+            raise unknown_key(key, None, registry)
         return
     if "/" in key:
         raise UserError(f"unknown key {key}; did you mean {key.replace('/', '.')}?")
@@ -104,6 +114,31 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         _check_sweep(key, line)
     elif rest and kind in valid_keys(None, registry, ""):
         raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+
+
+def in_lists(parsed: Sequence[Override], registry: Registry) -> list[str]:
+    """The settings as Hydra takes them: the one value of a setting that holds a list stands in brackets."""
+    words = []
+    for override in parsed:
+        key, equals, value = str(override.input_line).partition("=")
+        one = equals and isinstance(_value(override), str | int | float)
+        words.append(
+            f"{key}=[{value}]" if one and holds_list(override.key_or_group, registry) else key + equals + value
+        )
+    return words
+
+
+def holds_list(key: str, registry: Registry) -> bool:
+    """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
+    return key == "callbacks" or any(typing.get_origin(t) is list for t in types_of(key, registry))
+
+
+def _check_empty(key: str, line: str, registry: Registry) -> None:
+    """Raises UserError for a setting without a value; a key that nobody knows is told by others."""
+    known, part = types_of(key, registry), key.partition(".")[0]
+    if known or part == "hydra":
+        text = f"; an empty text is \"{line}''\"" if str in known and part == "callbacks" else ""
+        raise UserError(f"{line}: is empty (a variable that is not set?); leave it out for the default{text}")
 
 
 def _check_sweep(key: str, line: str) -> None:
@@ -201,8 +236,11 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
     top = valid_keys(cfg, registry, "")
     if kind == "sweep":
         return _unknown_sweep_key(key)
-    if kind == "hydra":
-        return UserError(f"unknown key {key}; of Hydra's settings you may want hydra.run.dir or hydra.sweep.dir")
+    if kind.split("/")[0] == "hydra":
+        best = None if "/" in key else nearest(key, HYDRA_KEYS)
+        if best:
+            return UserError(f"unknown key {key}; did you mean {best}?")
+        return UserError(f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}")
     if kind not in top:
         homes = [w for w in _places(cfg) if not rest and kind in valid_keys(cfg, registry, w)]
         homes += [key.rpartition(".")[0] for key in _sweep_keys() if not rest and key.rpartition(".")[2] == kind]

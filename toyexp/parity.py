@@ -149,8 +149,7 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
         gradients = session.gradients(batches.batch(0))
         losses = []
         for step in range(settings.steps):
-            answer = prepared.bus.hook.lr(run=run, step=step, steps=settings.steps)
-            adamw = replace(prepared.adamw, lr=settings.lr if answer is None else answer)
+            adamw = replace(prepared.adamw, lr=prepared.bus.lr(run, step))
             losses.append(float(session.step(batches.batch(step), adamw.hp_for_step(step)).loss))
         return Measured(began, gradients, losses, {t.name: session.download(t.name) for t in plan.trainable})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +15,7 @@ from toyexp.engine import Engine, Session
 from toyexp.model import Model
 from toyexp.optim import FROM_SCRATCH
 from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+from toyexp.planned import Planned
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ class Recipe(ABC):
     def base_file(self) -> Path | None:
         """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
         return None
+
+    def origin(self) -> tuple[str, str] | None:
+        """What a run says of where its values come from: the role of a file, and the file. None: of no file."""
+        return None
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
         """Replaces values while the warm window is open."""

@@ -90,8 +90,8 @@ class Registry:
         for problem in self.problems:
             if (kind, name) in problem.offered:
                 return f"{kind}={name} comes from plugin {problem.plugin}, which is broken: {problem.reason}"
-        broken = ", ".join(p.plugin for p in self.problems)
-        note = f" (broken plugins may have offered it: {broken}; see `toyexp plugins`)" if broken else ""
+        broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
+        note = f" (a broken plugin may have offered it: {broken})" if broken else ""
         return f"{kind}={name}: there is none of that name{note}"
 
 
@@ -103,7 +103,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     """
     registry = Registry()
     for entry, package in _installed() if installed is None else installed:
-        problem = _add(registry, entry.name, package, entry.load)
+        unmet = unmet_requirement(entry)
+        problem = Problem(entry.name, package, unmet) if unmet else _add(registry, entry.name, package, entry.load)
         if problem:
             registry.problems.append(problem)
     if modules:
@@ -128,6 +129,30 @@ def _installed() -> list[tuple[EntryPoint, str]]:
         package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?"
         found.setdefault((entry.name, entry.value), (entry, package))
     return sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
+
+
+def unmet_requirement(entry: EntryPoint) -> str | None:
+    """Why a plugin's package, by what it says it depends on, is for another toyexp; None where it is for this one.
+
+    pip holds it to that when it is installed; toyexp may have been replaced since.
+    """
+    name = entry.dist.name if entry.dist else OWN
+    stated = [line for line in (entry.dist.requires or ()) if OWN in line.lower()] if entry.dist and name != OWN else []
+    if not stated:
+        return None
+    from packaging.requirements import InvalidRequirement, Requirement  # deferred: few runs need it
+
+    from toyexp import __version__
+
+    for line in stated:
+        try:
+            wanted = Requirement(line)
+        except InvalidRequirement:
+            continue
+        meant = wanted.name.lower() == OWN and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
+        if meant and not wanted.specifier.contains(__version__, prereleases=True):
+            return f"needs toyexp {wanted.specifier}; this is {__version__}"
+    return None
 
 
 def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], ModuleType]) -> Problem | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
+import operator
 import re
 import shutil
 import tempfile
+import types
 import typing
 import weakref
 from collections.abc import Mapping
@@ -30,6 +33,7 @@ from toyexp.errors import UserError, choose, printable
 from toyexp.files import read_text, require, require_folder
 from toyexp.foreign import PLACES, SIZE_LIMIT, check_file
 from toyexp.optim import Optim
+from toyexp.planned import changed
 from toyexp.registry import Registry, conf_dir
 
 AUTO = "auto"
@@ -39,28 +43,39 @@ LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 
 
+@functools.cache
+def shipped() -> Mapping[str, Any]:
+    """conf/config.yaml as it stands."""
+    return _load_yaml(conf_dir() / "config.yaml")
+
+
+def default(key: str) -> Any:
+    """A field whose default, and what it means, stands in conf/config.yaml under this key and nowhere else."""
+    return field(default_factory=lambda: copy.deepcopy(functools.reduce(operator.getitem, key.split("."), shipped())))
+
+
 @dataclass
 class Submitit:
     """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
 
-    cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
-    partition: str | None = None  # of Slurm
-    timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
-    gpus: int = 0  # per job
-    cpus: int | None = None  # cores per job
-    mem_gb: float | None = None  # memory per job
+    cluster: str | None = default("sweep.submitit.cluster")
+    partition: str | None = default("sweep.submitit.partition")
+    timeout_min: int = default("sweep.submitit.timeout_min")
+    gpus: int = default("sweep.submitit.gpus")
+    cpus: int | None = default("sweep.submitit.cpus")
+    mem_gb: float | None = default("sweep.submitit.mem_gb")
 
 
 @dataclass
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it."""
 
-    launcher: str = "serial"  # serial (one job after another) | joblib (several at once here) | submitit (on a cluster)
-    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
-    isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
-    fail_fast: bool = False  # the first failure ends the sweep
-    resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
-    retry: bool = False  # with resume: jobs that failed, too
+    launcher: str = default("sweep.launcher")
+    jobs: int = default("sweep.jobs")
+    isolate: bool = default("sweep.isolate")
+    fail_fast: bool = default("sweep.fail_fast")
+    resume: str | None = default("sweep.resume")
+    retry: bool = default("sweep.retry")
     submitit: Submitit = field(default_factory=Submitit)
 
     def check(self) -> None:
@@ -75,6 +90,11 @@ class Sweep:
             raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
+        if asked and self.launcher != "submitit":
+            raise UserError(
+                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
+            )
         given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
         for name, least in limits.items():
             value = getattr(given, name)
@@ -86,18 +106,18 @@ class Sweep:
 class Settings:
     """The top-level keys; what they mean stands in conf/config.yaml, which shows them all."""
 
-    name: str = "run"
-    seed: int = 0
-    steps: int = 200
-    batch_size: int = 8
-    lr: float = 1e-3
-    eval_every: int = 50
-    checkpoint_every: str = "10min"
-    checkpoint_keep: int = 2
-    checkpoint_best: str | None = None
-    nonfinite: str = "stop"
-    resume: str | None = None
-    plugins: list[str] = field(default_factory=list)
+    name: str = default("name")
+    seed: int = default("seed")
+    steps: int = default("steps")
+    batch_size: int = default("batch_size")
+    lr: float = default("lr")
+    eval_every: int = default("eval_every")
+    checkpoint_every: str = default("checkpoint_every")
+    checkpoint_keep: int = default("checkpoint_keep")
+    checkpoint_best: str | None = default("checkpoint_best")
+    nonfinite: str = default("nonfinite")
+    resume: str | None = default("resume")
+    plugins: list[str] = default("plugins")  # noqa: RUF009 - a field, whose value is made anew each time
     sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
     data: Any = MISSING
@@ -120,6 +140,10 @@ class Settings:
             )
         if self.checkpoint_best is not None and not self.eval_every:
             raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
+        if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
+            raise UserError(
+                f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
+            )
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
@@ -127,12 +151,30 @@ class Settings:
         if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
             raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
 
+    def warnings(self) -> list[str]:
+        """A sentence for each of these settings that has no effect in this run."""
+        told = []
+        saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
+        if changed(self, "eval_every") and self.eval_every > self.steps:
+            looks = "the held-out data is looked at before the first and after the last"
+            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {looks}")
+        if saves.steps > self.steps:
+            told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
+        if changed(self, "checkpoint_keep") and not saves:
+            told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
+        return told
+
 
 @dataclass
 class AutoEngine:
     """The best engine that works here; it says which one and why."""
 
     threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
+
+
+def default_callbacks() -> list[str]:
+    """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
+    return list(_load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -185,6 +227,25 @@ def schema(cls: type, name: str) -> type:
         )
         parts.append((f.name, hints[f.name], copy))
     return dataclasses.make_dataclass(cls.__name__, parts)
+
+
+def types_of(key: str, registry: Registry) -> set[Any]:
+    """What the setting `key` may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
+    kind, *rest = key.split(".")
+    offers = registry.offers.get(kind, {})
+    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep], "optim": [Optim]}
+    if not rest:
+        classes: list[type] = [Settings]
+    elif kind == "callbacks":
+        classes = [offers[rest[0]].cls] if rest[0] in offers else []
+    else:
+        classes = known.get(kind, [offer.cls for offer in offers.values()])
+    hints = [typing.get_type_hints(cls).get((rest or [kind])[-1]) for cls in classes]
+    return {t for hint in hints if hint for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
@@ -255,7 +316,7 @@ class Source:
             return []
         quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
         added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
-        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
+        ours = shipped()["hydra"]
         if self.directory == conf_dir():
             return added + _places(ours)
         path = self.directory / f"{self.name}.yaml"

@@ -63,7 +63,8 @@ def local_modules(parsed: Sequence[Override]) -> list[str]:
             value = None if override.is_sweep_override() else override.value()
             names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
             if value is None or not all(name.replace(".", "_").isidentifier() for name in names):
-                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[my_module]")
+                several = str(override.input_line).partition("=")[2] if override.is_sweep_override() else "my_module"
+                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[{several}]")
             return names
     return []
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from toyexp import Batch, Callback, Plan, Run, RunFailed, UserError, hookimpl
+from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, hookimpl
 from toyexp.data import batch_digest
 from toyexp.run import dump_json, write_synced
 
@@ -99,6 +99,10 @@ class Events(Callback):
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The record."""
         return ["events.jsonl"]
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no step is recorded."""
+        return planned.beyond("callbacks.events.every", self.every, "none of them is recorded")
 
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:

@@ -11,7 +11,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
+from toyexp import (
+    Callback,
+    FromGGUF,
+    LoraAdapter,
+    Plan,
+    Planned,
+    Run,
+    RunFailed,
+    UserError,
+    changed,
+    choose,
+    hookimpl,
+)
 from toyexp.checkpoint import Best
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
@@ -49,6 +61,10 @@ class Export(Callback):
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The model, and what is written beside it."""
         return [f"model{self.suffix}"]
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is a file at the end alone."""
+        return planned.beyond(f"callbacks.{self.name}.every", self.every, "there is a file at the end")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -121,6 +137,8 @@ class Export(Callback):
 class ExportWithAdapter(Export):
     """A format that LoRA adapters have too: of such a run they are written beside the model, or alone."""
 
+    numbers: ClassVar[str]  # the setting that says which type of numbers the model's file has
+
     merged: bool = True  # of a lora run, write the base with the adapter added beside the adapter alone
 
     def outputs(self, plan: Plan) -> Sequence[str]:
@@ -128,6 +146,16 @@ class ExportWithAdapter(Export):
         adapted = any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
         adapter = [f"adapter{self.suffix}"] if adapted else []
         return [*adapter, *(super().outputs(plan) if self.merged or not adapted else ())]
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is no adapter to write alone, or no model beside it."""
+        yield from super().warnings(planned)
+        adapters = any(isinstance(a, LoraAdapter) for a in planned.plan.adapters)
+        if not self.merged and not adapters:
+            yield f"callbacks.{self.name}.merged=false: the run has no adapter, so the model is written"
+        if not self.merged and adapters and changed(self, self.numbers):
+            given = f"callbacks.{self.name}.{self.numbers}={getattr(self, self.numbers)}"
+            yield f"{given}: is the type of the merged model, which merged=false leaves out; an adapter is f32"
 
     def _export(self, run: Run, path: Path) -> None:
         pairs = [n for a in run.plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
@@ -152,6 +180,7 @@ class GGUFExport(ExportWithAdapter):
 
     name: ClassVar[str] = "gguf_export"
     suffix: ClassVar[str] = ".gguf"
+    numbers: ClassVar[str] = "type"
 
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
 
@@ -195,6 +224,7 @@ class HuggingFaceExport(ExportWithAdapter):
 
     name: ClassVar[str] = "hf_export"
     suffix: ClassVar[str] = "-hf"
+    numbers: ClassVar[str] = "dtype"
 
     dtype: str = "float32"  # float32 | bfloat16 | float16
 

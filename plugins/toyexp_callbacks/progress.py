@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, UserError, hookimpl
+from toyexp import Callback, Planned, Run, UserError, hookimpl
 from toyexp.errors import for_terminal
 from toyexp.terminal import drop_output, say
 
@@ -33,6 +33,10 @@ class Progress(Callback):
         """Raises UserError for a negative interval."""
         if self.every < 0:
             raise UserError(f"callbacks.progress.every={self.every}: must be 0 (about ten lines) or above")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the plain lines are of the first step and the last alone."""
+        return planned.beyond("callbacks.progress.every", self.every, "the first and the last have a line")
 
     @hookimpl
     def on_start(self, run: Run) -> None:

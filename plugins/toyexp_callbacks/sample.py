@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Run, Tokenizer, UserError, hookimpl, printable
+from toyexp import Callback, Dataset, Planned, Run, Tokenizer, UserError, changed, hookimpl, printable
 from toyexp.init import stream
 from toyexp.sampling import Sampling, endless
 
@@ -41,6 +41,14 @@ class Sample(Callback):
             raise UserError(f"callbacks.sample.top_p={self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"callbacks.sample.min_p={self.min_p}: must be from 0 to 1")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is one sample alone, and that nothing is drawn."""
+        yield from planned.beyond("callbacks.sample.every", self.every, "there is a sample at the end")
+        drawing = [key for key in ("top_k", "top_p", "min_p") if changed(self, key)]
+        if not self.temperature and drawing:
+            given = f"callbacks.sample.{drawing[0]}={getattr(self, drawing[0])}"
+            yield f"{given}: with callbacks.sample.temperature=0 the likeliest token is taken, nothing is drawn"
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Encodes the prompt, so that one the tokenizer cannot take is refused before anything is built."""

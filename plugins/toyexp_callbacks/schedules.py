@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Schedule, UserError
+from toyexp import Planned, Schedule, UserError, changed
 
 
 def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float:
@@ -29,6 +30,14 @@ class WarmupSchedule(Schedule):
         """Raises UserError for negative numbers."""
         if self.warmup < 0:
             raise UserError(f"callbacks.{self.name}.warmup={self.warmup}: must be 0 or above")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the run ends in its warm-up."""
+        if self.warmup >= planned.steps:
+            yield (
+                f"callbacks.{self.name}.warmup={self.warmup}: the run has {planned.steps} steps, in which the learning "
+                f"rate only rises, to {planned.steps / self.warmup:.3g} of lr; warm up for fewer, or 0"
+            )
 
 
 def check_ratio(name: str, key: str, value: float) -> None:
@@ -103,6 +112,18 @@ class WarmupStableDecay(WarmupSchedule):
         super().check()
         check_ratio(self.name, "decay", self.decay)
         check_ratio(self.name, "floor", self.floor)
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the warm-up leaves no plateau, or that there is no descent to the floor."""
+        yield from super().warnings(planned)
+        descent = self.decay * planned.steps
+        if self.warmup < planned.steps < self.warmup + descent:
+            yield (
+                f"callbacks.wsd.warmup={self.warmup}: reaches into the descent, the last {descent:g} of "
+                f"{planned.steps} steps; lower it, or callbacks.wsd.decay"
+            )
+        if changed(self, "floor") and not self.decay:
+            yield f"callbacks.wsd.floor={self.floor}: with callbacks.wsd.decay=0 the learning rate never falls"
 
     def factor(self, step: int, steps: int) -> float:
         """1 on the plateau, `floor` at the last step's end."""

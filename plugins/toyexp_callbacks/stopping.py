@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Plan, Run, RunFailed, UserError, choose, hookimpl, printable
+from toyexp import Callback, Dataset, Plan, Planned, Run, RunFailed, UserError, choose, hookimpl, printable
 from toyexp.model import falls
 
 
@@ -55,6 +55,15 @@ class EarlyStop(Callback):
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
         return self.metric
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the run is over before its patience is."""
+        first = self.patience * planned.config["eval_every"]
+        if first >= planned.steps:
+            yield (
+                f"callbacks.early_stop.patience={self.patience}: with eval_every={planned.config['eval_every']} it can "
+                f"stop a run at step {first} at the earliest; this one has {planned.steps} steps"
+            )
 
     def state(self) -> dict[str, Any]:
         """The best so far and the looks since."""

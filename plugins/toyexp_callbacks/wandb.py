@@ -12,11 +12,11 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, UserError, choose, hookimpl, needed, printable
+from toyexp import Callback, Planned, Run, UserError, choose, hookimpl, needed, printable
 
 log = logging.getLogger("toyexp")
 
@@ -62,6 +62,10 @@ class Wandb(Callback):
             import wandb
 
             _ = wandb.init, wandb.Settings  # what is left of a package that was removed has none
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no step is sent."""
+        return planned.beyond("callbacks.wandb.every", self.every, "none of them is sent")
 
     @hookimpl
     def on_start(self, run: Run) -> None:

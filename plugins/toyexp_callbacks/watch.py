@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Run, UserError, hookimpl
+from toyexp import Callback, Planned, Run, UserError, changed, hookimpl
 from toyexp.checkpoint import rebuilt
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
@@ -62,6 +62,13 @@ class Watch(Callback):
         for key in ("factor", "rise"):
             if not 0 < getattr(self, key) < math.inf:
                 raise UserError(f"callbacks.watch.{key}={getattr(self, key)}: must be above 0")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That it cannot warn in so short a run, where it was told how long it takes."""
+        for key, of in (("warmup", "a spike"), ("patience", "a training loss that climbs")):
+            if changed(self, key):
+                value = getattr(self, key)
+                yield from planned.beyond(f"callbacks.watch.{key}", value, f"it never warns of {of}")
 
     def state(self) -> dict[str, Any]:
         """Everything that it goes by."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, Unavailable
+from toyexp import Data, ImageDataset, Planned, Unavailable
 from toyexp.packages import broken
-from toyexp_data.images import check_images
+from toyexp_data.images import check_images, few_images
 
 FILE = Path("datasets", "data", "digits.csv.gz")  # 64 pixels from 0 to 16 and the digit, a line each
 
@@ -42,6 +43,10 @@ class Digits(Data):
         if not path.is_file():
             raise broken("scikit-learn", f"there is no {path}")
         return path
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there are fewer held-out images than were asked for."""
+        return few_images(self.eval_images, planned)
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """All digits, stretched from 0..16 to 8-bit pixels."""

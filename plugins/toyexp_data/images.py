@@ -6,14 +6,14 @@ import csv
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, UserError, choose, needed, printable
+from toyexp import Data, ImageDataset, Planned, UserError, choose, needed, printable
 from toyexp.files import read_text, require, require_folder
 from toyexp.images import AUGMENTATIONS, NORMALISATIONS
 
@@ -71,6 +71,10 @@ class Images(Data):
         check_images(self.val_fraction, self.augment, self.eval_images)
         if not 0 < self.max_mb < math.inf:
             raise UserError(f"data.max_mb={self.max_mb}: must be above 0")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there are fewer held-out images than were asked for."""
+        return few_images(self.eval_images, planned)
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
@@ -149,6 +153,15 @@ class Images(Data):
         if count > len(lines):
             raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
         return listed, [str(number) for number in range(count)]
+
+
+def few_images(eval_images: int, planned: Planned) -> Iterable[str]:
+    """A warning where more held-out images are asked for than there are, or none is looked at."""
+    there = planned.dataset.describe()["held_out_images"]
+    if eval_images and not planned.config["eval_every"]:
+        yield f"data.eval_images={eval_images}: with eval_every=0 no look is taken"
+    elif eval_images > there:
+        yield f"data.eval_images={eval_images}: {there} are held out, which are all looked at"
 
 
 def check_images(val_fraction: float, augment: str, eval_images: int) -> None:

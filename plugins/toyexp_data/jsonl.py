@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from toyexp import UserError, choose, printable
+from toyexp import Planned, UserError, changed, choose, printable
 from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
@@ -67,6 +67,12 @@ class Jsonl(TokenizedData):
     def _now(self) -> datetime:
         """What a template is told that the time is: a day begins at midnight, so that the day alone tells all."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is no conversation that a template would write."""
+        yield from super().warnings(planned)
+        if changed(self, "template") and not planned.dataset.describe()["chats"]:
+            yield f"data.template={self.template}: is of conversations; {self.path} holds none"
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
+from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, changed, choose
 from toyexp.files import require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
@@ -53,6 +53,12 @@ class TokenizedData(Data):
         if self.tokenizer == "bpe":
             check_bpe_vocab(self.bpe_vocab)
         check_split(self.val_fraction, self.eval_batches)
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no bpe is trained, and that there are fewer held-out batches than were asked for."""
+        if changed(self, "bpe_vocab") and self.tokenizer != "bpe":
+            yield f"data.bpe_vocab={self.bpe_vocab}: is of data.tokenizer=bpe, and data.tokenizer={self.tokenizer}"
+        yield from few_batches(self, self.eval_batches, planned)
 
     def source(self, vocabulary: Path | None) -> Path | None:
         """The GGUF whose tokenizer is used, if it is one's."""
@@ -170,6 +176,16 @@ def check_split(val_fraction: float, eval_batches: int) -> None:
         raise UserError(f"data.eval_batches={eval_batches}: must be at least 1")
 
 
+def few_batches(data: Data, eval_batches: int, planned: Planned) -> Iterable[str]:
+    """A warning where more held-out batches are asked for than there are, or none is looked at."""
+    if not changed(data, "eval_batches"):
+        return
+    if not planned.config["eval_every"]:
+        yield f"data.eval_batches={eval_batches}: with eval_every=0 no look is taken"
+    elif (there := len(planned.batches.held_out())) < eval_batches:
+        yield f"data.eval_batches={eval_batches}: the held-out part has {there}, which are all looked at"
+
+
 @dataclass
 class Stdlib(TextData):
     """The source of this Python's standard library: real text on every machine."""
@@ -211,6 +227,12 @@ class Text(TextData):
     def skips(self) -> bool:
         """Whether files that cannot be used are left out."""
         return self.on_error == "skip"
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That a file is read whatever its name ends in."""
+        yield from super().warnings(planned)
+        if changed(self, "suffixes") and Path(self.path).is_file():
+            yield f"data.suffixes={self.suffixes}: chooses files of a folder; data.path={self.path} is a file"
 
     def files(self) -> Found:
         """The file, or the folder's files in path order."""

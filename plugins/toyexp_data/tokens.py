@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Data, TokenDataset, Tokenizer, UserError, choose
+from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose
 from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp_data.text import check_split
+from toyexp_data.text import check_split, few_batches
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC = b"TOYC"
@@ -44,6 +45,10 @@ class Tokens(Data):
             raise UserError(f"data.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
         check_split(self.val_fraction, self.eval_batches)
 
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there are fewer held-out batches than were asked for."""
+        return few_batches(self, self.eval_batches, planned)
+
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
         ids, vocab = read_tokens(Path(self.path), self.dtype)
@@ -71,6 +76,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         version, declared, _ = struct.unpack("<III", raw[4:16])
         if version != 1:
             raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
+        if dtype == "uint16":
+            raise UserError(f"data.dtype=uint16: {path} is a TOYC file, whose ids are int32; leave data.dtype out")
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
     if not body or len(body) % kind.itemsize:

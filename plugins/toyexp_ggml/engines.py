@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Engine, Plan, Session, Unavailable, UserError, needed
+from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
 from toyexp.threads import available_cores, calm_threads, counted, crowding
 from toyexp_ggml import profiles
 
@@ -56,6 +57,11 @@ class GGMLEngine(Engine):
         """Raises UserError for settings that cannot work."""
         if self.threads < 0:
             raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That a base is kept in its file's type anyway."""
+        if any(tensor.packed for tensor in planned.plan.tensors):
+            yield f"recipe.low_memory=true: engine={self.name} reads a frozen base where it lies in its file anyway"
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
@@ -111,6 +117,12 @@ class GGMLGPU(GGMLEngine):
     products: ClassVar[str] = "float16"  # what ggml's own kernels for matrix products round to
 
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the CPU has no part in a step."""
+        yield from super().warnings(planned)
+        if self.threads and not self.emulate:
+            yield f"engine.threads={self.threads}: are of the CPU, which does what the GPU of {self.name} refuses alone"
 
     def rounds_to(self) -> str:
         """The device's."""
@@ -171,6 +183,12 @@ class GGMLCUDA(GGMLGPU):
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
 
     _was_allowed: ClassVar[bool] = False
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no product is computed on the GPU."""
+        yield from super().warnings(planned)
+        if self.tf32 and self.emulate:
+            yield "engine.tf32=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
 
     @property
     def profile(self) -> profiles.Profile:

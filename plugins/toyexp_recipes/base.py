@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from toyexp import FromGGUF, PlanTensor, Recipe, TensorSpec, UserError
+from toyexp import FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError
 from toyexp.gguf.model import file_of
+from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.tokenizer import has_text
 from toyexp.optim import LORA
 
 
@@ -32,5 +35,28 @@ class FromBase(Recipe):
         """The base, whose tokens alone mean something to it."""
         return self.base_file()
 
+    def origin(self) -> tuple[str, str] | None:
+        """The base."""
+        return "base", str(self.base_file())
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the data's ids are not those of the base."""
+        path = self.base_file()
+        return other_tokens("base", path, planned) if path else ()
+
     def _from_base(self, spec: TensorSpec, trainable: bool, packed: bool = False) -> PlanTensor:
         return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable, packed)
+
+
+def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:
+    """A warning where an id of the data stands for another token than in the file whose embedding it chooses from."""
+    tokenizer = planned.dataset.tokenizer
+    if tokenizer is None:
+        return
+    with GGUFFile(path) as file:
+        tokens = file.metadata["tokenizer.ggml.tokens"] if has_text(file) else []
+    if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
+        yield (
+            f"data.tokenizer={planned.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "
+            f"{role}, whose embedding is of no use for them; leave data.tokenizer out for the {role}'s own"
+        )

@@ -6,7 +6,7 @@ The seed's LoRAMetal: A [r, in] from N(0, init_scale), B [out, r] zero, so that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -18,6 +18,7 @@ from toyexp import (
     Model,
     Normal,
     Plan,
+    Planned,
     PlanTensor,
     Setup,
     TensorSpec,
@@ -58,6 +59,12 @@ class Lora(FromBase):
             raise UserError(f"recipe.dropout={self.dropout}: must be 0 (none) or above, and below 1")
         if not self.targets:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That both ways to scale are the same."""
+        yield from super().warnings(planned)
+        if self.rslora and self.rank == 1:
+            yield "recipe.rslora=true: with recipe.rank=1 an adapter is scaled by alpha either way"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors from the base, frozen, and a trainable pair for each target."""

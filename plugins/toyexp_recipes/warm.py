@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
+from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
 from toyexp.gguf.model import file_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp_recipes import original
+from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR
 
 log = logging.getLogger("toyexp")
@@ -46,18 +48,28 @@ class Warm(Recipe):
     @property
     def path(self) -> Path:
         """The donor's file."""
-        return file_of(Path(self.donor)) if self.donor else DONOR
+        return DONOR if self.donor is None else file_of(Path(self.donor))
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
         original.check_init(self.init)
         if self.lens not in LENSES:
             raise UserError(f"recipe.lens={self.lens}: {choose(self.lens, LENSES)}")
+        if self.donor == "":
+            raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
         """The donor, whose rows only mean something with its own tokens."""
         return self.path
+
+    def origin(self) -> tuple[str, str] | None:
+        """The donor, and whether it is toyexp's own."""
+        return "donor", f"{self.path}" if self.donor else f"toyexp's own small one, {self.path}"
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That the data's ids are not those of the donor."""
+        return other_tokens("donor", self.path, planned)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""

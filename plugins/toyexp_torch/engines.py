@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Engine, Plan, Session, Unavailable, UserError, choose, needed
+from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, choose, needed
 from toyexp.threads import available_cores, calm_threads, counted, crowding
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class TorchCUDA(TorchEngine):
     priority: ClassVar[int] = 40
 
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no product is in float32."""
+        if self.tf32 and self.dtype == "float64":
+            yield "engine.tf32=true: is of products in float32; with engine.dtype=float64 there are none"
 
     def rounds_to(self) -> str:
         """Its dtype, or TF32."""

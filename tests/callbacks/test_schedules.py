@@ -79,7 +79,7 @@ def test_two_schedules_are_refused_with_what_to_type(train):
     run = train("callbacks=[default,linear]")
     assert run.code == 2
     assert run.err == (
-        "toyexp: error: callbacks cosine and linear both set the learning rate; drop one: '~callbacks.linear'\n"
+        "toyexp: error: callbacks cosine and linear both set the learning rate; drop one: '~callbacks.cosine'\n"
     )
     assert not run.dir.exists()
 

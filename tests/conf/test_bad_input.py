@@ -109,7 +109,6 @@ VALUES = [
     ("steps=abc", "steps=abc: must be a whole number"),
     ("steps=1.5", "steps=1.5: must be a whole number"),
     ("steps=null", "steps=null: cannot be null"),
-    ("steps=", "steps=: must be a whole number"),
     ("steps=[1]", "steps=[1]: must be a whole number"),
     ("lr=abc", "lr=abc: must be a number"),
     ("model.tied=maybe", "model.tied=maybe: must be true or false"),
@@ -129,7 +128,7 @@ VALUES = [
     ("eval_every=-1", "eval_every=-1", "from 0"),
     ("name=a/b", "name='a/b'", "slash"),
     ("name=.hidden", "name='.hidden'", "dot"),
-    ("name=", "name=''"),
+    ("name=''", "name=''"),
     ("model.n_heads=0", "model.n_heads=0", "above 0"),
     ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=64"),
     ("model.n_kv_heads=3", "model.n_kv_heads=3 does not divide model.n_heads=4"),
@@ -141,7 +140,7 @@ VALUES = [
     ("optim.accumulate=3", "optim.accumulate=3 does not divide batch_size=8"),
     ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
-    ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.linear'"),
+    ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.cosine'"),
     ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),
     ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
     ("callbacks=[default,sample] callbacks.sample.every=-1", "callbacks.sample", "every"),
@@ -150,7 +149,29 @@ VALUES = [
     ("engine=cpu engine.dtype=float16", "engine.dtype=float16", "bfloat16"),
 ]
 
+# A variable that is not set leaves nothing behind the equals sign: never the default without a word.
+EMPTY = [
+    *((f"{key}=", f"{key}=: is empty", "leave it out") for key in (
+        "steps", "name", "checkpoint_best", "optim.mode", "hydra.run.dir", "sweep.resume", "data.tokenizer",
+    )),
+    ("recipe=warm recipe.donor=", "recipe.donor=: is empty", "leave it out"),
+    ("recipe=warm recipe.donor=''", "recipe.donor='': names no file"),
+    ("recipe=lora recipe.base=", "recipe.base=: is empty"),
+    ("recipe=lora recipe.base=''", "add recipe.base=model.gguf"),
+    ("data=text data.path=", "data.path=: is empty"),
+    ("callbacks=[sample] callbacks.sample.prompt=", "callbacks.sample.prompt=: is empty", "sample.prompt=''"),
+    ("banana=", "unknown key banana"),
+    ("recipe=", "recipe=: takes a name"),
+    ("plugins=", "plugins=: takes names"),
+    ("--config-path=", "--config-path=: is empty"),
+    ("-m seed=1,2 hydra.sweep.subdir=", "hydra.sweep.subdir=: is empty"),
+]  # fmt: skip
+
 CHOICES = [
+    ("recipe=vit_tiny", "model=llama reads tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
+    ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
+    ("recipe=warm model=vit", "model=vit reads images", "try: toyexp recipe=warm model=llama data=stdlib"),
+    ("recipe=lora recipe.base=x.gguf model=vit", "reads images", "try: toyexp recipe=lora model=llama data=stdlib"),
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
     ("recipe=banana", "there is none of that name", "scratch, "),
     ("engine=metl", "engine=metl: there is none of that name"),
@@ -199,8 +220,11 @@ SYNTAX = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), [(line, words) for line, *words in KEYS + VALUES + CHOICES + SYNTAX],
-                         ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(line, words) for line, *words in KEYS + VALUES + EMPTY + CHOICES + SYNTAX],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_wrong_setting_is_one_plain_error(refused, line, words):
     refused([*SMALL, *line.split(" ")], *words)
 
@@ -220,6 +244,16 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("--cfg job --package modle", ["did you mean model?"]),
         ("--resolve", ["goes with --cfg"]),
         ("--info defaults recipe=wram", ["did you mean warm?"]),
+        ("--cfg job --info all", ["--cfg --info: show one thing at a time"]),
+        ("--cfg job -m seed=1,2", ["--cfg", "leave out -m"]),
+        ("--cfg job resume=outputs/x", ["--cfg", "resume=outputs/x", "outputs/x/config.yaml"]),
+        ("--config-name a --config-name b", ["--config-name b", "given already, as a"]),
+        ("resume=x --config-name config", ["--config-name", "resume=x", "leave --config-name out"]),
+        ("hydra.sweep.dir=x", ["hydra.sweep.dir=x", "add -m"]),
+        ("-m seed=1,2 hydra.run.dir=x", ["hydra.run.dir=x", "hydra.sweep.dir=..."]),
+        ("hydra.verbose=true", ["hydra.verbose: has no effect here", "hydra.run.dir"]),
+        ("hydra/job_logging=stdout", ["hydra/job_logging: has no effect here"]),
+        ("-m seed=1,2 sweep.submitit.gpus=1", ["sweep.submitit.gpus=1: goes with sweep.launcher=submitit"]),
         ("--config-path", ["--config-path needs a value"]),
         ("--config-path nowhere", ["--config-path nowhere: not found"]),
         ("--config-dir nowhere", ["--config-dir nowhere: not found"]),
@@ -239,7 +273,10 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("-m seed=1,2 sweep.jobs=2", ["sweep.launcher=joblib"]),
         ("-m seed=1,2 sweep.launcher=jobib", ["did you mean joblib?"]),
         ("-m seed=1,2 sweep.launcher=joblib sweep.isolate=false", ["without joblib"]),
-        ("-m seed=1,2 sweep.submitit.gpus=-1", ["sweep.submitit.gpus=-1: must be a number from 0"]),
+        (
+            "-m seed=1,2 sweep.launcher=submitit sweep.submitit.gpus=-1",
+            ["sweep.submitit.gpus=-1: must be a number from 0"],
+        ),
         ("-m seed=1,2 sweep.retry=true", ["sweep.retry=true: goes with sweep.resume=DIR"]),
         ("-m seed=1,2 resume=auto", ["a sweep goes on with sweep.resume=DIR"]),
         ("sweep.jobs=2", ["sweep.jobs=2: is about many runs; add -m"]),
@@ -295,7 +332,7 @@ def test_parity_on_an_engine_that_is_not_here_says_why(refused):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("hydra.run.dir=", ["hydra.run.dir=: must name a directory"]),
+        ("hydra.run.dir=''", ["hydra.run.dir=: must name a directory"]),
         ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, a key that is not there"]),
         ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),
         ("callbacks=[default,quality_gate] eval_every=0", ["callbacks.quality_gate", "eval_every"]),
@@ -365,6 +402,11 @@ def test_wrong_data_is_one_plain_error(refused, tmp_path, content, line, words):
         (tmp_path / "file").write_bytes(content)
     base = ["steps=2"] if line.startswith("data=tokens") else SMALL
     refused([*base, *line.split(" ")], *words)
+
+
+def test_a_flag_with_an_empty_value_is_not_left_out(refused):
+    for flag in ("--config-path", "--config-name", "--config-dir", "--cfg"):
+        refused([flag, "", *SMALL], f"{flag} ''", "is empty")
 
 
 # -- a warm start's donor -------------------------------------------------------------------------------------------
@@ -589,6 +631,7 @@ def run_of_two_steps(tmp_path, capsys):
         ),
         ("resume=outputs/tale/1 data=stdlib steps=4", ["that run is another experiment: data was text and is stdlib"]),
         ("resume=outputs/tale/1 model=gpt2 steps=4", ["that run is another experiment: model was llama and is gpt2"]),
+        ("resume=outputs/tale/1 steps=4 hydra.run.dir=x", ["hydra.run.dir=x", "goes on in that directory"]),
         ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

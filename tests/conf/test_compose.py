@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from toyexp.cli import main
 from toyexp.config import build, compose, sweep_of
 from toyexp.mistakes import valid_choices
 from toyexp.registry import KINDS, load, settings_of
-from toyexp.schema import Source, conf_dir, store_schemas
+from toyexp.schema import PARTS, Settings, Source, conf_dir, store_schemas
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
@@ -102,6 +103,23 @@ def select(cfg, key: str) -> object:
     for part in key.split("."):
         cfg = cfg[part]
     return cfg
+
+
+def test_every_default_of_config_yaml_is_that_of_the_schema_and_the_other_way_round():
+    shipped = yaml.safe_load((CONF / "config.yaml").read_text())
+    for part in ("defaults", "hydra"):
+        shipped.pop(part)
+    own = leaves({key: value for key, value in asdict(Settings()).items() if key not in (*PARTS, "callbacks")})
+    assert leaves(shipped) == own
+    assert {"lr", "sweep.submitit.timeout_min", "plugins"} <= own.keys()
+
+
+def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):
+    parts = "{model: nano}, {data: random}, {recipe: scratch}, {engine: auto}, {optim: adamw}, {callbacks: []}"
+    (tmp_path / "config.yaml").write_text(f"defaults: [{parts}, _self_]\nseed: 3\n")
+    own, shipped = (compose([], registry, source) for source in (Source.of(str(tmp_path)), SOURCE))
+    keys = {f.name for f in fields(Settings)} - {*PARTS, "callbacks", "seed"}
+    assert {k: own[k] for k in keys} == {k: shipped[k] for k in keys} and own.seed == 3
 
 
 def test_nothing_in_conf_names_code():

@@ -1,7 +1,9 @@
 import itertools
-from dataclasses import FrozenInstanceError, dataclass
+import math
+from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from toyexp import Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
@@ -16,7 +18,6 @@ class Recorder(Callback):
 
     name = "recorder"
     label: str = ""
-    rate: float | None = None
     reason: str | None = None
 
     def bind(self, heard):
@@ -47,14 +48,21 @@ class Recorder(Callback):
         self.note(f"on_end {reason} {error!r}")
 
     @hookimpl
-    def lr(self, step, steps):
-        self.note(f"lr {step}/{steps}")
-        return self.rate
-
-    @hookimpl
     def stop_reason(self, step):
         self.note("stop_reason")
         return self.reason
+
+
+@dataclass(eq=False)
+class Answering(Recorder):
+    """Answers what it was told to, and is no Schedule."""
+
+    rate: object = None
+
+    @hookimpl
+    def lr(self, step, steps):
+        self.note(f"lr {step}/{steps}")
+        return self.rate
 
 
 @dataclass(eq=False)
@@ -122,14 +130,20 @@ def test_every_callback_hears_every_hook_in_config_order(heard):
     assert heard == [(label, hook) for hook in hooks for label in "cab"]
 
 
-def test_the_first_answer_counts_and_the_rest_are_not_asked(heard):
-    bus = make_bus(heard, Recorder("a"), Recorder("b", rate=0.5), Recorder("c", rate=0.7))
-    assert bus.hook.lr(run=make_run(), step=0, steps=10) == 0.5
-    assert [label for label, _ in heard] == ["a", "b"]
+@pytest.mark.parametrize(
+    ("answer", "rate"), [(None, 0.25), (0.5, 0.5), (0, 0.0), (np.float32(0.5), 0.5), (np.int64(1), 1.0)]
+)
+def test_any_callback_may_answer_the_learning_rate_and_none_is_the_base_rate(heard, answer, rate):
+    bus = make_bus(heard, Answering("a", rate=answer))
+    found = bus.lr(make_run(), 3)
+    assert found == rate and type(found) is float
+    assert heard == [("a", "lr 3/10")]
 
 
-def test_zero_is_an_answer(heard):
-    assert make_bus(heard, Recorder("a", rate=0.0), Recorder("b", rate=0.7)).hook.lr(run=None, step=0, steps=1) == 0.0
+@pytest.mark.parametrize("answer", [math.nan, math.inf, -1e-9, "0.1", True, np.bool_(True), [0.1], np.array([0.1])])
+def test_a_learning_rate_that_is_no_finite_number_names_its_callback_and_the_step(heard, answer):
+    with pytest.raises(RunFailed, match=r"^callbacks\.a: lr at step 4 is .*finite number from 0"):
+        make_bus(heard, Answering("a", rate=answer)).lr(make_run(), 3)
 
 
 def test_the_first_reason_to_stop_counts(heard):
@@ -139,26 +153,27 @@ def test_the_first_reason_to_stop_counts(heard):
 
 def test_nobody_answers_when_there_is_nobody():
     bus = Bus({})
-    assert bus.hook.lr(run=make_run(), step=0, steps=1) is None
+    assert bus.lr(make_run(), 0) == 0.25
     assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) is None
     assert bus.end(make_run(), "completed", None) == []
 
 
 def test_a_schedule_multiplies_the_base_rate():
-    bus = Bus({"falling": Falling()})
-    assert [bus.hook.lr(run=make_run(), step=k, steps=4) for k in range(4)] == [0.25, 0.1875, 0.125, 0.0625]
+    bus, run = Bus({"falling": Falling()}), replace(make_run(), steps=4)
+    assert [bus.lr(run, k) for k in range(4)] == [0.25, 0.1875, 0.125, 0.0625]
 
 
-def test_a_callback_before_the_schedule_may_answer_instead(heard):
-    override = Recorder("own", rate=0.125).bind(heard)
-    assert Bus({"own": override, "half": Half()}).hook.lr(run=make_run(), step=0, steps=1) == 0.125
-    assert Bus({"half": Half(), "own": override}).hook.lr(run=make_run(), step=0, steps=1) == 0.125
-    assert heard == [("own", "lr 0/1")]
-
-
-def test_two_schedules_are_refused_with_what_to_type():
-    with pytest.raises(UserError, match="callbacks half and falling both set the learning rate; drop one"):
-        Bus({"half": Half(), "falling": Falling()})
+@pytest.mark.parametrize(
+    ("names", "by_default", "dropped"),
+    [("half falling", "", "half"), ("half falling", "falling", "falling"), ("own half", "half", "half"),
+     ("half own", "half", "half"), ("half own", "own", "own")],
+)  # fmt: skip
+def test_two_that_answer_the_learning_rate_are_refused_with_what_to_type(heard, names, by_default, dropped):
+    known = {"half": Half(), "falling": Falling(), "own": Answering("own").bind(heard)}
+    with pytest.raises(UserError) as error:
+        Bus({name: known[name] for name in names.split()}, by_default.split())
+    assert f"callbacks {' and '.join(names.split())} both" in str(error.value)
+    assert f"'~callbacks.{dropped}'" in str(error.value)
 
 
 def test_two_callbacks_with_equal_settings_are_two_callbacks(heard):
@@ -315,3 +330,37 @@ def test_check_run_sees_configuration_and_data_before_anything_is_written(run_ra
     assert run_raising("check_run")[1] == 1
     assert "callbacks.raising failed while it looked at the run: ValueError: boom" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+OWN_RATE = """
+from dataclasses import dataclass
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Own(Callback):
+    '''Sets a learning rate of its own.'''
+    name = "own"
+    @hookimpl
+    def lr(self, step):
+        return float("nan") if step == 1 else 0.125
+
+@hookimpl
+def register_callbacks(register):
+    register(Own)
+"""
+
+
+def test_a_learning_rate_of_a_callbacks_own_is_never_passed_over_nor_taken_when_it_is_none(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    name = f"own_rate_{next(COUNTER)}"
+    (tmp_path / f"{name}.py").write_text(OWN_RATE)
+    words = [f"plugins=[toyexp.testing.null,{name}]", "engine=noop", "data=random", "steps=3", "hydra.run.dir=run"]
+    assert main([*words, "callbacks=[default,own]"]) == 2
+    err = capsys.readouterr().err
+    assert "callbacks cosine and own both" in err and "'~callbacks.cosine'" in err
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "callbacks=[default,own]", "~callbacks.cosine"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("toyexp: error: callbacks.own: lr at step 2 is nan") and len(err.splitlines()) == 1

@@ -13,6 +13,7 @@ from toyexp import UserError
 from toyexp.cli import main
 from toyexp.hooks import Registration, RunHooks
 from toyexp.registry import KINDS, load, settings_of
+from toyexp.schema import conf_dir
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -175,9 +176,77 @@ def test_asking_for_what_nobody_has_names_the_broken_plugins_that_may_have_had_i
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_oen")
     assert str(error.value) == (
-        "callbacks=good_oen: there is none of that name (broken plugins may have offered it: bad; "
-        "see `toyexp plugins`); did you mean good_one?"
+        "callbacks=good_oen: there is none of that name (a broken plugin may have offered it: bad: OSError: no "
+        "driver); did you mean good_one?"
     )
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Installs a package with one plugin that says what it requires; returns the directory of its module."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(*requires, source=None, package="stranger"):
+        module = f"required_plugin_{next(COUNTER)}"
+        (tmp_path / f"{module}.py").write_text(source or callback(f"wanted_{package}"))
+        info = tmp_path / f"{package}-1.2.dist-info"
+        info.mkdir()
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {package}",
+            "Version: 1.2",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        (info / "entry_points.txt").write_text(f"[toyexp]\nreq = {module}\n")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("requires", "reason"),
+    [
+        (["toyexp>=99,<100", "numpy"], "needs toyexp <100,>=99; this is"),
+        (["toyexp (<0.1)"], "needs toyexp <0.1"),
+        (["Toyexp==0.0.1"], "needs toyexp ==0.0.1"),
+        (["toyexp>=0.1"], None),
+        (["toyexp[torch]"], None),
+        (["toyexp-other>=99"], None),
+        (['toyexp>=99; extra == "new"'], None),
+        (["toyexp >>> 1"], None),
+        ([], None),
+    ],
+)
+def test_a_plugin_for_another_toyexp_is_passed_over_before_it_is_imported(distribution, requires, reason):
+    explodes = "import sys; sys.exit('imported')" if reason else None
+    distribution(*requires, source=explodes)
+    registry = load()
+    problems = [p.reason for p in registry.problems if p.package == "stranger 1.2"]
+    assert len(problems) == (1 if reason else 0) and all(p.startswith(reason) for p in problems)
+    assert ("wanted_stranger" in registry.offers["callbacks"]) is not bool(reason)
+
+
+def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, tmp_path, monkeypatch, capsys):
+    distribution("toyexp>=99")
+    distribution(source="raise OSError('no driver')", package="driver")
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "plugins=toyexp.testing.null",
+        "engine=noop",
+        "data=random",
+        "steps=6",
+        "eval_every=0",
+        "hydra.run.dir=run",
+    ]
+    assert main(words) == 0
+    warned = sorted(line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert len(warned) == 2
+    assert "plugin req (driver 1.2) is left out: OSError: no driver" in warned[0]
+    assert "plugin req (stranger 1.2) is left out: needs toyexp >=99" in warned[1]
+    assert main([*words, "callbacks=[default,wanted_stranger]"]) == 2
+    err = capsys.readouterr().err
+    assert "callbacks=wanted_stranger: there is none" in err and "needs toyexp >=99" in err and "no driver" in err
 
 
 def test_a_healthy_registry_just_suggests_the_nearest_name(install):
@@ -202,6 +271,32 @@ def test_what_there_is_is_listed_in_columns(capsys):
     assert {row.split()[0] for row in rows} == names | {"auto"}
     begins = {row.index(row.split(maxsplit=1)[1], len(row.split()[0]) + 2) for row in rows}
     assert len(begins) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("optim", ["optim=adamw ", "  optim.beta2=null ", "  optim.mode=auto ", "  optim.grad_clip=0.0 "]),
+        ("auto", ["engine=auto ", "  engine.threads=0 "]),
+        ("small", ["model=small ", "  model=llama, with", "  model.d_model=256 ", "  model.tied=false "]),
+        ("vit_tiny", ["recipe=vit_tiny ", "  recipe.init_scale=1.0 ", "model=vit_tiny ", "  model.patch=16 "]),
+        ("default", ["callbacks=default ", "  callbacks=[cosine,progress,watch,events,gguf_export]"]),
+        ("lora_rank_sweep", ["experiment=lora_rank_sweep ", "  recipe=lora", "  recipe.targets=[q,v]",
+                             "  -m recipe.rank=1,2,4,8,16"]),
+    ],
+)  # fmt: skip
+def test_a_name_shows_what_it_stands_for(capsys, name, lines):
+    assert main(["plugins", name]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert any(s.startswith(line) for s in shown), line
+    assert all(s.split("  ")[-1].strip() for s in shown if s.startswith("  optim.")), "each setting has its comment"
+
+
+def test_every_preset_of_conf_shows_its_settings(capsys):
+    for path in conf_dir().glob("*/*.yaml"):
+        assert main(["plugins", path.stem]) == 0
+        assert f"{path.parent.name}={path.stem} " in capsys.readouterr().out
 
 
 def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
@@ -292,13 +387,24 @@ AT_HEAD = {
     "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py"},
     "yaml": {
         "foreign.py",
+        "named.py",
         "run.py",
         "config.py",
         "schema.py",
     },  # comes with omegaconf; configs are read and written as Hydra reads them
     "numpy": None,  # anywhere
 }
-INSIDE_FUNCTIONS = {"gguf", "tokenizers", "safetensors", "jinja2", "xllamacpp", "llama_cpp", "joblib", "submitit"}
+INSIDE_FUNCTIONS = {
+    "packaging",
+    "gguf",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "xllamacpp",
+    "llama_cpp",
+    "joblib",
+    "submitit",
+}
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}
 

@@ -34,6 +34,24 @@ def test_the_command_that_makes_the_donor_makes_one_like_it(tmp_path, capsys):
         assert ours.metadata.keys() >= shipped.metadata.keys()  # an export says more today
 
 
+def test_a_run_names_the_file_it_starts_from(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gguf").write_bytes(ASSET.read_bytes())
+    told = {
+        "recipe=warm": f"donor   toyexp's own small one, {ASSET}",
+        "recipe=warm recipe.donor=mine.gguf": "donor   mine.gguf",
+        "recipe=full recipe.base=mine.gguf": "base    mine.gguf",
+        "recipe=scratch": None,
+    }
+    tiny = ["plugins=[toyexp.testing.null]", "engine=noop", "data=random", "steps=1", "eval_every=0", "callbacks=[]"]
+    for number, (words, line) in enumerate(told.items()):
+        run = tmp_path / str(number)
+        assert main([*words.split(), *tiny, "model.context=16", f"hydra.run.dir={run}"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert [x for x in shown if x.startswith(("donor", "base"))] == ([line] if line else [])
+        assert line is None or line in (run / "log.txt").read_text()
+
+
 @pytest.mark.parametrize(
     "words",
     [

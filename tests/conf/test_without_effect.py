@@ -1,0 +1,200 @@
+"""A setting that has no effect in a run is told before its first step; one that contradicts another is refused."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from toyexp import Planned, PlanTensor
+from toyexp.cli import main
+from toyexp.config import build, compose
+from toyexp.experiment import prepare
+from toyexp.init import FromGGUF
+from toyexp.registry import load
+from toyexp.schema import Source, store_schemas
+from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
+from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import DONOR
+from toyexp_torch.engines import TorchCUDA
+
+MODULES = ["toyexp.testing.null"]
+TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=20", "eval_every=10", "engine=noop",
+        "model.context=16"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registry():
+    loaded = load(MODULES)
+    store_schemas(loaded)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def warnings_of(registry):
+    """What a run of the text would be told."""
+
+    def told(*words):
+        words = list({word.partition("=")[0]: word for word in [*TEXT, *words]}.values())
+        return list(prepare(build(compose(words, registry, Source.of()), registry, MODULES)).warnings)
+
+    return told
+
+
+BASE = f"recipe.base={DONOR} data.tokenizer=auto "
+# Settings of one run, what its warnings begin with, in their order, and the nearest settings that have their effect.
+IDLE = {
+    "longer than the run": (
+        "eval_every=21 checkpoint_every=21 callbacks=[default,sample,early_stop] callbacks.events.every=21 "
+        "callbacks.progress.every=21 callbacks.sample.every=21 callbacks.gguf_export.every=21 "
+        "callbacks.watch.warmup=21 callbacks.watch.patience=21 callbacks.cosine.warmup=40",
+        ["eval_every=21: the run has 20 steps", "checkpoint_every=21", "callbacks.cosine.warmup=40",
+         "callbacks.progress.every=21", "callbacks.watch.warmup=21", "callbacks.watch.patience=21",
+         "callbacks.events.every=21", "callbacks.gguf_export.every=21", "callbacks.sample.every=21",
+         "callbacks.early_stop.patience=3"],
+        "eval_every=6 checkpoint_every=20 callbacks=[default,sample,early_stop] callbacks.events.every=20 "
+        "callbacks.progress.every=20 callbacks.sample.every=20 callbacks.gguf_export.every=20 "
+        "callbacks.watch.warmup=20 callbacks.watch.patience=20 callbacks.cosine.warmup=19",
+    ),
+    "no more than a warm-up by default": (
+        "steps=5 eval_every=5", ["callbacks.cosine.warmup=5: the run has 5 steps"], "steps=6 eval_every=5",
+    ),
+    "no plateau, no adapter, no draw": (
+        "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
+        "callbacks.sample.temperature=0 callbacks.sample.top_p=0.5",
+        ["callbacks.gguf_export.merged=false: the run has no adapter", "callbacks.wsd.warmup=17: reaches into",
+         "callbacks.sample.top_p=0.5: with callbacks.sample.temperature=0"],
+        "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=16 callbacks.sample.top_p=0.5",
+    ),
+    "a plain text": (
+        "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
+        ["checkpoint_keep=5: checkpoint_every=0", "data.bpe_vocab=300: is of data.tokenizer=bpe",
+         "data.eval_batches=4: the held-out part has 3", "data.suffixes=.txt"],
+        "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
+    ),
+    "examples without conversations": (
+        "data=jsonl data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0",
+        ["data.eval_batches=3: with eval_every=0", "data.template=plain"],
+        "data=jsonl data.path=lines.jsonl",
+    ),
+    "another's tokens, from a donor": (
+        "recipe=warm", ["data.tokenizer=byte: its ids stand for other tokens"], "recipe=warm data.tokenizer=auto",
+    ),
+    "another's tokens, in a base": (
+        f"recipe=full {BASE} data.tokenizer=byte", ["data.tokenizer=byte"], f"recipe=full {BASE}",
+    ),
+    "an adapter alone": (
+        f"recipe=lora {BASE} recipe.rank=1 recipe.rslora=true callbacks.gguf_export.merged=false "
+        "callbacks.gguf_export.type=f16",
+        ["recipe.rslora=true", "callbacks.gguf_export.type=f16: is the type of the merged model"],
+        f"recipe=lora {BASE} callbacks.gguf_export.merged=false",
+    ),
+    "callbacks without the usual ones": (
+        "callbacks=plots",
+        ["callbacks=[plots]: without cosine, progress, watch, events, gguf_export, which a run has by default; "
+         "keep them: callbacks=[default,plots]"],
+        "callbacks=[]",
+    ),
+    "a schedule without the usual callbacks": (
+        "callbacks=[linear]", ["callbacks=[linear]: without progress, watch, events, gguf_export"],
+        "callbacks=[default,linear] ~callbacks.cosine",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IDLE)
+def test_what_has_no_effect_is_told_and_what_has_is_not(warnings_of, case):
+    idle, words, busy = IDLE[case]
+    told = warnings_of(*idle.split())
+    assert len(told) == len(words) and all(map(str.startswith, told, words)), told
+    assert warnings_of(*busy.split()) == []
+
+
+def test_a_run_tells_it_on_the_terminal_in_the_log_and_as_an_event(capsys):
+    text = "callbacks.cosine.warmup=20: the run has 20 steps"
+    assert main([f"plugins=[{MODULES[0]}]", *TEXT, "callbacks.cosine.warmup=20", "hydra.run.dir=run"]) == 0
+    out, first = capsys.readouterr().out, "step  0/20"
+    assert f"toyexp: warning: {text}" in out and out.index(text) < out.index(first)
+    assert f"WARNING {text}" in Path("run/log.txt").read_text()
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert [e["text"].startswith(text) for e in events if e["kind"] == "warning"] == [True]
+
+
+def test_an_ordinary_run_is_warned_of_nothing(registry):
+    for words in ([], ["recipe=warm"], ["model=gpt2"]):
+        cfg = compose([*words, "engine=noop", "data.max_mb=0.1"], registry, Source.of())
+        assert prepare(build(cfg, registry, MODULES)).warnings == []
+
+
+def test_more_held_out_images_than_there_are(registry):
+    pytest.importorskip("sklearn")
+    words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
+    prepared = prepare(build(compose(words, registry, Source.of()), registry, MODULES))
+    assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all looked at"]
+    planned = Planned(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
+    assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
+
+
+def test_engines_say_which_of_their_settings_have_nothing_to_do():
+    frozen = PlanTensor("blk.0.attn_q.weight", (2, 2), FromGGUF("base.gguf", "blk.0.attn_q.weight"), False, packed=True)
+    bare, packed = (Planned({}, None, None, SimpleNamespace(tensors=ts)) for ts in ((), (frozen,)))
+    for engine, planned, words in (
+        (GGMLCPU(threads=1), bare, None),
+        (GGMLCPU(), packed, "recipe.low_memory=true: engine=ggml"),
+        (GGMLMetal(threads=2), bare, "engine.threads=2"),
+        (GGMLMetal(threads=2, emulate=True), bare, None),
+        (GGMLCUDA(tf32=True, emulate=True), bare, "engine.tf32=true"),
+        (GGMLCUDA(tf32=True), bare, None),
+        (TorchCUDA(tf32=True, dtype="float64"), bare, "engine.tf32=true"),
+        (TorchCUDA(tf32=True), packed, None),
+    ):
+        assert [words in text for text in engine.warnings(planned)] == ([True] if words else []), engine
+
+
+def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkeypatch):
+    monkeypatch.setattr(registry.get("engine", "noop"), "priority", 1000, raising=False)
+    words = [*(w for w in TEXT if w != "engine=noop"), "engine.threads=2"]
+    told = prepare(build(compose(words, registry, Source.of()), registry, MODULES)).warnings
+    assert told == ["engine.threads=2: engine=auto took noop, which has no such setting"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("checkpoint_best=loss checkpoint_every=0", ["checkpoint_best=loss", "checkpoint_every=0"]),
+        ("data=tokens data.path=ids.bin data.dtype=uint16", ["data.dtype=uint16", "TOYC", "int32"]),
+    ],
+)
+def test_what_contradicts_is_refused(line, words, capsys):
+    ids = np.arange(400, dtype="<i4") % 50
+    Path("ids.bin").write_bytes(b"TOYC" + struct.pack("<III", 1, 50, 0) + ids.tobytes())
+    common = [f"plugins=[{MODULES[0]}]", "engine=noop", "model.context=16", "hydra.run.dir=run"]
+    assert main([*common, *line.split()]) == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words) and len(err.splitlines()) == 1
+    assert not Path("run").exists()
+
+
+def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
+    words = [*TEXT, "recipe=lora", f"recipe.base={DONOR}", "data.tokenizer=auto", "recipe.targets=q"]
+    config = build(compose(words, registry, Source.of()), registry, MODULES)
+    assert isinstance(config.recipe, Lora) and config.recipe.targets == ["q"]
+    assert main([f"plugins={MODULES[0]}", *TEXT, "callbacks=plots", "hydra.run.dir=run"]) == 0
+    assert sorted(p.name for p in Path("run").iterdir()) == ["checkpoints", "config.yaml", "log.txt", "plots",
+                                                             "result.json", "run.lock"]  # fmt: skip
+    for line, form in (("callbacks=default,plots", "callbacks=[default,plots] is a list"),
+                       ("recipe=lora recipe.targets=q,v", "recipe.targets=[q,v] is a list"),
+                       ("plugins=a,b", "plugins=[a,b]")):  # fmt: skip
+        assert main(line.split()) == 2
+        assert form in capsys.readouterr().err

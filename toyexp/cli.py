@@ -123,7 +123,8 @@ def run(words: Sequence[str]) -> int:
         return inspect(flags, settings, registry, source)
     if "--multirun" in flags or "sweep.resume" in keys:
         return sweep(parsed, flags, registry, modules, source)
-    for line in (line for key, line in keys.items() if f"{key}.".startswith(("sweep.", "hydra.sweep."))):
+    many = ("sweep.",) if "hydra.job.num" in keys else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    for line in (line for key, line in keys.items() if f"{key}.".startswith(many)):
         raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
     if resume is not None and resume != AUTO:
         require_run(Path(resume), "resume")

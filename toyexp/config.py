@@ -164,37 +164,49 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
     check_keys(cfg, registry)
     base = take_base(cfg, typed, registry)
-    plain = _typed(Settings, _resolved(cfg), "")
-    del plain["sweep"]  # is about many runs, and no part of any
-    for kind in PARTS:
-        plain[kind] = _typed(class_of(kind, plain[kind], registry), plain[kind], kind)
-    for name, node in plain["callbacks"].items():
-        plain["callbacks"][name] = _typed(registry.get("callbacks", name), node, f"callbacks.{name}")
-    settings = Settings(**plain)
-    settings.check()
+    parts = _parts(cfg, registry)
+    settings, callbacks = parts["settings"], parts["callbacks"]
     unknown = [p for p in settings.plugins if p not in allowed_plugins]
     if unknown:
         raise UserError(
             f"the config asks for the local plugin {printable(str(unknown[0]))}; code is only loaded from the command "
             f"line: add 'plugins=[{printable(','.join(map(str, settings.plugins)), 200)}]'"
         )
-    optim = typing.cast("Optim", make(Optim, plain["optim"]))
-    optim.check()
-    if settings.batch_size % optim.accumulate:
-        raise UserError(
-            f"optim.accumulate={optim.accumulate} does not divide batch_size={settings.batch_size} into micro-batches"
-        )
-    parts = {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in ("model", "data", "recipe")}
-    for kind, part in parts.items():
-        with blamed(f"{kind}.{part.name}", "while its settings were checked"), told_by(f"{kind}={part.name}"):
-            part.check()
-    callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
+    plain = parts["plain"]
     engine, note = pick_engine(plain["engine"], registry)
     left_out = [*_broken(registry), *_without_default(typed, callbacks, registry), *_unused_threads(plain, engine)]
     return Config(
-        settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base,
-        default_callbacks(), suited(parts["recipe"], parts["model"], registry), left_out,
+        **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
+        suited=suited(parts["recipe"], parts["model"], registry), left_out=left_out,
     )  # fmt: skip
+
+
+def look_over(cfg: DictConfig, registry: Registry) -> None:
+    """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
+    cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
+    check_keys(cfg, registry)
+    _parts(cfg, registry)
+
+
+def _parts(cfg: DictConfig, registry: Registry) -> dict[str, Any]:
+    """The parts of a run by their names in Config, each checked, but for the engine."""
+    plain = _typed(Settings, _resolved(cfg), "")
+    del plain["sweep"]  # is about many runs, and no part of any
+    for kind in PARTS:
+        plain[kind] = _typed(class_of(kind, plain[kind], registry), plain[kind], kind)
+    for name, node in plain["callbacks"].items():
+        plain["callbacks"][name] = _typed(registry.get("callbacks", name), node, f"callbacks.{name}")
+    parts = {"settings": Settings(**plain)}
+    parts |= {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in PARTS if kind != "engine"}
+    for kind, part in parts.items():
+        title = getattr(part, "name", kind)
+        with blamed(f"{kind}.{title}", "while its settings were checked"), told_by(f"{kind}={title}"):
+            part.check()
+    batch_size, accumulate = plain["batch_size"], plain["optim"]["accumulate"]
+    if batch_size % accumulate:
+        raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
+    callbacks = {name: _callback(name, node, registry) for name, node in plain["callbacks"].items()}
+    return {**parts, "callbacks": callbacks, "plain": plain}
 
 
 def _broken(registry: Registry) -> list[str]:

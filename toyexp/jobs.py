@@ -22,8 +22,8 @@ from toyexp.launchers import Order, Stop, on_cluster, require, run_process, side
 from toyexp.run import lock
 from toyexp.signals import stop_signals
 from toyexp.sweepdir import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
-from toyexp.sweeps import combinations, local_modules, own_sweep
-from toyexp.terminal import print_result, print_table, say, short
+from toyexp.sweeps import combinations, local_modules, own_sweep, swept
+from toyexp.terminal import print_result, print_table, say, short, status
 from toyexp.threads import available_cores
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("toyexp")
 
 FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
+MANY = 100  # jobs that it takes a moment to look at
 READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
 
 
@@ -71,8 +72,9 @@ def sweep(asked: Asked) -> int:
     own = [str(o.input_line) for o in asked.parsed if _is_own(o)]
     flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
+    values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     memory = {"flags": flags, "settings": fixed, "sweep": own, "cwd": str(Path.cwd())}
-    return Runner(asked, _settings(asked, fixed, own, asked.source), asked.source, jobs, memory).run(jobs)
+    return Runner(asked, _settings(asked, fixed, own, asked.source), asked.source, jobs, memory, values).run(jobs)
 
 
 def _go_on(asked: Asked, path: Path) -> int:
@@ -99,7 +101,7 @@ def _go_on(asked: Asked, path: Path) -> int:
         raise
     if memory["cwd"] != str(Path.cwd()):
         say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
-    runner = Runner(asked, settings, source, folder.jobs, memory, folder)
+    runner = Runner(asked, settings, source, folder.jobs, memory, {}, folder)
     return runner.run(runner.unfinished())
 
 
@@ -122,8 +124,11 @@ class Runner:
 
     def __init__(
         self, asked: Asked, settings: Sweep, source: Source, jobs: list[Job], memory: Mapping[str, Any],
-        folder: SweepDir | None = None,
+        values: Mapping[str, Any], folder: SweepDir | None = None,
     ):  # fmt: skip
+        from toyexp.lookahead import Lookahead  # deferred, as Hydra is everywhere here
+
+        self._ahead = Lookahead(memory["settings"], values, asked.registry, source)
         self._asked, self._settings, self._source, self._jobs, self._memory = asked, settings, source, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
@@ -162,14 +167,19 @@ class Runner:
         return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
 
     def _compose(self, job: Job) -> Any:
-        """A job's configuration, which says where it runs; or how that ended it."""
+        """A job's configuration, or how composing it ended it."""
         from toyexp import config
 
         words = [*self._memory["settings"], *job.overrides, f"hydra.job.num={job.number}"]
         try:
-            cfg = config.compose(words, self._asked.registry, self._source)
-            root = self._folder.path if self._folder else config.directory(cfg, "hydra.sweep.dir")
-            directory = config.directory(cfg, "hydra.sweep.subdir", below=root)
+            return config.compose(words, self._asked.registry, self._source)
+        except Exception as error:
+            return _failure(error)
+
+    def _place(self, job: Job) -> Ended | None:
+        """Finds a job its directory; how it ended where that cannot be."""
+        try:
+            root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
             job.directory = self._own_directory(job, root, directory)
         except Exception as error:
             return _failure(error)
@@ -177,7 +187,7 @@ class Runner:
             self._folder = SweepDir.create(root, self._jobs, self._memory)
             many = "s" if len(self._jobs) > 1 else "" if self._jobs[0].overrides else "; no key has several values"
             say(f"sweep   {short(root)}, {len(self._jobs)} job{many}")
-        return cfg
+        return None
 
     def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
         if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
@@ -198,8 +208,7 @@ class Runner:
     def run(self, jobs: Sequence[Job]) -> int:
         """Runs these jobs; returns the exit code of the sweep."""
         try:
-            if self._settings.isolate:
-                jobs = [job for job in jobs if self._placed(job)]
+            jobs = self._look_ahead(jobs)
             with self._signals():
                 for job, ended in self._launch(self._waiting(jobs)):
                     self._end(job, ended)
@@ -208,9 +217,30 @@ class Runner:
             if self._folder:
                 self._folder.close()
 
+    def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs to run. Each value is looked at before the first one starts, and what is wrong is told."""
+        from toyexp.lookahead import first_look, require_directories
+
+        new = [job for job in jobs if job.directory is None]
+        if not new:
+            return list(jobs)
+        if len(new) > MANY:
+            say(f"sweep   {len(new)} jobs; their settings are checked, each value once")
+        status("checking the settings of the jobs")
+        wrong = first_look(new, self._ahead)
+        if self._folder is None:
+            require_directories(new, self._ahead)
+        for job in new:
+            if job.number in wrong:
+                self._end(job, _failure(wrong[job.number]))
+        left = [job for job in jobs if job.number not in wrong]
+        while left and self._folder is None and not self._placed(left[0]):  # the first says where all of them are
+            left.pop(0)
+        return left
+
     def _placed(self, job: Job) -> bool:
-        """Whether it is known where a job runs; a wrong configuration is told before the first job starts."""
-        if job.directory is None and isinstance(ended := self._compose(job), Ended):
+        """Whether it is known where a job runs; one that has no place has ended."""
+        if job.directory is None and (ended := self._place(job)):
             self._end(job, ended)
         return job.directory is not None
 
@@ -230,9 +260,9 @@ class Runner:
         for job in jobs:
             if self._stop.requested:
                 return
-            if job.directory is not None:
+            if self._placed(job):
                 self._begin(job)
-            yield job
+                yield job
 
     def _begin(self, job: Job) -> None:
         assert self._folder is not None
@@ -282,19 +312,17 @@ class Runner:
 
     def _here(self, job: Job) -> Ended:
         """Runs a job in this process, which afterwards is as it was before."""
-        begun = job.directory is not None
+        assert self._folder is not None
         try:
             with contained():
-                cfg = None if begun else self._compose(job)
+                say(f"\n[{job.number}] {job.label}".rstrip())
+                if job.attempts > 1:
+                    self._asked.run(self._order(job).words())
+                    return Ended(0)
+                cfg = self._compose(job)
                 if isinstance(cfg, Ended):
                     return cfg
-                say(f"\n[{job.number}] {job.label}".rstrip())
-                if begun:
-                    self._asked.run(self._order(job).words())
-                else:
-                    self._begin(job)
-                    assert self._folder is not None
-                    print_result(self._asked.experiment(cfg, self._folder.run(job)))
+                print_result(self._asked.experiment(cfg, self._folder.run(job)))
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             self._stop.number, self._stop.requested = code - 128, True

@@ -59,6 +59,8 @@ def _syntax(text: str) -> str:
         return f"{text!r}: cannot be read; a setting is key=value, such as steps=100"
     if not key.strip("+~"):
         return f"{text!r}: a setting needs a key before '=', such as steps=100"
+    if value.endswith("()"):
+        return f"{text!r}: {value} holds no value; several are {key}=1,2,3"
     if key[0] in "\"'":
         return f'{text!r}: the quotes belong around the value alone: key="value"'
     if value.count("[") != value.count("]") or value.count("{") != value.count("}"):

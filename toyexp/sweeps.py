@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from toyexp.errors import UserError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from toyexp.registry import Registry
     from toyexp.schema import Source
 
+MOST_JOBS = 100_000
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
 # What people know from Hydra, in our words.
 HYDRA = {
@@ -47,13 +49,33 @@ def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) ->
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """The settings of each job: one value of every swept key, the last key varying fastest."""
-    lists = []
-    for o in parsed:
-        if o.is_interval_sweep():
-            raise UserError(f"{o.input_line}: an interval has no end of values; use range(...) or a list")
-        if o.is_sweep_override():
-            lists.append([f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()])
-    return list(itertools.product(*lists))
+    lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]
+    if (count := math.prod(map(len, lists))) > MOST_JOBS:
+        raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
+    return list(itertools.product(*([word for word, _ in words] for words in lists)))
+
+
+def swept(override: Override) -> Iterator[tuple[str, Any]]:
+    """Each value of a swept key, as a setting and as it is; UserError where there is none, or no end of them."""
+    from hydra.core.override_parser.types import QuotedString, Transformer, ValueType
+    from hydra.errors import HydraException
+
+    line = override.input_line
+    if override.is_interval_sweep():
+        raise UserError(f"{line}: an interval has no end of values; use range(...) or a list")
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        raise UserError(f"{line}: a sweep takes no glob; name the values: {override.get_key_element()}=a,b")
+    try:
+        values = list(itertools.islice(override.sweep_iterator(), MOST_JOBS + 1))
+    except (HydraException, ArithmeticError, ValueError, TypeError):
+        raise UserError(f"{line}: a range takes numbers, and a step that is not 0: range(0,10,2)") from None
+    if not values:
+        raise UserError(f"{line}: holds no value")
+    if len(values) > MOST_JOBS:
+        raise UserError(f"{line}: a sweep has at most {MOST_JOBS} jobs")
+    for value in values:
+        plain = value.text if isinstance(value, QuotedString) else value
+        yield f"{override.get_key_element()}={Transformer.str(value)}", plain
 
 
 def local_modules(parsed: Sequence[Override]) -> list[str]:

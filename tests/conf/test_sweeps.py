@@ -16,14 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+import toyexp.lookahead as lookahead_module
 from toyexp.cli import main
-from toyexp.config import setting
+from toyexp.config import compose, setting
 from toyexp.errors import UserError
 from toyexp.experiment import config_hash
+from toyexp.lookahead import Lookahead, first_look
 from toyexp.mistakes import parse
+from toyexp.registry import load
 from toyexp.run import lock
-from toyexp.sweepdir import Ended, SweepDir
+from toyexp.schema import Source, store_schemas
+from toyexp.sweepdir import Ended, Job, SweepDir
+from toyexp.sweeps import combinations, swept
 from toyexp.threads import CORES, available_cores, machine_cores
 
 # What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.
@@ -120,8 +126,8 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     expected[1], expected[2], expected[4] = "failed", "refused", "killed"
     assert statuses("sweeps/s") == expected
     assert err.splitlines() == [
+        "toyexp: error in job 2: steps=0: must be a whole number from 1",  # which is known before the first begins
         "toyexp: error in job 1: ZeroDivisionError: on purpose (exit code 1; log: sweeps/s/1-scratch-llama/log.txt)",
-        "toyexp: error in job 2: steps=0: must be a whole number from 1 (exit code 2; log: sweeps/s/logs/2.log)",
         "toyexp: error in job 4: killed by SIGKILL (out of memory?) (log: sweeps/s/4-scratch-llama/log.txt)",
     ]
     assert (
@@ -132,11 +138,11 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
 
     # Before each job all that had ended stood in the summary.
     for job in jobs("sweeps/s"):
-        seen = Path("sweeps/s", job["directory"], "seen.csv")
+        seen = Path("sweeps/s", job["directory"] or "none", "seen.csv")
         if seen.exists():
             before = [row["status"] for row in summary(seen)]
             assert before[: job["number"]] == expected[: job["number"]]
-            assert set(before[job["number"] + 1 :]) <= {"waiting"}
+            assert set(before[job["number"] + 1 :]) <= {"waiting", "refused"}
     table = summary("sweeps/s/summary.csv")
     assert [row["steps"] for row in table] == list(map(str, values))
     assert [row["steps taken"] for row in table if row["status"] == "completed"] == [
@@ -151,7 +157,7 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     assert main(["sweep.resume=sweeps/s", MODULES]) == 1  # two are still failed
     expected[4] = "completed"
     assert statuses("sweeps/s") == expected
-    assert [job["attempts"] for job in jobs("sweeps/s")] == [1, 1, 1, 1, 2, 1]
+    assert [job["attempts"] for job in jobs("sweeps/s")] == [1, 1, 0, 1, 2, 1]
     assert steps_of("sweeps/s/4-scratch-llama") == list(range(1, 10))
     assert "resumed from step" in capsys.readouterr().out
     assert {p: p.read_bytes() for p in untouched} == untouched
@@ -173,9 +179,10 @@ def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys)
 
 
 def test_fail_fast_ends_the_jobs_beside_it_which_save(capsys):
-    sweep = ["-m", *QUICK, "checkpoint_every=100", "steps=0,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
-    assert main([*sweep, "sweep.fail_fast=true", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == 1
-    assert statuses("s") == ["refused", "interrupted"]
+    sweep = ["-m", *QUICK, "checkpoint_every=100", "steps=4,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
+    sweep += ["callbacks.mishap.raises=4", "sweep.fail_fast=true"]
+    assert main([*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == 1
+    assert statuses("s") == ["failed", "interrupted"]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_is_set_aside_and_begun_again(capsys):
@@ -442,12 +449,80 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
 
 def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
     line = ["-m", *QUICK, "steps=2,3", "sweep.isolate=false"]
-    assert main([*line, "hydra.sweep.dir=s", "hydra.sweep.subdir=x"]) == 2
-    assert "error in job 1: hydra.sweep.subdir gives jobs 0 and 1 one directory, x" in capsys.readouterr().err
-    assert statuses("s") == ["completed", "refused"]
-    assert main([*line, "hydra.sweep.dir=t", "hydra.sweep.subdir=../x"]) == 2
+    for subdir, seeds in (("x", "seed=0"), ("'${steps}'", "seed=0,1"), ("'${hydra:job.id}'", "seed=0")):
+        assert main([*line, seeds, "hydra.sweep.dir=s", f"hydra.sweep.subdir={subdir}"]) == 2
+        err = capsys.readouterr().err
+        assert "hydra.sweep.subdir gives jobs 0 and 1 one directory" in err or "hydra.sweep.subdir: " in err
+        assert not Path("s").exists()
+    assert main([*line, "seed=1", "hydra.sweep.dir=s", "hydra.sweep.subdir='${steps}-${hydra:job.num}'"]) == 0
+    assert sorted(job["directory"] for job in jobs("s")) == ["2-0", "3-1"]
+    quick = [word for word in line if not word.startswith("steps=")]
+    assert (
+        main(
+            [*quick, "steps=2", "seed=1,2", "hydra.sweep.dir=u", "hydra.sweep.subdir='a${hydra:job.override_dirname}'"]
+        )
+        == 0
+    )
+    assert ["seed=1" in job["directory"] for job in jobs("u")] == [True, False]
+    assert main([*line, "hydra.sweep.dir=t", "hydra.sweep.subdir='../x${steps}'"]) == 2
     assert "error in job 0: hydra.sweep.subdir leads out of the sweep's directory" in capsys.readouterr().err
-    assert not Path("t").exists() and not Path("x").exists()
+    assert not Path("t").exists() and not list(Path().glob("x*"))
+
+
+def lookahead(*words, fixed=("data=random", "engine=cpu")):
+    """The jobs of a sweep, and what looks at them ahead."""
+    parsed, registry = parse(words), load()
+    store_schemas(registry)
+    found = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
+    values = {word: value for override in parsed for word, value in swept(override)}
+    return found, Lookahead(fixed, values, registry, Source.of())
+
+
+def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_composed_once(monkeypatch):
+    composed = []
+    real = lookahead_module.config.compose
+    monkeypatch.setattr(lookahead_module.config, "compose", lambda *a: composed.append(a[0]) or real(*a))
+    found, ahead = lookahead("recipe=scratch,warm,wram", "seed=0,1,-1", "model.d_model=64,x,66", "lr=0.1,0.2,nan")
+    wrong = {tuple(found[number].overrides): str(error) for number, error in first_look(found, ahead).items()}
+    first = ("recipe=scratch", "seed=0", "model.d_model=64", "lr=0.1")
+    assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: there is none")
+    assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be a whole number from 0")
+    assert wrong.pop((*first[:2], "model.d_model=x", first[3])) == "model.d_model=x: must be a whole number"
+    assert wrong.pop((*first[:2], "model.d_model=66", first[3])).startswith("model.n_heads=4 does not divide")
+    assert wrong.pop((*first[:3], "lr=nan")).startswith("lr=nan: must be")
+    assert wrong == {} and len(composed) == 3
+
+
+def test_a_job_that_was_not_composed_has_the_settings_of_one_that_was():
+    found, ahead = lookahead("recipe=scratch,warm", "seed=0,7", "model.tied=true,null", "name=a b,'c',${recipe.name}",
+                             "recipe.init=default,toy", "plugins=a,[b,c]")  # fmt: skip
+    for job in (found[0], found[-1], found[5], found[40]):
+        if "model.tied=null" in job.overrides:
+            with pytest.raises(UserError, match=r"model\.tied=null: cannot be null"):
+                ahead.config(job)
+            continue
+        whole = compose([*ahead.fixed, *job.overrides, f"hydra.job.num={job.number}"], ahead.registry, ahead.source)
+        cfg = ahead.config(job)
+        assert cfg.hydra.job.num == whole.hydra.job.num == job.number
+        plain = [OmegaConf.to_container(OmegaConf.masked_copy(c, [k for k in c if k != "hydra"]), resolve=True)
+                 for c in (cfg, whole)]  # fmt: skip
+        assert plain[0] == plain[1]
+
+
+def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
+    for fixed, told in (("optim.beta1=2", "optim.beta1=2.0"), ("stesp=5", "unknown key stesp")):
+        found, ahead = lookahead("seed=1,2", fixed=("data=random", fixed))
+        with pytest.raises(UserError, match=told):
+            first_look(found, ahead)
+    found, ahead = lookahead("steps=-1,5,-1")
+    assert set(first_look(found, ahead)) == {0, 2}
+
+
+def test_a_sweep_of_a_thousand_jobs_looks_at_all_of_them_in_a_moment():
+    found, ahead = lookahead("seed=range(0,1000)")
+    began = time.process_time()
+    assert first_look(found, ahead) == {}
+    assert time.process_time() - began < 2  # composing each takes minutes
 
 
 def test_a_run_knows_nothing_of_the_sweep_it_is_of(done, capsys):

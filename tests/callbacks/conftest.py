@@ -36,7 +36,6 @@ class Trained:
     dir: Path
     out: str = ""
     err: str = ""
-    crash: Exception | None = None  # what a real process would have shown a traceback of, and exited with 1
 
     @property
     def events(self):
@@ -76,13 +75,9 @@ def train(settings, tmp_path, capsys):
 
     def run(*overrides, to="run", engine="cpu"):
         capsys.readouterr()
-        crash, code = None, 1
-        try:
-            code = main(settings(*overrides, to=to, engine=engine))
-        except Exception as error:
-            crash = error
+        code = main(settings(*overrides, to=to, engine=engine))
         captured = capsys.readouterr()
-        return Trained(code, tmp_path / to, captured.out, captured.err, crash)
+        return Trained(code, tmp_path / to, captured.out, captured.err)
 
     return run
 

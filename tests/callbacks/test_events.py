@@ -138,10 +138,11 @@ def test_what_other_callbacks_say_is_recorded_in_strict_json(chatty):
 @pytest.mark.parametrize("hook", ["on_start", "on_step"])
 def test_a_callback_that_raises_makes_the_record_end_as_errored(chatty, hook):
     run = chatty(raise_in=hook)
-    assert repr(run.crash) == f"ValueError('boom in {hook}')"
+    when = "at the start" if hook == "on_start" else "at step 1"
+    assert run.code == 1 and f"callbacks.chatty failed {when}: ValueError: boom in {hook}" in run.err
     check_rules(run.events)
     end = run.events[-1]
-    assert (end["reason"], end["exit_code"], end["error"]) == ("errored", 1, f"ValueError: boom in {hook}")
+    assert (end["reason"], end["exit_code"]) == ("errored", 1) and f"ValueError: boom in {hook}" in end["error"]
     assert len(run.of("note")) == 1
     assert run.result["reason"] == "errored"
 
@@ -151,7 +152,7 @@ def test_a_callback_that_raises_at_the_end_gives_the_record_the_exit_code_of_the
     assert run.code == 1 and "boom in on_end" in run.err
     check_rules(run.events)
     end = run.events[-1]
-    assert (end["reason"], end["exit_code"], end["error"]) == ("completed", 1, "ValueError: boom in on_end")
+    assert (end["reason"], end["exit_code"]) == ("completed", 1) and "ValueError: boom in on_end" in end["error"]
 
 
 @pytest.fixture

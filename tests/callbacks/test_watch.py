@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -149,7 +150,9 @@ def test_the_curves_mark_what_was_warned_of(monkeypatch):
         plots.on_step(step, {"loss": 1.0, "lr": 0.1})
     plots.on_event("warning", {"about": "loss_spike", "step": 2, "text": "x"})
     plots.on_event("warning", {"text": "the disk is full"})
-    run = SimpleNamespace(name="n", engine="e", seed=0, dir=SimpleNamespace(), emit=lambda *a, **k: None)
+    run = SimpleNamespace(
+        name="n", engine="e", seed=0, dir=SimpleNamespace(), emit=lambda *a, **k: None, output=nullcontext
+    )
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)
 
     class Path:

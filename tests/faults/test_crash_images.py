@@ -104,11 +104,11 @@ def root(here):
 def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configured, root, monkeypatch):
     cfg = configured(recipe, model, engine)
     directory = root / f"{recipe}-{model}-{engine}" / "run"
-    moment = random.Random(f"{recipe}-{model}-{engine}").randint(16, 43)
+    moment = random.Random(f"{recipe}-{model}-{engine}").randint(20, 47)
     with monkeypatch.context() as patch:
         camera = Camera(patch, directory, {moment})
         execute(cfg, directory)
-    assert camera.moments > 43
+    assert camera.moments > 47
     wanted = Trace.of(directory)
     assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
     with monkeypatch.context() as patch:

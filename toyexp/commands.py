@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.errors import Unavailable, UserError, choose
 from toyexp.matrix import table
-from toyexp.options import read_options
+from toyexp.options import Words, read_options
 from toyexp.registry import KINDS, Registry, load, settings_of
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
@@ -186,31 +186,26 @@ def evaluate(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(HELP)
         return 0
-    file, settings, as_json = _file_and_settings(words)
-    from toyexp.gguf.model import file_of
+    what, settings, given = _file_and_settings(words)
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(file_of(Path(file)), settings, registry, modules)
-    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+    found = run(Path(what), settings, registry, modules, given.values.get("--data"))
+    print(dump_json(found.plain(), indent=2) if "--json" in given.switches else "\n".join(found.lines()))
     return 0
 
 
-def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
-    """The file that eval is asked about, the settings with what --data stands for, and --json; or UserError."""
-    from toyexp.config import setting
-
+def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], Words]:
+    """The file or directory that eval is asked about, the settings, and the options; or UserError."""
     given = read_options("eval", words, ["--json"], {"--data": "book.txt"})
     files = [word for word in given.rest if "=" not in word]
     settings = [word for word in given.rest if "=" in word]
     if len(files) != 1:
         raise UserError(
             f"{' '.join(['eval', *files])}: takes one file or run directory, settings behind it, --data and "
-            "--json: toyexp eval model.gguf seed=1"
+            "--json: toyexp eval model.gguf batch_size=4"
         )
-    if "--data" in given.values:
-        settings += ["data=text", setting("data.path", given.values["--data"])]
-    return files[0], settings, "--json" in given.switches
+    return files[0], settings, given
 
 
 def generate(words: Sequence[str]) -> int:

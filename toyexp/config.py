@@ -109,7 +109,11 @@ def directory(cfg: DictConfig, key: str, below: Path = Path()) -> Path:
 
 
 def setting(key: str, value: object) -> str:
-    """`key=value` as it is read back, whatever characters are in the value."""
+    """`key=value` as it is read back: any text, a number, true or false, null, or a list of these."""
+    if isinstance(value, list):
+        return f"{key}=[{','.join(setting('', item).removeprefix('=') for item in value)}]"
+    if value is None or isinstance(value, bool | int | float):
+        return f"{key}={'null' if value is None else str(value).lower()}"
     text = str(value)
     plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) and "/" in text  # which is neither a number nor null
     return f"{key}={text if plain else QuotedString(text, Quote.double).with_quotes()}"

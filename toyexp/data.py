@@ -32,6 +32,11 @@ class Data(ABC):
     name: ClassVar[str]  # what `data=` takes
     gives: ClassVar[str]  # the kind of data: "tokens" or "images"
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """How well `path` fits where no `data=` says what it is: 2 like no other, 1 if nothing better does, 0 not."""
+        return 0
+
     @abstractmethod
     def check(self) -> None:
         """Raises UserError for settings that cannot work and files that are not there."""

@@ -214,7 +214,7 @@ class Source:
 
         Raises UserError where another model, data set or recipe is.
         """
-        saved = _load_yaml(directory / "config.yaml")
+        saved = load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
         for kind in ("model", "data", "recipe"):
@@ -259,18 +259,19 @@ class Source:
         if self.directory == conf_dir():
             return added
         path = self.directory / f"{self.name}.yaml"
-        theirs = _load_yaml(path) or {}
+        theirs = load_yaml(path) or {}
         if not isinstance(theirs, dict):
             raise UserError(f"{path}: holds no keys with values, such as steps: 100")
         if "hydra" in theirs:
             return added
-        ours = _load_yaml(conf_dir() / "config.yaml")["hydra"]
+        ours = load_yaml(conf_dir() / "config.yaml")["hydra"]
         added += ["hydra/hydra_logging=none", "hydra/job_logging=none", "hydra.output_subdir=null"]
         added += [f"hydra.{k}.{n}='{v}'" for k in ("run", "sweep") for n, v in ours[k].items()]
         return added
 
 
-def _load_yaml(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
+    """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
     text = read_config(path)
     check_file(path, text, path.is_relative_to(conf_dir()))
     try:

@@ -43,6 +43,11 @@ class Jsonl(TokenizedData):
     on_error: str = "refuse"  # what a line that cannot be used does: refuse (ends the run) | skip (is counted)
     val_fraction: float = 0.05  # of the examples, spread evenly over the file, held out from training
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A file by its name."""
+        return 2 if path.suffix in (".jsonl", ".ndjson") else 0
+
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a file that is not there."""
         super().check()

@@ -147,6 +147,14 @@ class Text(TextData):
     path: str = ""  # a text file, or a folder
     suffixes: str = ".txt .md .py"  # which files of a folder
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A file of text, a folder that has some, and any other file."""
+        suffixes = cls.suffixes.split()
+        if path.is_dir():
+            return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0
+        return 2 if path.suffix in suffixes else 1
+
     def check(self) -> None:
         """Raises UserError when there is no such file or folder."""
         super().check()

@@ -20,13 +20,16 @@ from toyexp.gguf.model import file_of, model_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.init import stream
+from toyexp.memory import check_plan, running_out
 from toyexp.options import is_whole, read_options, real, whole
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 from toyexp.sampling import Sampling, continuation
+from toyexp.threads import MOST_THREADS
 from toyexp.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
+LESS = "fewer --tokens take less"
 # Why it ends.
 END, LIMIT, FULL = "end of text", "token limit", "context full"
 
@@ -239,7 +242,8 @@ def _by_engine(
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
     built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
     scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
-    with built.engine.realize(plan) as session:
+    check_plan(plan, built.engine, LESS)
+    with running_out(LESS), built.engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()
         tokens = continuation(decoder, ids, options.sampling, words, vocab)
@@ -309,8 +313,9 @@ def _by_llama_cpp(
     threads = 0
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key != "threads" or not is_whole(value, 0, 1024):
-            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes threads alone: {LLAMA_CPP}:threads=1")
+        if key != "threads" or not is_whole(value, 0, MOST_THREADS):
+            usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")
         threads = int(value)
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")

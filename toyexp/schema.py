@@ -24,6 +24,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.bounds import require_float32
 from toyexp.checkpoint import Interval
 from toyexp.data import read_text
 from toyexp.errors import UserError, choose, printable
@@ -123,6 +124,7 @@ class Settings:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
+        require_float32("lr", self.lr)
         if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
             raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
 from toyexp.gguf.encode import check_type
-from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
+from toyexp.gguf.write import check_keys, export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
@@ -124,6 +124,13 @@ class GGUFExport(ExportWithAdapter):
         """Raises UserError for a type that cannot be written, or not here."""
         super().check()
         check_type(self.type, "callbacks.gguf_export.type")
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a model that no GGUF holds."""
+        try:
+            check_keys(plan.model)
+        except UserError as error:
+            raise UserError(f"{error}; to train without this file: '~callbacks.gguf_export'") from None
 
     def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
         """Writes adapter.gguf."""

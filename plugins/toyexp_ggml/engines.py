@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Session, Unavailable, UserError
-from toyexp.threads import available_cores, calm_threads, counted, crowding
+from toyexp.threads import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -50,12 +50,11 @@ class GGMLEngine(Engine):
 
     def thread_count(self) -> int:
         """Threads of the CPU."""
-        return self.threads or available_cores()
+        return self.threads or min(available_cores(), MOST_THREADS)
 
     def check_settings(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without ggml-python."""
-        if self.threads < 0:
-            raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
+        check_threads(self.threads)
         require_ggml()
         calm_threads()  # before anything imports ggml
 

@@ -24,6 +24,7 @@ from toyexp import (
     UserError,
     choose,
 )
+from toyexp.bounds import require_positive
 from toyexp.plan import lora_names
 from toyexp_recipes.base import FromBase
 
@@ -52,8 +53,8 @@ class Lora(FromBase):
             raise UserError(f"recipe.rank={self.rank}: must be 1 or above")
         for key in ("alpha", "init_scale"):
             value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"recipe.{key}={value}: must be above 0")
+            if value is not None:
+                require_positive(f"recipe.{key}", value)
         if not 0 <= self.dropout < 1:
             raise UserError(f"recipe.dropout={self.dropout}: must be 0 (none) or above, and below 1")
         if not self.targets:

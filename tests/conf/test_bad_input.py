@@ -88,7 +88,7 @@ KEYS = [
     ("engine=cpu +engine.thread=2", "did you mean engine.threads?"),
     ("engine.dtype=float64", "engine=auto", "engine=cpu"),
     ("+engine.dtype=float64", "engine=auto", "engine=cpu"),
-    ("engine.threads=-1", "engine.threads=-1: must be 0"),
+    ("engine.threads=-1", "engine.threads=-1: must be from 0"),
     ("engine.thread=1", "did you mean engine.threads?"),
     ("callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
     ("+callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
@@ -150,6 +150,40 @@ VALUES = [
     ("engine=cpu engine.dtype=float16", "engine.dtype=float16", "bfloat16"),
 ]
 
+# What float32, in which engines compute, or the 32 bits of a GGUF's key cannot hold.
+BOUNDS = [
+    ("steps=1e9", "steps=1e9: must be a whole number", "steps=1000000000"),
+    ("batch_size=1e12", "batch_size=1e12: must be a whole number", "batch_size=1000000000000"),
+    ("batch_size=1000000000000", "1000000000000 rows"),
+    ("seed=99999999999999999999", "from 0 to 9223372036854775807"),
+    ("lr=1e300", "lr=1e+300", "3.4e+38"),
+    ("optim.eps=1e-60", "optim.eps=1e-60", "1.18e-38"),
+    ("optim.weight_decay=1e39", "optim.weight_decay=1e+39", "3.4e+38"),
+    ("optim.grad_clip=1e39", "optim.grad_clip=1e+39", "3.4e+38"),
+    ("model.rope_base=1e308", "model.rope_base=1e+308", "3.4e+38"),
+    ("model.rope_base=1e-39", "model.rope_base=1e-39", "1.18e-38"),
+    ("model.rope_base=1e-30", "model.rope_base=1e-30", "radians"),
+    ("model.rope_scale=1e-30", "model.rope_scale=1e-30", "radians"),
+    ("model.rope_scale=1e300", "model.rope_scale=1e+300", "3.4e+38"),
+    ("model.rope_factors=[1,1,1,1,1,1,1,1e-20]", "radians"),
+    ("model.rope_factors=[1,1,1,1,1,1,1,1e200]", "model.rope_factors=1e+200", "3.4e+38"),
+    ("model.norm_eps=1e-50", "model.norm_eps=1e-50", "from 1e-24 to 1"),
+    ("model.norm_eps=1e30", "model.norm_eps=1e+30", "from 1e-24 to 1"),
+    ("model=gpt2 model.norm_eps=1e-30", "model.norm_eps=1e-30", "from 1e-24 to 1"),
+    ("model.d_model=4294967296", "model.d_model=4294967296", "2147483647"),
+    ("model.d_model=1000000000", "too little memory"),
+    ("model.d_ff=1000000000000", "model.d_ff=1000000000000", "2147483647"),
+    ("model.head_dim=1000000000000", "model.head_dim=1000000000000", "2147483647"),
+    ("model.n_layers=1000000", "model.n_layers=1000000", "10000"),
+    ("model.context=1000000000000", "model.context=1000000000000", "2147483647"),
+    ("model.vocab=1000000000000", "model.vocab=1000000000000", "2147483647"),
+    ("model.vocab=1000000000", "too little memory"),
+    ("engine=ggml engine.threads=100000", "engine.threads=100000", "512"),
+    ("engine=cpu engine.threads=4000", "engine.threads=4000", "512"),
+    ("engine=metal engine.emulate=true engine.threads=513", "engine.threads=513", "512"),
+    ("engine.threads=100000", "engine.threads=100000", "512"),
+]
+
 CHOICES = [
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
     ("recipe=banana", "there is none of that name", "scratch, "),
@@ -199,7 +233,8 @@ SYNTAX = [
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), [(line, words) for line, *words in KEYS + VALUES + CHOICES + SYNTAX],
+@pytest.mark.parametrize(("line", "words"),
+                         [(line, words) for line, *words in KEYS + VALUES + BOUNDS + CHOICES + SYNTAX],
                          ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_a_wrong_setting_is_one_plain_error(refused, line, words):
     refused([*SMALL, *line.split(" ")], *words)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import RunFailed
+from toyexp.errors import RunFailed, UserError, printable
 from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
@@ -108,6 +108,15 @@ def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, 
     """The keys that describe a model, under their full names."""
     own = {**model.gguf_metadata(), **data}
     return {f"general.{k}": v for k, v in general.items()} | {f"{model.architecture}.{k}": v for k, v in own.items()}
+
+
+def check_keys(model: Model) -> None:
+    """Raises UserError for a model with a number that no key of a GGUF holds; found after training it is too late."""
+    for key, value in model_metadata(model, {}, {}).items():
+        try:
+            _packed(value, _kind(value))
+        except (struct.error, OverflowError):
+            raise UserError(f"model={model.name}: no GGUF holds {printable(str(value))} as {key}") from None
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:

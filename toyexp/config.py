@@ -25,8 +25,9 @@ from toyexp.bus import Callback
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Unavailable, UserError, choose, printable
-from toyexp.gguf.model import model_of
+from toyexp.gguf.model import model_in
 from toyexp.home import expanded
+from toyexp.init import opened
 from toyexp.matrix import misfit
 from toyexp.mistakes import check_keys, check_override, explain, in_plain_words, parse, valid_keys
 from toyexp.model import Model
@@ -147,10 +148,8 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         name = OmegaConf.select(cfg, "hydra.runtime.choices.experiment")
         what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
         raise UserError(f"{what} is a sweep over {', '.join(sweep_of(cfg))}; run it with -m: toyexp -m{line}")
-    typed = parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
-    cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
-    check_keys(cfg, registry)
-    base = take_base(cfg, typed, registry)
+    base = settle(cfg, registry)
+    cfg = without_hydra(cfg)
     plain = _typed(Settings, _resolved(cfg), "")
     del plain["sweep"]  # is about many runs, and no part of any
     for kind in PARTS:
@@ -179,13 +178,28 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     return Config(settings, parts["model"], parts["data"], parts["recipe"], engine, optim, callbacks, plain, note, base)
 
 
+def without_hydra(cfg: DictConfig) -> DictConfig:
+    """A copy with our keys alone."""
+    return OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
+
+
+def settle(cfg: DictConfig, registry: Registry) -> Model | None:
+    """Checks the keys of `cfg`, and puts the model of the recipe's base file, if it has one, in place of its `model`.
+
+    Names and directories that are made of the model's name are then of the one that is trained. Returns that model.
+    """
+    check_keys(without_hydra(cfg), registry)
+    typed = parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
+    return take_base(cfg, typed, registry)
+
+
 def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:
     """The model of the recipe's base file, if it has one; its settings then stand in `cfg.model`.
 
     Of those only `context` stays the run's own, the length of a training window. UserError for anything else of
     `model` that was `typed` and is not so, and for a file that no model here can represent.
     """
-    node = _resolved(cfg)["recipe"]
+    node = _resolved(without_hydra(cfg))["recipe"]
     cls = typing.cast("type[Recipe]", class_of("recipe", node, registry))
     if cls.base_file is Recipe.base_file:
         return None
@@ -196,7 +210,7 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     path = recipe.base_file()
     if path is None:
         return None
-    base = model_of(path, registry, recipe.reads)
+    base = model_in(opened(str(path)), registry, recipe.reads)
     held = base.settings()
     for override in typed:
         kind, _, key = override.key_or_group.partition(".")

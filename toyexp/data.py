@@ -51,6 +51,7 @@ class Dataset(ABC):
 
     tokenizer: Tokenizer | None = None
     vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
+    chat_template: str = ""  # in Jinja, that its conversations were written by
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

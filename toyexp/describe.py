@@ -252,10 +252,8 @@ def uses(file: GGUFFile, path: Path, model: Model | None, refused: str | None) -
     else:
         context = int(model.settings()["context"])
         on = ids + (f" model.context={context}" if context < TRAINING_WINDOW else "")
-        names = {inside(name) for name in file.tensors}
-        targets = "" if "attn_q.weight" in names else " 'recipe.targets=[qkv]'"
         base = setting("recipe.base", path)
-        found.append(Use("train on", f"toyexp recipe=lora {base}{targets}{on} lr=1e-3"))
+        found.append(Use("train on", f"toyexp recipe=lora {base}{on} lr=1e-3"))
         found.append(Use("train on", f"toyexp recipe=full {base}{on} lr=1e-4"))
     if model is None or model.reads == "tokens":
         unfit = unfit_donor(file)

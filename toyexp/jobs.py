@@ -166,6 +166,7 @@ class Runner:
         words = [*self._memory["settings"], *job.overrides, f"hydra.job.num={job.number}"]
         try:
             cfg = config.compose(words, self._asked.registry, self._source)
+            config.settle(cfg, self._asked.registry)
             root = self._folder.path if self._folder else config.directory(cfg, "hydra.sweep.dir")
             directory = config.directory(cfg, "hydra.sweep.subdir", below=root)
             job.directory = self._own_directory(job, root, directory)

@@ -134,7 +134,7 @@ class GGUFExport(ExportWithAdapter):
 
     def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
         """Writes adapter.gguf."""
-        return write_adapter(path, run.plan, values, self._general(run))
+        return write_adapter(path, run.plan, values, self._general(run), run.dataset.chat_template)
 
     def write(self, run: Run, path: Path, tensors: dict[str, np.ndarray], general: dict[str, Any]) -> str:
         """Writes the file, with the tokenizer of a language model."""

@@ -97,7 +97,9 @@ class Jsonl(TokenizedData):
             "tokenizer": tokenizer.kind,
             "tokenizer_digest": tokenizer.fingerprint(),
         }
-        return ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+        dataset.chat_template = tokenizer.chat_template if chats else ""
+        return dataset
 
     def _lines(self) -> Iterable[tuple[int, bytes]]:
         """The lines that are not empty, with their numbers."""

@@ -242,7 +242,7 @@ def test_json_is_one_object_on_one_line(generated, capsys):
     found = generated("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
     assert found.keys() == {
         "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
-        "tokens_per_second",
+        "template", "tokens_per_second",
     }  # fmt: skip
     assert found["prompt"] == "ab" and found["prompt_ids"] == [97, 98] and found["seed"] == 7
     assert len(found["ids"]) == found["tokens"] == 3 and found["reason"] == "token limit"

@@ -84,11 +84,16 @@ def write_model(
 
 
 def write_adapter(
-    path: Path, plan: Plan, values: Mapping[str, np.ndarray], general: Mapping[str, Any] | None = None
+    path: Path,
+    plan: Plan,
+    values: Mapping[str, np.ndarray],
+    general: Mapping[str, Any] | None = None,
+    chat_template: str = "",
 ) -> list[str]:
     """Writes the plan's LoRA adapters for llama.cpp's `--lora`, in one piece like `write_model`, in float32.
 
-    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file.
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
+    notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
     """
     alpha = one_alpha(plan)
     writer = Writer()
@@ -98,6 +103,8 @@ def write_adapter(
         writer.add(f"general.{key}", value)
     writer.add("adapter.type", "lora")
     writer.add("adapter.lora.alpha", alpha)
+    if chat_template:
+        writer.add("tokenizer.chat_template", chat_template)
     for adapter in plan.adapters:
         for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
             writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))

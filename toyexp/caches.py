@@ -21,11 +21,11 @@ from toyexp.errors import UserError, printable
 from toyexp.experiment import count
 from toyexp.gguf.read import GGUFFile
 from toyexp.listing import columns
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 
 HELP = """\
-usage: toyexp models [DIR ...] [--json]
+usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]
 
 The GGUF files on this machine: those of Hugging Face, Ollama, LM Studio and llama.cpp, those below here, and those in
 the directories given. Only headers are read.
@@ -125,6 +125,7 @@ class Models:
 def split(words: Sequence[str]) -> tuple[list[Path], bool]:
     """The directories and whether --json was given; UserError for what is neither."""
     given = read_options("models", words, ["--json"])
+    refuse_settings("models", given.rest)
     directories = [Path(word) for word in given.rest]
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken

@@ -24,12 +24,12 @@ from toyexp.gguf.read import GGUFFile, TensorInfo
 from toyexp.gguf.tokenizer import check_kind, has_text
 from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.model import Model
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 from toyexp.tokenizer import CONTROL
 
 HELP = """\
-usage: toyexp describe WHAT [options]
+usage: toyexp describe WHAT [options] [plugins=[my_module]]
 
 What is in a GGUF file: its model, numbers and tokenizer, what toyexp can do with it, and its forward pass op by op.
 WHAT is a file, the first part of a split one, or the directory of a run.
@@ -54,6 +54,7 @@ TRAINING_WINDOW = 64  # the default of model.context, which must not be longer t
 def split(words: Sequence[str]) -> tuple[Path, set[str]]:
     """The file and the flags of a command line; UserError for what is neither."""
     given = read_options("describe", words, FLAGS)
+    refuse_settings("describe", given.rest)
     if len(given.rest) != 1 or not given.rest[0]:
         raise UserError(
             f"describe {shlex.join(given.rest)}".rstrip() + ": takes one GGUF file, or the directory of a run: "

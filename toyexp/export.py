@@ -19,7 +19,7 @@ from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import Writer
 from toyexp.huggingface import TYPES, write_folder
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 from toyexp.run import bytes_in, dump_json
 from toyexp.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ VALUES = {"--type": "q8_0", "--to": "small.gguf"}
 SWITCHES = ("--force", "--requantize", "--json")
 
 HELP = f"""\
-usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json]
+usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json] [plugins=[my_module]]
 
 Writes a model again in another type; WHAT is a GGUF file, or a run's directory, which means its model.gguf.
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf beside it
@@ -93,6 +93,7 @@ class Exported:
 def split(words: Sequence[str]) -> Options:
     """The command line of `toyexp export`; UserError for what it does not take."""
     given = read_options("export", words, SWITCHES, VALUES)
+    refuse_settings("export", given.rest)
     if len(given.rest) != 1 or "--type" not in given.values:
         raise UserError(
             f"export {' '.join(words)}".rstrip() + ": takes one file or run directory, and a type: "

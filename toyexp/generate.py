@@ -21,7 +21,7 @@ from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.init import stream
 from toyexp.memory import check_plan, running_out
-from toyexp.options import is_whole, read_options, real, whole
+from toyexp.options import is_whole, read_options, real, refuse_settings, take_plugins, whole
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 from toyexp.sampling import Sampling, continuation
@@ -34,7 +34,7 @@ LESS = "fewer --tokens take less"
 END, LIMIT, FULL = "end of text", "token limit", "context full"
 
 HELP = """\
-usage: toyexp generate MODEL --prompt TEXT [options]
+usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
 
 Text from a language model, printed as it comes. MODEL is a GGUF file, or the directory of a run that left a model.gguf.
   toyexp generate model.gguf --prompt 'def ' --tokens 100
@@ -96,12 +96,13 @@ VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
 
 def split(words: Sequence[str]) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    given = read_options("generate", words, SWITCHES, VALUES)
-    files = [word for word in given.rest if not word.startswith("plugins=")]
+    modules, rest = take_plugins("generate", words)
+    given = read_options("generate", rest, SWITCHES, VALUES)
+    files = given.rest
+    refuse_settings("generate", files, "options, and plugins=[...]")
     if len(files) != 1:
         more = f" {files[1]}" if files else ""
         raise UserError(f"generate{more}: takes one GGUF file or run directory")
-    modules = [m for w in given.rest if w not in files for m in w.removeprefix("plugins=").strip("[]").split(",")]
     named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in given.values.items()}
     named |= {flag[2:]: flag in given.switches for flag in SWITCHES}
     options = Options(files[0], plugins=modules, **named)

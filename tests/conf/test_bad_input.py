@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from toyexp.cli import main
+from toyexp.commands import COMMANDS
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
@@ -248,6 +249,24 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins warm scratch", ["takes one name"]),
         ("help me", ["takes no arguments"]),
+        ("plugins --matrx", ["did you mean --matrix?"]),
+        ("plugins lr=1", ["plugins lr=1: is a setting of a run"]),
+        ("plugins plugins=[a-b]", ["takes names of Python modules"]),
+        ("doctor --graph lr=1", ["lr=1: is of no effect in doctor --graph"]),
+        ("doctor --graph steps=5", ["steps=5: is of no effect"]),
+        ("doctor --numerics lr=1", ["doctor --numerics lr=1"]),
+        ("bench eval_every=1", ["eval_every=1: is of no effect in bench"]),
+        ("bench callbacks=[default,plots]", ["is of no effect in bench"]),
+        ("bench sweep.jobs=1", ["sweep.jobs=1: is of no effect"]),
+        ("parity hydra.run.dir=x", ["hydra.run.dir=x: is of no effect in parity"]),
+        ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
+        ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
+        ("parity --csv", ["parity --csv: there is no such option"]),
+        ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
+        ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
+        ("export book.txt --type f32 lr=1", ["export lr=1: is a setting of a run"]),
+        ("generate book.txt --prompt a steps=5", ["generate steps=5: is a setting of a run"]),
+        ("generate book.txt --prompt a plugins=[a-b]", ["takes names of Python modules"]),
         ("--cfg", ["--cfg needs a value: job"]),
         ("--cfg banana", ["--cfg banana", "job"]),
         ("--cfg job steps=abc", ["steps=abc: must be a whole number"]),
@@ -292,6 +311,14 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
 def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkeypatch):
     monkeypatch.delenv("COMP_LINE", raising=False)
     refused(line.split(" "), *words)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", [*COMMANDS])
+def test_every_command_says_how_it_is_used(command, flag, capsys):
+    assert main([command, flag]) == 0
+    out, err = capsys.readouterr()
+    assert ("toyexp" if command == "help" else f"usage: toyexp {command}") in out and not err
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from kinds import VIT, write_foreign, write_lora, write_vit
-from tiny import MODELS, VOCAB, write_base
+from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp import mistakes
 from toyexp.cli import main
 from toyexp.describe import describe, pasted, setting, shell
-from toyexp.gguf.write import Writer
+from toyexp.gguf.write import Writer, write_model
+from toyexp.init import draw
 from toyexp.listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.ops import Params, Rotary
 from toyexp.registry import Registry, load
@@ -425,6 +426,40 @@ def test_bad_words_and_broken_files_are_one_line_and_exit_2(words, said, capsys)
     assert printed.out == ""
     assert printed.err.startswith(f"toyexp: error: {said}")
     assert printed.err.count("\n") == 1
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import hookimpl
+from toyexp_models.gpt2 import GPT2
+
+@hookimpl
+def register_models(register):
+    register(Mine)
+
+@dataclass
+class Mine(GPT2):
+    "A model of one's own."
+    name: ClassVar[str] = "mine"
+"""
+
+
+def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys):
+    Path("my_models.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(".")
+    from my_models import Mine
+
+    model = replace(Mine(**{**SIZES, "d_ff": 64}), vocab=VOCAB)
+    write_model(Path("mine.gguf"), model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None)
+    assert told(capsys, "mine.gguf")["family"] is None
+    found = told(capsys, "mine.gguf", "plugins=[my_models]")
+    assert found["family"] == "mine" and found["forward"]
+    for words in ([], ["plugins=[my_models]"]):
+        assert main(["models", *words, "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)["models"]
+        assert listed["here"] == ("base" if words else "donor")
+    assert main(["export", "mine.gguf", "--type", "q8_0", "plugins=[my_models]"]) == 0
 
 
 def write_large_vocabulary(path, tokens=128_256, merges=280_147):

@@ -107,6 +107,7 @@ def evaluate(
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
     check_plan(plan, built.engine, TO_LOOK)
+    built.engine.check_plan(plan)
     with running_out(TO_LOOK), built.engine.realize(plan) as session:
         session.build()
         held_out = batches.held_out()

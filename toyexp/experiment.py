@@ -93,6 +93,8 @@ def prepare(config: Config) -> Prepared:
     for callback in config.callbacks.values():
         callback.check_plan(plan)
     check_plan(plan, config.engine)
+    config.engine.check_plan(plan)
+    plan.check_values()
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     return Prepared(config, dataset, model, Dropout(batches, plan) if plan.drops else batches, plan, adamw, bus)
 

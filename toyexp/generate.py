@@ -246,6 +246,7 @@ def _by_engine(
     built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
     scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
     check_plan(plan, built.engine, LESS)
+    built.engine.check_plan(plan)
     with running_out(LESS), built.engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()

@@ -58,6 +58,13 @@ class GGMLEngine(Engine):
         require_ggml()
         calm_threads()  # before anything imports ggml
 
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a plan with more tensors, or a larger batch, than ggml takes."""
+        from toyexp_ggml.limits import beyond
+
+        if reason := beyond(plan):
+            raise UserError(f"engine={self.name}: {reason}")
+
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
         self.check()

@@ -98,6 +98,7 @@ class Warm(Recipe):
     def _check_rows(self, vocab: int, width: int) -> None:
         with _open(self.path) as file:
             _check_table(file, vocab, width)
+            file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
         """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""

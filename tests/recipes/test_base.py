@@ -204,6 +204,14 @@ def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, 
     assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
     err = capsys.readouterr().err
     assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_donor_whose_embedding_is_no_numbers_is_refused_before_a_directory_is_made(tmp_path, capsys):
+    write_base(tmp_path / "donor.gguf", "llama", tokenizer=Bytes(), spoil="token_embd.weight")
+    assert main([*QUICK, "recipe=warm", "recipe.donor=donor.gguf"]) == 2
+    assert "donor.gguf: token_embd.weight holds numbers that are NaN" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_split_base_is_one_base(tmp_path):

@@ -198,6 +198,8 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
     assert main(["eval", "run", "batch_size=1000000000"]) == 2
     error = capsys.readouterr().err
     assert "1000000000 rows" in error and "model.d_model" not in error
+    assert main(["eval", "run", "engine=ggml", "batch_size=1000000"]) == 2
+    assert "2^31 - 1 logits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class GGUFFile:
         self.path = Path(path)
         first = _Part(self.path)
         self._parts = {first.path: first}
+        self._finite: set[tuple[str, int | None]] = set()  # what was looked at already
         try:
             self._open_others(first)
             self.version = first.version
@@ -150,11 +151,17 @@ class GGUFFile:
         return found
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raises GGUFError unless all numbers of a tensor, or of its first rows, are finite; holds none of them."""
+        """Raises GGUFError unless all numbers of a tensor, or of its first rows, are finite; holds none of them.
+
+        Each is read once: a file that changes under a run is another matter.
+        """
         info, shape = self._wanted(name, rows)
+        if (name, rows) in self._finite:
+            return
         for _, raw in self.pieces(info, math.prod(shape)):
             if not encodes_finite(raw, info.type_id):
                 raise self._not_finite(name)
+        self._finite.add((name, rows))
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""

@@ -111,7 +111,7 @@ def export(options: Options, registry: Registry) -> Exported:
     with GGUFFile(file_of(options.what)) as file:
         if options.type in FOLDERS:
             return _folder(options, file, registry)
-        target = _target(options, file)
+        target = choose_target(file, options.type, options.to, options.force)
         _check_model(file, options.type, registry)
         tied = "output.weight" not in file.tensors
         types = {t.name: tensor_type(t.name, t.shape, options.type, tied) for t in file.tensors.values()}
@@ -130,7 +130,7 @@ def export(options: Options, registry: Registry) -> Exported:
 
 def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     """The same as a directory for transformers."""
-    target = _path(options, file, options.type)
+    target = _path(file, options.type, options.to)
     if target.exists():
         if not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
             raise UserError(f"--to {target}: is already there, and no directory that was written so")
@@ -157,24 +157,24 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:
         return None, [f"written without a tokenizer: {error}"]
 
 
-def _path(options: Options, file: GGUFFile, ending: str) -> Path:
+def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
     """Where to; UserError when there is no directory."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = options.to or file.path.with_name(f"{stem}-{ending}")
+    target = to or file.path.with_name(f"{stem}-{ending}")
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
     return target
 
 
-def _target(options: Options, file: GGUFFile) -> Path:
+def choose_target(file: GGUFFile, kind: str, to: Path | None = None, force: bool = False) -> Path:
     """Where a file goes; UserError for a place that cannot be, or that is taken."""
-    target = _path(options, file, f"{options.type}.gguf")
+    target = _path(file, f"{kind}.gguf", to)
     if target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
     if target.exists():
         if any(target.samefile(path) for path in file.paths):
             raise UserError(f"{target}: is what is read; write elsewhere: --to other.gguf")
-        if not options.force:
+        if not force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
     return target
 

@@ -17,6 +17,7 @@ import numpy as np
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
 from toyexp.gguf.model import file_of
 from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp.init import opened
 from toyexp_recipes import original
 from toyexp_recipes.scratch import DONOR
 
@@ -96,19 +97,19 @@ class Warm(Recipe):
         return self.lens
 
     def _check_rows(self, vocab: int, width: int) -> None:
-        with _open(self.path) as file:
-            _check_table(file, vocab, width)
-            file.check_finite(TABLE, vocab)
+        file = _open(self.path)
+        _check_table(file, vocab, width)
+        file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
         """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
         vocab, width = session.plan.tensor(TABLE).shape
-        with _open(self.path) as file:
-            _check_table(file, vocab, width)
-            try:
-                rows = file.weights(TABLE, rows=vocab)
-            except GGUFError as error:
-                raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        file = _open(self.path)
+        _check_table(file, vocab, width)
+        try:
+            rows = file.weights(TABLE, rows=vocab)
+        except GGUFError as error:
+            raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
         if self.init == "toy":
             original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
@@ -123,8 +124,7 @@ class Warm(Recipe):
 
 def donor_embed_width(path: Path) -> int:
     """The donor's embedding width, from `<architecture>.embedding_length`; raises DonorError."""
-    with _open(path) as file:
-        return _width(file)
+    return _width(_open(path))
 
 
 def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
@@ -143,7 +143,7 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 def _open(path: Path) -> GGUFFile:
     try:
-        return GGUFFile(path)
+        return opened(str(path))
     except GGUFError as error:
         raise DonorError(f"donor {error}") from None
 

@@ -19,7 +19,7 @@ from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp import mistakes
 from toyexp.cli import main
-from toyexp.describe import describe, pasted, setting, shell
+from toyexp.describe import describe
 from toyexp.gguf.write import Writer, write_model
 from toyexp.init import draw
 from toyexp.listing import Line, Listing, ShapeOps, Traced, listing
@@ -27,6 +27,7 @@ from toyexp.ops import Params, Rotary
 from toyexp.registry import Registry, load
 from toyexp.testing.reference import ReferenceOps
 from toyexp.tokenizer import BPE, Bytes
+from toyexp.uses import pasted, setting, shell
 
 GPT2 = """\
 op            tensor                     shape    type  result              parameters  operations
@@ -336,6 +337,13 @@ def test_special_tokens_out_of_range_have_no_text(capsys):
     found = told(capsys, "model.gguf")["tokenizer"]
     assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
     assert "is not supported" in found["refused"]
+
+
+def test_a_file_that_names_no_tokenizer_has_none(capsys):
+    write_foreign(Path("model.gguf"), keys={"tokenizer.ggml.tokens": ["a", "b"]})
+    assert told(capsys, "model.gguf")["tokenizer"]["refused"] == "has no tokenizer"
+    assert main(["recipe=warm", "recipe.donor=model.gguf"]) == 2
+    assert "model.gguf: has no tokenizer; what it reads are ids: data=tokens" in capsys.readouterr().err
 
 
 def test_numbers_of_64_bits_are_shown_as_they_are(registry):

@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toyexp.describe import find_model, in_bytes, pasted, types_of, unfit_donor
+from toyexp.describe import in_bytes, types_of
 from toyexp.errors import UserError, printable
 from toyexp.experiment import count
 from toyexp.gguf.read import GGUFFile
+from toyexp.init import opened
 from toyexp.listing import columns
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
+from toyexp.uses import Offers, pasted
 
 HELP = """\
-usage: toyexp models [DIR ...] [--json]
+usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]
 
 The GGUF files on this machine: those of Hugging Face, Ollama, LM Studio and llama.cpp, those below here, and those in
 the directories given. Only headers are read.
@@ -125,6 +127,7 @@ class Models:
 def split(words: Sequence[str]) -> tuple[list[Path], bool]:
     """The directories and whether --json was given; UserError for what is neither."""
     given = read_options("models", words, ["--json"])
+    refuse_settings("models", given.rest)
     directories = [Path(word) for word in given.rest]
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
@@ -160,15 +163,15 @@ def look(name: str, place: str, path: Path, registry: Registry) -> Found:
         size = sum(p.stat().st_size for p in parts if p.is_file())
         if missing:
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
-        with GGUFFile(path) as file:
-            kinds = types_of(file)
-            heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
-            return Found(
-                name=_run_name(name, file), place=place, path=str(path), bytes=size,
-                architecture=str(file.metadata.get("general.architecture", "")),
-                parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
-                here=good_for(file, registry), parts=len(parts),
-            )  # fmt: skip
+        file = opened(str(path))
+        kinds = types_of(file)
+        heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
+        return Found(
+            name=_run_name(name, file), place=place, path=str(path), bytes=size,
+            architecture=str(file.metadata.get("general.architecture", "")),
+            parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
+            here=good_for(file, registry), parts=len(parts),
+        )  # fmt: skip
     except (UserError, OSError) as error:
         cause = str(error).removeprefix(f"{path}: ") if isinstance(error, UserError) else str(error.strerror)
         return Found(name, place, str(path), size, parts=len(parts), error=cause)
@@ -178,12 +181,12 @@ def good_for(file: GGUFFile, registry: Registry) -> str:
     """What toyexp can do with a file, in a word."""
     if file.metadata.get("general.type") == "adapter":
         return "adapter"
-    model, refused = find_model(file, registry)
-    if model is not None:
-        return "base" if model.reads == "tokens" else model.reads
-    if unfit_donor(file) is None:
+    offers = Offers(file, file.path, registry)
+    if offers.model is not None:
+        return "base" if offers.model.reads == "tokens" else offers.model.reads
+    if offers.unfit_donor() is None:
         return "donor"
-    reason = str(refused)
+    reason = str(offers.refused)
     return f"no: {reason.removeprefix('its ').partition(';')[0].replace('architecture is', 'architecture')}"
 
 

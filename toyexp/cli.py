@@ -135,6 +135,7 @@ def run(words: Sequence[str]) -> int:
     cfg = config.compose(settings, registry, source)
     found = Path(resume).absolute() if resume else None
     if resume == AUTO:
+        config.settle(cfg, registry)
         parent = config.directory(cfg, "hydra.run.dir").parent
         found = find_newest(parent, str(cfg.name))
         nothing = f"no run named {cfg.name} with a checkpoint below {parent}: a new one"

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from toyexp.errors import RunFailed, UserError
 from toyexp.matrix import table
-from toyexp.options import read_options
+from toyexp.options import Words, asks_for_help, read_options, refuse_settings, take_plugins
 from toyexp.registry import KINDS, Registry, conf_dir, load
 from toyexp.sweeps import combinations, local_modules, own_sweep
 from toyexp.terminal import say, write_text
+from toyexp.usage import DOCTOR_HELP, PLUGINS_HELP
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -23,13 +24,21 @@ if TYPE_CHECKING:
     from toyexp.parity import Report
 
 
+# What is about a run alone: its directory, and when it is looked at and saved.
+OF_A_RUN = ("name", "eval_every", "checkpoint_every", "checkpoint_keep", "checkpoint_best", "resume", "sweep", "hydra")
+
+
 def plugins(words: Sequence[str]) -> int:
     """What can be asked for, and which plugins and engines are broken."""
+    if asks_for_help(words):
+        print(PLUGINS_HELP)
+        return 0
     from toyexp.here import broken_engines
 
-    given = read_options("plugins", words, ["--matrix"])
-    names = [w for w in given.rest if not w.startswith("plugins=")]
-    modules = [m for w in words if w.startswith("plugins=") for m in w.removeprefix("plugins=").strip("[]").split(",")]
+    modules, rest = take_plugins("plugins", words)
+    given = read_options("plugins", rest, ["--matrix"])
+    names = given.rest
+    refuse_settings("plugins", names, "a name, and plugins=[...]")
     registry = load(modules)
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
@@ -64,6 +73,9 @@ def plugins(words: Sequence[str]) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     """Which engines work here, and why the others do not."""
+    if asks_for_help(words):
+        print(DOCTOR_HELP)
+        return 0
     given = read_options("doctor", words, ["--graph", "--numerics"])
     if "--graph" in given.switches:
         return _graphs(given.rest)
@@ -110,7 +122,7 @@ def _graphs(settings: Sequence[str]) -> int:
     from toyexp.residency import report
     from toyexp.variants import prepare_variants
 
-    registry, modules, _ = _for_one_experiment("doctor --graph", settings)
+    registry, modules, _ = _for_one_experiment("doctor --graph", settings, (*OF_A_RUN, "steps", "lr", "callbacks"))
     for line in report(prepare_variants(settings, registry, modules, default="ggml")):
         print(line)
     return 0
@@ -120,7 +132,7 @@ def parity(words: Sequence[str]) -> int:
     """Whether several engines compute the same experiment's numbers, within tolerances."""
     from toyexp.parity import STEPS, compare, help_text, split, summary
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(help_text())
         return 0
     options, settings = split(words)
@@ -128,7 +140,12 @@ def parity(words: Sequence[str]) -> int:
     from toyexp.schema import Source
     from toyexp.variants import prepare_variants
 
-    registry, modules, parsed = _for_one_experiment("parity", settings)
+    registry, modules, parsed = _for_one_experiment("parity", settings, OF_A_RUN)
+    for override in parsed:
+        kind, _, rest = override.key_or_group.partition(".")
+        offer = registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
+        if offer is not None and "lr" not in dir(offer.cls):
+            raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
     own = own_sweep(parsed, registry, Source.of())
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
     watch: Callable[[str], None] = (lambda line: None) if options.json else say
@@ -154,13 +171,13 @@ def bench(words: Sequence[str]) -> int:
     """Engines side by side on this machine: their speed, and their memory."""
     from toyexp.bench import HELP, measure, split, table
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(HELP)
         return 0
     options, settings = split(words)
     from toyexp.run import dump_json
 
-    registry, modules, _ = _for_one_experiment("bench", settings)
+    registry, modules, _ = _for_one_experiment("bench", settings, (*OF_A_RUN, "callbacks"))
     report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
     print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
     return 0
@@ -171,36 +188,31 @@ def evaluate(words: Sequence[str]) -> int:
     from toyexp.evaluate import HELP
     from toyexp.evaluate import evaluate as run
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(HELP)
         return 0
-    file, settings, as_json = _file_and_settings(words)
-    from toyexp.gguf.model import file_of
+    what, settings, given = _file_and_settings(words)
     from toyexp.run import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(file_of(Path(file), registry=registry), settings, registry, modules)
-    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+    found = run(Path(what), settings, registry, modules, given.values.get("--data"))
+    print(dump_json(found.plain(), indent=2) if "--json" in given.switches else "\n".join(found.lines()))
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
     return 0
 
 
-def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], bool]:
-    """The file that eval is asked about, the settings with what --data stands for, and --json; or UserError."""
+def _file_and_settings(words: Sequence[str]) -> tuple[str, list[str], Words]:
+    """The file or directory that eval is asked about, the settings, and the options; or UserError."""
     given = read_options("eval", words, ["--json"], {"--data": "book.txt"})
     files = [word for word in given.rest if "=" not in word]
     settings = [word for word in given.rest if "=" in word]
     if len(files) != 1:
         raise UserError(
             f"{' '.join(['eval', *files])}: takes one file or run directory, settings behind it, --data and "
-            "--json: toyexp eval model.gguf seed=1"
+            "--json: toyexp eval model.gguf batch_size=4"
         )
-    if "--data" in given.values:
-        from toyexp.config import setting
-
-        settings += ["data=text", setting("data.path", given.values["--data"])]
-    return files[0], settings, "--json" in given.switches
+    return files[0], settings, given
 
 
 def generate(words: Sequence[str]) -> int:
@@ -208,7 +220,7 @@ def generate(words: Sequence[str]) -> int:
     from toyexp.generate import HELP, split
     from toyexp.generate import generate as run
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(HELP)
         return 0
     options = split(words)
@@ -233,13 +245,14 @@ def describe(words: Sequence[str]) -> int:
     from toyexp.describe import HELP, split
     from toyexp.describe import describe as read
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(HELP)
         return 0
-    path, flags = split(words)
+    modules, rest = take_plugins("describe", words)
+    path, flags = split(rest)
     from toyexp.run import dump_json
 
-    found = read(path, load(), "--metadata" in flags, "--tensors" in flags)
+    found = read(path, load(modules), "--metadata" in flags, "--tensors" in flags)
     print(dump_json(found.plain(), indent=2) if "--json" in flags else "\n".join(found.lines()))
     return 0
 
@@ -248,13 +261,14 @@ def models(words: Sequence[str]) -> int:
     """The GGUF files on this machine, and what each is good for here."""
     from toyexp.caches import HELP, find, split
 
-    if "-h" in words or "--help" in words:
+    if asks_for_help(words):
         print(HELP)
         return 0
-    directories, as_json = split(words)
+    modules, rest = take_plugins("models", words)
+    directories, as_json = split(rest)
     from toyexp.run import dump_json
 
-    found = find(load(), directories)
+    found = find(load(modules), directories)
     print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
     return 0
 
@@ -263,14 +277,20 @@ def export(words: Sequence[str]) -> int:
     """A model's file again in another type."""
     from toyexp.export import HELP, show
 
-    print(HELP if "-h" in words or "--help" in words else show(words, load()))
+    if asks_for_help(words):
+        print(HELP)
+        return 0
+    modules, rest = take_plugins("export", words)
+    print(show(rest, load(modules)))
     return 0
 
 
-def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry, list[str], list[Override]]:
+def _for_one_experiment(
+    command: str, settings: Sequence[str], ignored: Sequence[str] = ()
+) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
-    Raises UserError for a setting with several values.
+    Raises UserError for a setting with several values, and for one that is `ignored`.
     """
     from toyexp import mistakes, schema
 
@@ -278,6 +298,8 @@ def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry
     for override in parsed:
         if override.is_sweep_override():
             raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
+        if override.key_or_group.replace("/", ".").split(".")[0] in ignored:
+            raise UserError(f"{override.input_line}: is of no effect in {command}; leave it out")
     modules = local_modules(parsed)
     registry = load(modules)
     schema.store_schemas(registry)
@@ -286,7 +308,7 @@ def _for_one_experiment(command: str, settings: Sequence[str]) -> tuple[Registry
 
 def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
-    if words:
+    if words and not asks_for_help(words):
         raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
     from toyexp.completion import top_level
 

@@ -26,8 +26,9 @@ from toyexp.bus import Callback, answers_lr
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Broken, Unavailable, UserError, choose, printable
-from toyexp.gguf.model import model_of
+from toyexp.gguf.model import model_in
 from toyexp.home import expanded
+from toyexp.init import opened
 from toyexp.matrix import misfit, suited
 from toyexp.mistakes import check_keys, check_override, explain, in_lists, in_plain_words, parse, valid_keys
 from toyexp.model import Model
@@ -126,7 +127,11 @@ def directory(cfg: DictConfig, key: str, below: Path = Path()) -> Path:
 
 
 def setting(key: str, value: object) -> str:
-    """`key=value` as it is read back, whatever characters are in the value."""
+    """`key=value` as it is read back: any text, a number, true or false, null, or a list of these."""
+    if isinstance(value, list):
+        return f"{key}=[{','.join(setting('', item).removeprefix('=') for item in value)}]"
+    if value is None or isinstance(value, bool | int | float):
+        return f"{key}={'null' if value is None else str(value).lower()}"
     text = str(value)
     plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) and "/" in text  # which is neither a number nor null
     return f"{key}={text if plain else QuotedString(text, Quote.double).with_quotes()}"
@@ -160,11 +165,8 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         name = OmegaConf.select(cfg, "hydra.runtime.choices.experiment")
         what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
         raise UserError(f"{what} is a sweep over {', '.join(sweep_of(cfg))}; run it with -m: toyexp -m{line}")
-    typed = parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
-    cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
-    check_keys(cfg, registry)
-    base = take_base(cfg, typed, registry)
-    parts = _parts(cfg, registry)
+    base, typed = settle(cfg, registry), _given(cfg)
+    parts = _parts(without_hydra(cfg), registry)
     settings, callbacks = parts["settings"], parts["callbacks"]
     unknown = [p for p in settings.plugins if p not in allowed_plugins]
     if unknown:
@@ -183,7 +185,7 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
 
 def look_over(cfg: DictConfig, registry: Registry) -> None:
     """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
-    cfg = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
+    cfg = without_hydra(cfg)
     check_keys(cfg, registry)
     _parts(cfg, registry)
 
@@ -244,13 +246,32 @@ def _without_default(typed: Sequence[Override], callbacks: Mapping[str, Callback
             f"{' '.join(kept)}"]  # fmt: skip
 
 
+def without_hydra(cfg: DictConfig) -> DictConfig:
+    """A copy with our keys alone."""
+    return OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
+
+
+def settle(cfg: DictConfig, registry: Registry) -> Model | None:
+    """Checks the keys of `cfg`, and puts the model of the recipe's base file, if it has one, in place of its `model`.
+
+    Names and directories that are made of the model's name are then of the one that is trained. Returns that model.
+    """
+    check_keys(without_hydra(cfg), registry)
+    return take_base(cfg, _given(cfg), registry)
+
+
+def _given(cfg: DictConfig) -> list[Override]:
+    """What was typed, as Hydra keeps it."""
+    return parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
+
+
 def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:
     """The model of the recipe's base file, if it has one; its settings then stand in `cfg.model`.
 
     Of those only `context` stays the run's own, the length of a training window. UserError for anything else of
     `model` that was `typed` and is not so, and for a file that no model here can represent.
     """
-    node = _resolved(cfg)["recipe"]
+    node = _resolved(without_hydra(cfg))["recipe"]
     cls = typing.cast("type[Recipe]", class_of("recipe", node, registry))
     if cls.base_file is Recipe.base_file:
         return None
@@ -262,7 +283,7 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     path = recipe.base_file()
     if path is None:
         return None
-    base = model_of(path, registry, recipe.reads)
+    base = model_in(opened(str(path)), registry, recipe.reads)
     held = base.settings()
     for override in typed:
         kind, _, key = override.key_or_group.partition(".")

@@ -34,6 +34,11 @@ class Data(ABC):
     gives: ClassVar[str]  # the kind of data: "tokens" or "images"
     fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """How well `path` fits where no `data=` says what it is: 2 like no other, 1 if nothing better does, 0 not."""
+        return 0
+
     @abstractmethod
     def check(self) -> None:
         """Raises UserError for settings that cannot work and files that are not there."""
@@ -52,6 +57,7 @@ class Dataset(ABC):
 
     tokenizer: Tokenizer | None = None
     vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
+    chat_template: str = ""  # in Jinja, that its conversations were written by
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What is in a GGUF file, and what can be done with it here: what `toyexp describe` shows.
 
-Reads headers only. What a file says of itself is a stranger's text: shown through `printable`, and never rendered.
+Reads headers, and numbers as far as `toyexp.uses` looks. What a file says of itself is a stranger's text: shown through
+`printable`, and never rendered.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import numpy as np
 
 from toyexp.errors import UserError, printable
 from toyexp.experiment import count
-from toyexp.gguf.model import ADAPTER, MODEL, file_of, model_in
+from toyexp.gguf.model import ADAPTER, MODEL, file_of
 from toyexp.gguf.read import GGUFFile, TensorInfo
-from toyexp.gguf.tokenizer import check_kind, has_text
+from toyexp.init import opened
 from toyexp.listing import BLOCK, Listing, Traced, columns, inside, listing
-from toyexp.model import Model
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 from toyexp.restored import origin
 from toyexp.tokenizer import CONTROL
+from toyexp.uses import Offers, Use
 
 HELP = """\
-usage: toyexp describe WHAT [options]
+usage: toyexp describe WHAT [options] [plugins=[my_module]]
 
 What is in a GGUF file: its model, numbers and tokenizer, what toyexp can do with it, and its forward pass op by op.
 WHAT is a file, the first part of a split one, the directory of a run, or a checkpoint (run/checkpoints/step-200).
@@ -42,34 +43,26 @@ options
   --tensors       every tensor: its shape, type and place
   --json          everything as JSON
 
+A command that is shown works, as far as the file is concerned: the rules of those who run it were asked, the tokenizer
+was read, and the numbers of a file of up to 256 MB were looked at.
 In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
 matrix products and attention for one token (or image), with attention looking at all T positions."""
 
 FLAGS = ("--metadata", "--tensors", "--json")
 WIDTH = 110  # of a line, where one is broken
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
-PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
-TRAINING_WINDOW = 64  # the default of model.context, which must not be longer than the file's
 
 
 def split(words: Sequence[str]) -> tuple[Path, set[str]]:
     """The file and the flags of a command line; UserError for what is neither."""
     given = read_options("describe", words, FLAGS)
+    refuse_settings("describe", given.rest)
     if len(given.rest) != 1 or not given.rest[0]:
         raise UserError(
             f"describe {shlex.join(given.rest)}".rstrip() + ": takes one GGUF file, or the directory of a run: "
             "toyexp describe model.gguf"
         )
     return Path(given.rest[0]), given.switches
-
-
-@dataclass(frozen=True)
-class Use:
-    """One thing that toyexp does with models, and how to ask for it with this file, or why not."""
-
-    what: str
-    command: str | None
-    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -184,128 +177,28 @@ class Description:
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
     path = file_of(path, (MODEL, ADAPTER), registry)
-    with GGUFFile(path) as file:
-        path = origin(path)
-        architecture = _text(file, "general.architecture")
-        kind = _text(file, "general.type") or "model"
-        model, refused = find_model(file, registry)
-        forward = None
-        if model is not None:
-            try:
-                forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
-            except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
-                refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
-        part = _part(file)
-        return Description(
-            file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
-            family=model.name if model else None, refused=refused,
-            sizes=model.settings() if model else _sizes(file, architecture),
-            parameters=_parameters(file.tensors.values()), outside=_outside(file.tensors.values()),
-            types=types_of(file), tokenizer=_tokenizer(file), general=_general(file),
-            adapter=_adapter(file) if kind == "adapter" else None, parts=part,
-            uses=uses(file, path, model, refused), forward=forward,
-            metadata=dict(file.metadata) if metadata else {},
-            tensors=[_tensor(t) for t in file.tensors.values()] if tensors else [],
-        )  # fmt: skip
-
-
-# -- what a file is good for ------------------------------------------------------------------------------------------
-
-
-def find_model(file: GGUFFile, registry: Registry) -> tuple[Model | None, str | None]:
-    """The file's model, or why it is none that toyexp can compute."""
-    try:
-        return model_in(file, registry), None
-    except UserError as error:
-        return None, str(error).removeprefix(f"{file.path}: ")
-    except Exception as error:  # whatever a plugin raises, the header can still be shown
-        return None, f"{type(error).__name__}: {printable(str(error))}"
-
-
-def unfit_donor(file: GGUFFile) -> str | None:
-    """Why recipe=warm cannot take the file's embedding; None where it can."""
-    architecture = _text(file, "general.architecture")
-    width = file.metadata.get(f"{architecture}.embedding_length")
-    table = file.tensors.get("token_embd.weight")
-    if not isinstance(width, int):
-        return f"it has no {printable(architecture)}.embedding_length"
-    if table is None:
-        return "it has no token_embd.weight"
-    if len(table.shape) != 2 or table.shape[1] != width:
-        return f"its token_embd.weight is {list(table.shape)}, its keys say rows of {width}"
-    return None
-
-
-def uses(file: GGUFFile, path: Path, model: Model | None, refused: str | None) -> list[Use]:
-    """What toyexp can do with the file, each with the command to type."""
-    here = shell(str(path))
-    if _text(file, "general.type") == "adapter":
-        return [
-            Use("generate", f"toyexp generate BASE.gguf --adapter {here} --prompt 'Once upon a time'"),
-            Use("train on", None, "an adapter holds no model"),
-        ]
-    without_text = _unusable_tokenizer(file)
-    ids = "" if without_text is None else " data=tokens data.path=IDS.bin"
-    found = []
-    if model is None:
-        found.append(Use("train on", None, refused))
-    elif model.reads != "tokens":
-        found.append(Use("train on", None, f"recipes with a base train models of tokens, this one reads {model.reads}"))
-    else:
-        context = int(model.settings()["context"])
-        on = ids + (f" model.context={context}" if context < TRAINING_WINDOW else "")
-        names = {inside(name) for name in file.tensors}
-        targets = "" if "attn_q.weight" in names else " 'recipe.targets=[qkv]'"
-        base = setting("recipe.base", path)
-        found.append(Use("train on", f"toyexp recipe=lora {base}{targets}{on} lr=1e-3"))
-        found.append(Use("train on", f"toyexp recipe=full {base}{on} lr=1e-4"))
-    if model is None or model.reads == "tokens":
-        unfit = unfit_donor(file)
-        donor = f"toyexp recipe=warm {setting('recipe.donor', path)}{ids}"
-        found.append(Use("donor", None, unfit) if unfit else Use("donor", donor))
+    file, path = opened(str(path)), origin(path)  # opened as by the recipes, who are asked about it
+    kind = _text(file, "general.type") or "model"
+    offers = Offers(file, path, registry)
+    model, refused, forward = offers.model, offers.refused, None
+    uses = offers.all()
     if model is not None:
-        data = ids if model.reads == "tokens" else " data=images data.path=FOLDER"
-        found.append(Use("eval", f"toyexp eval {here}{data}"))
-        if model.reads == "tokens":
-            prompt = "--prompt 'Once upon a time'" if without_text is None else "--ids 1,2,3"
-            found.append(Use("generate", f"toyexp generate {here} {prompt}"))
-        quantised = {t.type for t in file.tensors.values()} - {"F32", "F16", "BF16"}
-        found.append(Use("export", f"toyexp export {here} --type {'f32' if quantised else 'q8_0'}"))
-    return found
-
-
-def shell(path: str) -> str:
-    """A path to be pasted into a shell; one with control characters can only be shown."""
-    path = f"./{path}" if path.startswith("-") else path  # or it would be an option
-    return shlex.quote(path) if path.isprintable() else printable(path, 200)
-
-
-def setting(key: str, path: Path) -> str:
-    """`key=path` to be pasted: quoted for Hydra where it would read more than a word, and for the shell."""
-    return f"{key}={pasted(path)}"
-
-
-def pasted(path: Path) -> str:
-    """What stands behind `recipe.base=`, for a shell; one with control characters can only be shown."""
-    text = str(path)
-    if not text.isprintable():
-        return printable(text, 200)
-    if PLAIN_WORD.fullmatch(text):
-        return shlex.quote(text)
-    quoted = "'" + text.replace("${", "\\${").replace("'", "\\'") + "'"
-    return shlex.quote(quoted) if re.search(r'["$`\\!]', quoted) else f'"{quoted}"'
-
-
-def _unusable_tokenizer(file: GGUFFile) -> str | None:
-    try:
-        check_kind(file)
-        if not has_text(file):
-            return "it has no tokenizer, but ids alone"
-    except UserError as error:
-        if "tokenizer.ggml.tokens" not in file.metadata:
-            return "it has no tokenizer"
-        return str(error).removeprefix(f"{file.path}: ").partition(";")[0]
-    return None
+        try:
+            forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
+        except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
+            refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
+    architecture = _text(file, "general.architecture")
+    return Description(
+        file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
+        family=model.name if model else None, refused=refused,
+        sizes=model.settings() if model else _sizes(file, architecture),
+        parameters=_parameters(file.tensors.values()), outside=_outside(file.tensors.values()),
+        types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
+        adapter=_adapter(file) if kind == "adapter" else None, parts=_part(file),
+        uses=uses, forward=forward,
+        metadata=dict(file.metadata) if metadata else {},
+        tensors=[_tensor(t) for t in file.tensors.values()] if tensors else [],
+    )  # fmt: skip
 
 
 # -- what a header says -----------------------------------------------------------------------------------------------
@@ -349,8 +242,8 @@ def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
     return {printable(k): v for k, v in own.items() if isinstance(v, bool | int | float | str)}
 
 
-def _tokenizer(file: GGUFFile) -> dict[str, Any] | None:
-    """What the tokenizer's keys say; nothing is tokenized."""
+def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
+    """What the tokenizer's keys say."""
     meta = file.metadata
     if not any(key.startswith("tokenizer.") for key in meta):
         return None
@@ -362,7 +255,7 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any] | None:
         if key == f"tokenizer.ggml.{name}_token_id" and isinstance(value, int):
             special[name] = {"id": value, "token": texts[value] if 0 <= value < len(texts) else None}
     order = {name: i for i, name in enumerate(SPECIAL)}
-    refused = _unusable_tokenizer(file) if texts else None
+    refused = offers.untokenized if texts else None
     adds = {f"add_{x}": meta.get(f"tokenizer.ggml.add_{x}_token") for x in ("bos", "eos")}
     return {
         "model": _text(file, "tokenizer.ggml.model"),

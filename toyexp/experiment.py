@@ -110,6 +110,8 @@ def prepare(config: Config) -> Prepared:
         with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
             callback.check_plan(plan)
     check_plan(plan, config.engine)
+    config.engine.check_plan(plan)
+    plan.check_values()
     adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     batches = Dropout(batches, plan) if plan.drops else batches
     planned = Planned(config.plain, dataset, batches, plan)

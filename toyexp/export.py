@@ -20,7 +20,7 @@ from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import Writer
 from toyexp.huggingface import TYPES, write_folder
-from toyexp.options import read_options
+from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 from toyexp.restored import origin
 from toyexp.run import bytes_in, dump_json
@@ -36,7 +36,7 @@ VALUES = {"--type": "q8_0", "--to": "small.gguf"}
 SWITCHES = ("--force", "--requantize", "--json")
 
 HELP = f"""\
-usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json]
+usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json] [plugins=[my_module]]
 
 Writes a model again in another type; WHAT is a GGUF file, a run's directory, which means its model.gguf, or a
 checkpoint (run/checkpoints/step-200), whose model is written into the run's directory.
@@ -96,6 +96,7 @@ class Exported:
 def split(words: Sequence[str]) -> Options:
     """The command line of `toyexp export`; UserError for what it does not take."""
     given = read_options("export", words, SWITCHES, VALUES)
+    refuse_settings("export", given.rest)
     if len(given.rest) != 1 or "--type" not in given.values:
         raise UserError(
             f"export {' '.join(words)}".rstrip() + ": takes one file or run directory, and a type: "
@@ -113,7 +114,7 @@ def export(options: Options, registry: Registry) -> Exported:
     with GGUFFile(file_of(options.what, registry=registry)) as file:
         if options.type in FOLDERS:
             return _folder(options, file, registry)
-        target = _target(options, file)
+        target = choose_target(file, options.type, options.to, options.force)
         _check_model(file, options.type, registry)
         tied = "output.weight" not in file.tensors
         types = {t.name: tensor_type(t.name, t.shape, options.type, tied) for t in file.tensors.values()}
@@ -134,7 +135,7 @@ def export(options: Options, registry: Registry) -> Exported:
 
 def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     """The same as a directory for transformers."""
-    target = _path(options, file, options.type)
+    target = _path(file, options.type, options.to)
     if os.path.lexists(target):
         if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
             raise UserError(f"--to {target}: is already there, and no directory that was written so")
@@ -161,27 +162,27 @@ def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:
         return None, [f"written without a tokenizer: {error}"]
 
 
-def _path(options: Options, file: GGUFFile, ending: str) -> Path:
+def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
     """Where to; UserError when there is no directory."""
     beside = file.path
     if (made_of := origin(file.path)) != file.path:  # what lies in a checkpoint's directory goes with it
         beside = made_of.parents[1] / file.path.name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = options.to or beside.with_name(f"{stem}-{ending}")
+    target = to or beside.with_name(f"{stem}-{ending}")
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
     return target
 
 
-def _target(options: Options, file: GGUFFile) -> Path:
+def choose_target(file: GGUFFile, kind: str, to: Path | None = None, force: bool = False) -> Path:
     """Where a file goes; UserError for a place that cannot be, or that is taken."""
-    target = _path(options, file, f"{options.type}.gguf")
+    target = _path(file, f"{kind}.gguf", to)
     if target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
     if os.path.lexists(target):
         if target.exists() and any(target.samefile(path) for path in file.paths):
             raise UserError(f"{target}: is what is read; write elsewhere: --to other.gguf")
-        if not options.force:
+        if not force:
             raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
     return target
 

@@ -24,14 +24,9 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
     """The frozen tensors of a LoRA adapter for llama.cpp, and what they are put on; UserError if not on `model`."""
     with GGUFFile(path) as file:
-        kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
-        if kinds != ["adapter", "lora"]:
-            raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")
+        alpha = check_adapter(file)
         if file.architecture != model.architecture:
             raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {model.architecture}")
-        alpha = file.metadata.get("adapter.lora.alpha", 0.0)
-        if not isinstance(alpha, float) or not math.isfinite(alpha):
-            raise file.error(f"its adapter.lora.alpha is {printable(str(alpha))}, expected a number")
         shapes = {name: info.shape for name, info in file.tensors.items()}
         linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
         adapters, tensors = [], []
@@ -53,3 +48,16 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
             what = f"its tensor {printable(min(strange))}" if strange else "a file without tensors"
             raise file.error(f"{what} fits no linear of this {model.name}")
     return tensors, adapters
+
+
+def check_adapter(file: GGUFFile) -> float:
+    """Its alpha, 0 where it has none; UserError for a file that holds no LoRA adapter, whatever its base."""
+    kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
+    if kinds != ["adapter", "lora"]:
+        raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")
+    alpha = file.metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, float) or not math.isfinite(alpha):
+        raise file.error(f"its adapter.lora.alpha is {printable(str(alpha))}, expected a number")
+    if not file.tensors:
+        raise file.error("a file without tensors fits no model")
+    return alpha

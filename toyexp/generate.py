@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toyexp.chat import Template
 from toyexp.data import sequence_inputs
@@ -20,19 +20,22 @@ from toyexp.gguf.model import file_of, model_of
 from toyexp.gguf.read import GGUFError, GGUFFile
 from toyexp.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.init import stream
-from toyexp.options import is_whole, read_options, real, whole
+from toyexp.memory import check_plan, running_out
+from toyexp.options import is_whole, read_options, real, refuse_settings, take_plugins, whole
 from toyexp.recipe import Setup
 from toyexp.registry import Registry
 from toyexp.restored import origin
 from toyexp.sampling import Sampling, continuation
+from toyexp.threads import MOST_THREADS
 from toyexp.tokenizer import Tokenizer
 
 LLAMA_CPP = "llama.cpp"
+LESS = "fewer --tokens take less"
 # Why it ends.
 END, LIMIT, FULL = "end of text", "token limit", "context full"
 
 HELP = """\
-usage: toyexp generate MODEL --prompt TEXT [options]
+usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
 
 Text from a language model, printed as it comes. MODEL is a GGUF file, the directory of a run that
 left a model.gguf, or a checkpoint (run/checkpoints/step-200).
@@ -44,7 +47,7 @@ left a model.gguf, or a checkpoint (run/checkpoints/step-200).
 options
   --prompt TEXT      what to continue; - reads it from standard input
   --ids 1,2,3        token ids in its place; a file without a tokenizer answers in ids too
-  --chat             the prompt is a user's message, written by the file's chat template
+  --chat             the prompt is a user's message, written by the file's chat template, or by the adapter's own
   --tokens N         tokens to write at most (64)
   --temperature X    logits are divided by it; 0: always the likeliest token (0.8)
   --top-k N          choose among the N likeliest tokens; 0: all (40)
@@ -95,12 +98,13 @@ VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
 
 def split(words: Sequence[str]) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    given = read_options("generate", words, SWITCHES, VALUES)
-    files = [word for word in given.rest if not word.startswith("plugins=")]
+    modules, rest = take_plugins("generate", words)
+    given = read_options("generate", rest, SWITCHES, VALUES)
+    files = given.rest
+    refuse_settings("generate", files, "options, and plugins=[...]")
     if len(files) != 1:
         more = f" {files[1]}" if files else ""
         raise UserError(f"generate{more}: takes one GGUF file or run directory")
-    modules = [m for w in given.rest if w not in files for m in w.removeprefix("plugins=").strip("[]").split(",")]
     named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in given.values.items()}
     named |= {flag[2:]: flag in given.switches for flag in SWITCHES}
     options = Options(files[0], plugins=modules, **named)
@@ -139,6 +143,7 @@ class Generated:
     reason: str
     seconds: float
     seed: int
+    template: str | None = None  # with --chat: the file whose chat template wrote the prompt
 
     @property
     def tokens_per_second(self) -> float:
@@ -152,7 +157,8 @@ class Generated:
     def line(self) -> str:
         """For a person."""
         speed = f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
-        return f"{speed} · {self.reason} · {self.engine}"
+        template = f" · chat template of {self.template}" if self.template else ""
+        return f"{speed} · {self.reason} · {self.engine}{template}"
 
 
 class Scribe:
@@ -228,7 +234,7 @@ def _by_engine(
     model: Any = model_of(path, registry)
     if model.reads != "tokens":
         raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
-    tokenizer, template = _language(path, options)
+    tokenizer, template = _language(path, options), chat_template(path, options)
     ids = _prompt_ids(path, prompt, options, tokenizer, template)
     vocab = min(tokenizer.vocab, model.vocab) if tokenizer else model.vocab
     beyond = [i for i in ids if i >= vocab]
@@ -241,7 +247,9 @@ def _by_engine(
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
     built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
     scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
-    with built.engine.realize(plan) as session:
+    check_plan(plan, built.engine, LESS)
+    built.engine.check_plan(plan)
+    with running_out(LESS), built.engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()
         tokens = continuation(decoder, ids, options.sampling, words, vocab)
@@ -249,7 +257,7 @@ def _by_engine(
         seconds = time.perf_counter() - began
     return Generated(
         str(origin(path)), built.engine_note, prompt, ids, scribe.text if tokenizer else None, scribe.ids,
-        len(scribe.ids), reason, seconds, options.seed,
+        len(scribe.ids), reason, seconds, options.seed, template and template.file,
     )  # fmt: skip
 
 
@@ -268,32 +276,52 @@ def _write(tokens: Iterator[int], last: frozenset[int], limit: int, scribe: Scri
     return reason
 
 
-def _language(path: Path, options: Options) -> tuple[Tokenizer | None, str]:
-    """The file's tokenizer, if it has one and it is needed, and its chat template."""
+def _language(path: Path, options: Options) -> Tokenizer | None:
+    """The file's tokenizer, if it has one and it is needed."""
     with GGUFFile(path) as file:
         if not has_text(file):
-            return None, ""
+            return None
         try:
-            return read_tokenizer(file), read_chat_template(file)
+            return read_tokenizer(file)
         except GGUFError:
             if options.ids is None:
                 raise
-            return None, ""
+            return None
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template, and which file has it."""
+
+    text: str
+    file: str
+
+
+def chat_template(path: Path, options: Options) -> ChatTemplate | None:
+    """What writes a chat's prompt: the template that the adapter was trained with, or the model's.
+
+    None without --chat; UserError where there is none.
+    """
+    if not options.chat:
+        return None
+    for asked in filter(None, (options.adapter, str(path))):
+        with GGUFFile(asked) as file:
+            if text := read_chat_template(file):
+                return ChatTemplate(text, asked)
+    raise UserError(f"{path}: has no chat template; leave --chat out")
 
 
 def _prompt_ids(
-    path: Path, prompt: str | None, options: Options, tokenizer: Tokenizer | None, template: str
+    path: Path, prompt: str | None, options: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> list[int]:
     if options.ids is not None:
         return options.ids
     if tokenizer is None:
         raise UserError(f"{path}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
     assert prompt is not None
-    if not options.chat:
+    if template is None:
         return tokenizer.prompt(prompt).tolist()
-    if not template:
-        raise UserError(f"{path}: has no chat template; leave --chat out")
-    text = Template(template, tokenizer, path).render([{"role": "user", "content": prompt}], answer=True).text
+    question = [{"role": "user", "content": prompt}]
+    text = Template(template.text, tokenizer, template.file).render(question, answer=True).text
     begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 
@@ -311,8 +339,9 @@ def _by_llama_cpp(
     threads = 0
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key != "threads" or not is_whole(value, 0, 1024):
-            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes threads alone: {LLAMA_CPP}:threads=1")
+        if key != "threads" or not is_whole(value, 0, MOST_THREADS):
+            usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")
         threads = int(value)
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")
@@ -320,14 +349,15 @@ def _by_llama_cpp(
             raise file.error("holds no language model")
         if not has_text(file):
             raise file.error("has no tokenizer, and llama.cpp does not write without one")
-        if options.chat and not read_chat_template(file):
-            raise file.error("has no chat template; leave --chat out")
     if options.adapter:
         GGUFFile(options.adapter).close()  # which says what is wrong with a file that is none
+    template, asked = chat_template(path, options), options.ids
+    if template and template.file != str(path):  # which llama.cpp does not know of
+        asked = _prompt_ids(path, prompt, options, _language(path, options), template)
     package = llamacpp.installed()
-    most = len(options.ids) if options.ids is not None else len((prompt or "").encode()) + llamacpp.MARGIN
+    most = len(asked) if asked is not None else len((prompt or "").encode()) + llamacpp.MARGIN
     request = {
-        "package": package, "file": str(path), "adapter": options.adapter, "threads": threads, "ids": options.ids,
+        "package": package, "file": str(path), "adapter": options.adapter, "threads": threads, "ids": asked,
         "text": prompt, "chat": options.chat, "context": context, "n_ctx": min(context, most + options.tokens),
         "tokens": options.tokens, "sampling": {**asdict(options.sampling), "seed": options.seed % (2**32 - 1)},
         "stream": not options.json,
@@ -344,5 +374,5 @@ def _by_llama_cpp(
     reason = END if told["stopped"] == "eos" else LIMIT if told["count"] >= options.tokens else FULL
     return Generated(
         str(path), f"{LLAMA_CPP} ({package})", prompt, told["prompt_ids"], text, told["ids"], told["count"], reason,
-        time.perf_counter() - began, options.seed,
+        time.perf_counter() - began, options.seed, template and template.file,
     )  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -15,6 +16,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp import config, mistakes
 from toyexp.errors import UserError
+from toyexp.recipe import Recipe
 from toyexp.registry import Registry
 from toyexp.schema import GROUPS, Settings, Source, class_of
 from toyexp.sweepdir import Job
@@ -44,7 +46,7 @@ class Lookahead:
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
         """The sweep's directory, which is `root` where it is there already, and below it the job's."""
-        cfg = self.config(job)
+        cfg = self._settled(self.config(job))
         named = str(
             [OmegaConf.to_container(cfg.hydra.sweep), OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["name"]))]
         )
@@ -55,6 +57,15 @@ class Lookahead:
         HydraConfig.instance().set_config(cfg)  # what ${hydra:job.num} reads
         root = root or config.directory(cfg, "hydra.sweep.dir")
         return root, config.directory(cfg, "hydra.sweep.subdir", below=root)
+
+    def _settled(self, cfg: DictConfig) -> DictConfig:
+        """With the model of the recipe's base file, which names the job, where it has one."""
+        recipe = cast("type[Recipe]", class_of("recipe", cfg.recipe, self.registry))
+        if recipe.base_file is Recipe.base_file:
+            return cfg
+        cfg = copy.deepcopy(cfg)
+        config.settle(cfg, self.registry)
+        return cfg
 
     def check(self, job: Job, whole: bool = False) -> None:
         """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.

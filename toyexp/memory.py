@@ -17,6 +17,7 @@ from toyexp.plan import Plan
 
 GROUPS = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
+TO_LOOK = "a smaller batch_size or model.context takes less"  # where nothing is trained
 
 
 def available_bytes() -> int | None:
@@ -55,7 +56,7 @@ def _read(path: Path) -> int | None:
     return None if text == "max" else int(text)
 
 
-def check_plan(plan: Plan, engine: Engine) -> None:
+def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
 
     That is one step's batch, and the trainable tensors with their gradients and moments in float32 (of a device with
@@ -69,7 +70,7 @@ def check_plan(plan: Plan, engine: Engine) -> None:
     if left is not None and batch + weights > left:
         parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and AdamW take")]
         most, what = max(parts)
-        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {REMEDY}")
+        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
 
 
 def _gb(size: int) -> str:
@@ -77,14 +78,14 @@ def _gb(size: int) -> str:
 
 
 @contextlib.contextmanager
-def running_out() -> Iterator[None]:
-    """Turns the many ways to say that memory ran out into RunFailed with a remedy."""
+def running_out(remedy: str = REMEDY) -> Iterator[None]:
+    """Turns the many ways to say that memory ran out into RunFailed with the `remedy`."""
     try:
         yield
     except MemoryError as error:
-        raise RunFailed(f"out of memory ({str(error) or 'no more was given'}); {REMEDY}") from error
+        raise RunFailed(f"out of memory ({str(error) or 'no more was given'}); {remedy}") from error
     except RuntimeError as error:  # PyTorch says it in words alone
         if not re.search(r"out of memory|allocate memory", str(error)):
             raise
         told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        raise RunFailed(f"out of memory ({printable(told, 160)}); {REMEDY}") from error
+        raise RunFailed(f"out of memory ({printable(told, 160)}); {remedy}") from error

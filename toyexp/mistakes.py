@@ -308,7 +308,9 @@ def explain(error: Exception, parsed: Sequence[Override], registry: Registry, so
     typed = [o for o in parsed if o.key_or_group == key]  # the same key may be there twice
     guilty = [o for o in typed if f"'{o.value()}'" in str(cause)] or typed
     label = guilty[-1].input_line if guilty else key or "the config"
-    return UserError(f"{label}: {in_plain_words(cause)}")
+    whole = next((value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()), None)
+    written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
+    return UserError(f"{label}: {in_plain_words(cause)}{written_out}")
 
 
 def _groups_only(parsed: Sequence[Override], source: Source) -> DictConfig | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from toyexp.bounds import MOST, require_positive
 from toyexp.errors import UserError, choose, printable
 from toyexp.init import Values
 from toyexp.ops import Ops, Params, Tensor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_BLOCKS = 10_000
+LEAST_EPS = 1e-24
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,26 @@ class Model(ABC):
         return sum(math.prod(t.shape) for t in self.tensors())
 
     def require_positive(self, *names: str) -> None:
-        """Raises UserError unless each named field is a finite number above zero."""
+        """Raises UserError unless each named field is above zero, and no more than float32 holds or 31 bits count."""
         for name in names:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise UserError(f"model.{name}={value}: must be above 0")
+            require_positive(f"model.{name}", getattr(self, name))
+
+    def require_eps(self, name: str) -> None:
+        """Raises UserError unless the named field can be added to a norm's variance.
+
+        Where all inputs are 0 the gradient takes its power of -1.5, which float32 has to hold; above 1 it is no small
+        addition but what decides.
+        """
+        value = getattr(self, name)
+        if value > 0 and not LEAST_EPS <= value <= 1:
+            raise UserError(f"model.{name}={value}: must be from {LEAST_EPS:g} to 1")
+        self.require_positive(name)
+
+    def require_counts(self, *names: str) -> None:
+        """Raises UserError for a named field that is more than 31 bits count."""
+        for name in names:
+            if getattr(self, name) > MOST:
+                raise UserError(f"model.{name}={getattr(self, name)}: must be at most {MOST}")
 
     def require_few_blocks(self, count: int) -> None:
         """Raises UserError for more blocks than anyone trains: each has tensors that a plan lists."""

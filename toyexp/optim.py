@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toyexp.bounds import require_float32
 from toyexp.errors import UserError, choose
 
 FROM_SCRATCH = "from_scratch"
@@ -102,6 +103,8 @@ class Optim:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"optim.{name}={value}: must be 0 or above")
+        for name in ("eps", "weight_decay", "grad_clip"):
+            require_float32(f"optim.{name}", getattr(self, name))
         if self.accumulate < 1:
             raise UserError(f"optim.accumulate={self.accumulate}: must be at least 1")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,29 @@ def read_options(
         else:
             found.rest.append(word)
     return found
+
+
+def take_plugins(command: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The local modules of `plugins=[...]`, and the other words; UserError for what is no module's name."""
+    given = [word for word in words if word.startswith("plugins=")]
+    modules = [name for word in given for name in word.removeprefix("plugins=").strip("[]").split(",")]
+    if not all(name.replace(".", "_").isidentifier() for name in modules):
+        raise UserError(f"{command} {given[0]}: takes names of Python modules, such as plugins=[my_module]")
+    return modules, [word for word in words if word not in given]
+
+
+def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:
+    """Raises UserError for a word that is a setting, and no file's name, where a command takes none."""
+    for word in words:
+        if "=" in word and not os.path.lexists(word):
+            raise UserError(
+                f"{command} {word}: is a setting of a run; {command} takes {taken}: toyexp {command} --help"
+            )
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether a command is asked how it is used."""
+    return "-h" in words or "--help" in words
 
 
 def require_settings(command: str, words: Sequence[str]) -> None:

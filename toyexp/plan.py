@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.errors import UserError
-from toyexp.init import Values, draw
+from toyexp.init import FromGGUF, Values, draw, opened
 from toyexp.model import Model
 from toyexp.ops import Adapted, LowRank, Params, Tensor
 
@@ -124,6 +124,12 @@ class Plan:
         if array.shape != tensor.shape:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
         return array
+
+    def check_values(self) -> None:
+        """Raises GGUFError unless what comes from files is there and holds finite numbers alone."""
+        for values in (t.values for t in self.tensors):
+            if isinstance(values, FromGGUF):
+                opened(values.path).check_finite(values.tensor, values.rows)
 
     @property
     def drops(self) -> tuple[LoraAdapter, ...]:

@@ -28,6 +28,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.bounds import require_float32
 from toyexp.checkpoint import Interval
 from toyexp.errors import UserError, choose, printable
 from toyexp.files import read_text, require, require_folder
@@ -46,7 +47,7 @@ GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 @functools.cache
 def shipped() -> Mapping[str, Any]:
     """conf/config.yaml as it stands."""
-    return _load_yaml(conf_dir() / "config.yaml")
+    return load_yaml(conf_dir() / "config.yaml")
 
 
 def default(key: str) -> Any:
@@ -148,6 +149,7 @@ class Settings:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
+        require_float32("lr", self.lr)
         if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
             raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
 
@@ -174,7 +176,7 @@ class AutoEngine:
 
 def default_callbacks() -> list[str]:
     """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
-    return list(_load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
+    return list(load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -275,7 +277,7 @@ class Source:
 
         Raises UserError where another model, data set or recipe is.
         """
-        saved = _load_yaml(directory / "config.yaml")
+        saved = load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
         for kind in ("model", "data", "recipe"):
@@ -326,7 +328,7 @@ class Source:
         if self.directory == conf_dir():
             return added + _places(ours)
         path = self.directory / f"{self.name}.yaml"
-        theirs = _load_yaml(path) or {}
+        theirs = load_yaml(path) or {}
         if not isinstance(theirs, dict):
             raise UserError(f"{path}: holds no keys with values, such as steps: 100")
         own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
@@ -343,7 +345,8 @@ def _quoted(text: Any) -> str:
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
-def _load_yaml(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
+    """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
     text = read_config(path)
     check_file(path, text, path.is_relative_to(conf_dir()))
     try:

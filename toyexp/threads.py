@@ -6,8 +6,12 @@ import os
 import time
 from pathlib import Path
 
+from toyexp.errors import UserError
+
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
+
+MOST_THREADS = 512  # that ggml takes; of OpenMP's too many ends the process
 
 CORES = "TOYEXP_CORES"  # how many of the machine's cores a process shall use: jobs side by side each have their share
 
@@ -34,6 +38,12 @@ def calm_threads() -> None:
     """
     if not _CHOSEN_BY & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
+
+
+def check_threads(threads: int) -> None:
+    """Raises UserError for a number of threads that cannot be, where 0 means as many as there are cores."""
+    if not 0 <= threads <= MOST_THREADS:
+        raise UserError(f"engine.threads={threads}: must be from 0 (all cores) to {MOST_THREADS}")
 
 
 def counted(threads: int) -> str:

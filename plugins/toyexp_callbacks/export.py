@@ -26,7 +26,7 @@ from toyexp import (
 )
 from toyexp.checkpoint import Best
 from toyexp.gguf.encode import check_type
-from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
+from toyexp.gguf.write import check_keys, export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
@@ -189,9 +189,16 @@ class GGUFExport(ExportWithAdapter):
         super().check()
         check_type(self.type, "callbacks.gguf_export.type")
 
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a model that no GGUF holds."""
+        try:
+            check_keys(plan.model)
+        except UserError as error:
+            raise UserError(f"{error}; to train without this file: '~callbacks.gguf_export'") from None
+
     def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
         """Writes adapter.gguf."""
-        return write_adapter(path, run.plan, values, self._general(run))
+        return write_adapter(path, run.plan, values, self._general(run), run.dataset.chat_template)
 
     def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file, with the tokenizer of a language model."""

@@ -51,6 +51,12 @@ class Images(Data):
     eval_images: int = 0  # held-out images that one look takes; 0: all
     max_mb: float = 4000.0  # megabytes of pixels to hold in memory at most
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A folder with images in it, or in the folders in it."""
+        below = (f for depth in ("*", "*/*") for f in path.glob(depth)) if path.is_dir() else ()
+        return 2 if any(f.suffix.lower() in SUFFIXES for f in below) else 0
+
     def check(self) -> None:
         """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""
         with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):

@@ -50,6 +50,11 @@ class Jsonl(TokenizedData):
     on_error: str = "refuse"  # what a line that cannot be used does: refuse (ends the run) | skip (is counted)
     val_fraction: float = 0.05  # of the examples, spread evenly over the file, held out from training
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A file by its name."""
+        return 2 if path.suffix in (".jsonl", ".ndjson") else 0
+
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a file that is not there."""
         super().check()
@@ -115,7 +120,9 @@ class Jsonl(TokenizedData):
             "tokenizer": tokenizer.kind,
             "tokenizer_digest": tokenizer.fingerprint(),
         }
-        return ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+        dataset.chat_template = tokenizer.chat_template if chats else ""
+        return dataset
 
     def _written(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
         """What the record of the run says of the template's work; the day it has written becomes the setting's."""

@@ -214,6 +214,14 @@ class Text(TextData):
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
     on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A file of text, a folder that has some, and any other file."""
+        suffixes = cls.suffixes.split()
+        if path.is_dir():
+            return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0
+        return 2 if path.suffix in suffixes else 1
+
     def check(self) -> None:
         """Raises UserError when there is no such file or folder."""
         super().check()

@@ -1,4 +1,4 @@
-"""Packed token files: little-endian uint16 or int32, with or without the original's TOYC header."""
+"""Packed token files: little-endian uint16 or int32, with or without the original's TOYC header, or numpy's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose
+from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose, printable
 from toyexp.files import read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
@@ -23,16 +23,21 @@ MOST_IDS = 1 << 24  # each is a row of the embedding
 
 @dataclass
 class Tokens(Data):
-    """A file of packed token ids: uint16 or int32, little-endian."""
+    """A file of packed token ids: uint16 or int32, little-endian, or numpy's .npy."""
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[str] = "tokens"
 
     path: str = ""  # the token file
-    dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32)
+    dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32, an .npy says its own)
     tokenizer: str = ""  # a GGUF whose tokenizer made the ids, for samples and the export; empty: ids only
     val_fraction: float = 0.05  # the last part of the file, held out from training
     eval_batches: int = 16  # batches that one look at the held-out part takes
+
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """A file by its name."""
+        return 2 if path.suffix in (".bin", ".npy") else 0
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and files that are not there."""
@@ -68,6 +73,22 @@ class Tokens(Data):
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
+    declared, ids = _numpy(path) if path.suffix == ".npy" else _packed(path, dtype)
+    if ids.min() < 0:
+        raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")
+    top = int(ids.max()) + 1
+    if top > MOST_IDS:
+        raise UserError(
+            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense; "
+            "are its ids of another size? data.dtype=uint16"
+        )
+    if declared and top > declared:
+        raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
+    return ids.astype(np.int32, copy=False), declared or top
+
+
+def _packed(path: Path, dtype: str) -> tuple[int, np.ndarray]:
+    """How many different ids a file's header says there are (0: it has none), and the ids."""
     raw = read_file(path)
     declared, body = 0, raw
     if raw[:4] == MAGIC:
@@ -84,15 +105,17 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; try data.dtype=")
     if declared > MOST_IDS:
         raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")
-    ids = np.frombuffer(body, kind).astype(np.int32)
-    if ids.min() < 0:
-        raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")
-    top = int(ids.max()) + 1
-    if top > MOST_IDS:
-        raise UserError(
-            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense; "
-            "are its ids of another size? data.dtype=uint16"
-        )
-    if declared and top > declared:
-        raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
-    return ids, declared or top
+    return declared, np.frombuffer(body, kind).astype(np.int32)
+
+
+def _numpy(path: Path) -> tuple[int, np.ndarray]:
+    """The same of numpy's format, whose header names the type of its integers and not how many ids there are."""
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, a header cannot claim more than is there
+    except (OSError, ValueError, EOFError) as error:  # numpy's words for whatever is wrong with a file
+        raise UserError(f"{path}: cannot be read as numpy's .npy ({printable(str(error), 120)})") from None
+    if not isinstance(ids, np.ndarray):
+        raise UserError(f"{path}: is an archive of arrays; token ids are one array")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+        raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids are one list of integers")
+    return 0, np.array(ids)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from toyexp import Rotary, ToyexpError
+from toyexp_ggml.limits import LIMIT
 
 ABSENT = "ggml_backend_cuda_allreduce_tensor"
 
@@ -58,7 +59,6 @@ ggml.ggml_log_set(_log, None)
 ggml.ggml_backend_sched_get_tensor_backend.restype = ctypes.c_void_p
 ggml.ggml_backend_cpu_buffer_from_ptr.restype = ctypes.c_void_p
 
-LIMIT = 2**31 - 1  # largest index and row count that ggml's int32 ids and kernels take
 F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
 TYPES: dict[np.dtype[Any], int] = {np.dtype(np.float32): F32, np.dtype(np.int32): I32}
 

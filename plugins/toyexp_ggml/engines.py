@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
-from toyexp.threads import available_cores, calm_threads, counted, crowding
+from toyexp.threads import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -51,17 +51,23 @@ class GGMLEngine(Engine):
 
     def thread_count(self) -> int:
         """Threads of the CPU."""
-        return self.threads or available_cores()
+        return self.threads or min(available_cores(), MOST_THREADS)
 
     def check_settings(self) -> None:
         """Raises UserError for settings that cannot work."""
-        if self.threads < 0:
-            raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
+        check_threads(self.threads)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That a base is kept in its file's type anyway."""
         if any(tensor.packed for tensor in planned.plan.tensors):
             yield f"recipe.low_memory=true: engine={self.name} reads a frozen base where it lies in its file anyway"
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a plan with more tensors, or a larger batch, than ggml takes."""
+        from toyexp_ggml.limits import beyond
+
+        if reason := beyond(plan):
+            raise UserError(f"engine={self.name}: {reason}")
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""

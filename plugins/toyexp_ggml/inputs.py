@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Batch, InputSpec, SessionError
-from toyexp_ggml.binding import LIMIT, Backend, GraphError, Memory, Node, put
+from toyexp_ggml.binding import Backend, GraphError, Memory, Node, put
+from toyexp_ggml.limits import too_many_logits
 
 CHUNK = 256  # ids whose gradients are summed at a time where the device has no op for it: work and memory grow with it
 
@@ -125,11 +126,8 @@ class Inputs:
 
     def places(self, n: int, classes: int) -> Node:
         """Where each target's entry lies in logits [n, classes] laid out flat."""
-        if n * classes > LIMIT:
-            raise GraphError(
-                f"{n} positions times {classes} classes are more than 2^31 - 1 logits; "
-                "use a smaller batch_size, or optim.accumulate"
-            )
+        if reason := too_many_logits(n, classes):
+            raise GraphError(reason)
         targets = self.batch["targets"]
         if not isinstance(targets, Ids) or targets.size != n:
             raise GraphError(f"logits of {n} positions for targets {list(targets.shape)}")

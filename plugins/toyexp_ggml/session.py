@@ -13,16 +13,12 @@ from toyexp_ggml import profiles
 from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
 from toyexp_ggml.frozen import Frozen
 from toyexp_ggml.inputs import Inputs
+from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.recompute import RecomputingOps
 
 if TYPE_CHECKING:
     from toyexp_ggml.engines import GGMLEngine
-
-
-# ggml's allocator ends the process once its memory has 256 gaps. Gradients that wait for the norm leave some: seen from
-# 820 trainable tensors on (llama of 92 layers). And the tables of ggml's scheduler take 5 MB for each of all tensors.
-MOST_TRAINABLE, MOST_TENSORS = 600, 2000
 
 
 class GGMLSession(Session):
@@ -44,11 +40,8 @@ class GGMLSession(Session):
             raise
 
     def _reserve(self, plan: Plan) -> None:
-        if len(plan.trainable) > MOST_TRAINABLE or len(plan.tensors) > MOST_TENSORS:
-            raise GraphError(
-                f"{len(plan.tensors)} tensors, {len(plan.trainable)} of them to train: ggml's allocator takes up to "
-                f"{MOST_TENSORS} and {MOST_TRAINABLE}; use fewer layers, or engine=cpu"
-            )
+        if reason := beyond(plan):
+            raise GraphError(reason)
         memory = self._memory
         self._frozen.find(plan)
         self._weights = {

@@ -28,7 +28,9 @@ class LanguageModel(Model):
 
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
-        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "context", "norm_eps")
+        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "context")
+        self.require_eps("norm_eps")
+        self.require_counts("vocab")
         self.require_few_blocks(self.n_layers)
         if self.vocab < 0:
             raise UserError(f"model.vocab={self.vocab}: must be 0 (take the tokenizer's) or above")

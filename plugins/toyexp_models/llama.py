@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Rotary, UserError
+from toyexp.bounds import require_float32
 from toyexp.huggingface import Layout
 from toyexp_models.language import Keys, decimal
 from toyexp_models.rotary import RotaryModel
@@ -39,6 +40,8 @@ class Llama(RotaryModel):
         for factor in self.rope_factors:
             if not 0 < factor < math.inf:
                 raise UserError(f"model.rope_factors: {factor} must be a finite number above 0")
+            require_float32("model.rope_factors", factor)
+        self._check_turns(self.rope_factors)
 
     @classmethod
     def sizes(cls, keys: Keys) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
+from toyexp.bounds import MOST
 from toyexp.huggingface import Layout, Numbers, Place, unchanged
 from toyexp.ops import Tensor
 from toyexp_models.language import Keys, LanguageModel
@@ -47,6 +48,7 @@ class RotaryModel(LanguageModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
+        self.require_counts("head_dim")
         given = f"model.head_dim={self.head_dim}"
         if self.head_dim < 0:
             raise UserError(f"{given}: must be 0 (d_model / n_heads) or above")
@@ -57,6 +59,18 @@ class RotaryModel(LanguageModel):
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
         if self.head_size % 2:
             raise UserError(f"{given}: rope rotates pairs, so the size of a head must be even")
+        self._check_turns()
+
+    def _check_turns(self, factors: Sequence[float] = ()) -> None:
+        """Raises UserError where the last position turns a pair by more radians than float32 can tell apart at all."""
+        slope = -2 / self.head_size * math.log10(self.rope_base)  # of the pairs' speeds, from 1 for the first
+        fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
+        fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
+        if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MOST):
+            raise UserError(
+                f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}: position {self.context} would "
+                f"turn by more than {MOST} radians; a rope_base above 1, a rope_scale and factors of about 1 do not"
+            )
 
     @classmethod
     def sizes(cls, keys: Keys) -> dict[str, Any]:

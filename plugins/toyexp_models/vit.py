@@ -65,7 +65,9 @@ class ViT(Model):
 
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
-        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "patch", "norm_eps")
+        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "patch")
+        self.require_eps("norm_eps")
+        self.require_counts("image_size", "channels", "classes")
         self.require_few_blocks(self.n_layers)
         if self.block not in BLOCKS:
             raise UserError(f"model.block={self.block}: {choose(self.block, BLOCKS)}")

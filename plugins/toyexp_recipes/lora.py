@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
@@ -25,11 +25,13 @@ from toyexp import (
     UserError,
     choose,
 )
+from toyexp.bounds import require_positive
 from toyexp.plan import lora_names
 from toyexp_recipes.base import FromBase
 
 SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",
          "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
+QUERIES = ("attn_q", "attn_qkv")  # what is adapted by default: the first that the model has
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Lora(FromBase):
     rank: int = 8  # inner size of an adapter
     alpha: float | None = None  # an adapter is scaled by alpha / rank; null: alpha = rank
     rslora: bool = False  # scale by alpha / sqrt(rank) instead (rsLoRA)
-    targets: list[str] = field(default_factory=lambda: ["attn_q"])  # q k v o gate up down qkv; patterns: ffn_*, blk.0.*
+    targets: list[str] | None = None  # q k v o gate up down qkv; patterns: ffn_*, blk.0.*; null: q, or gpt2's qkv
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # share of an adapter's inputs that a training step hides
     low_memory: bool = False  # torch: keep the base in its file's type, and make numbers of it where they are used
@@ -53,11 +55,11 @@ class Lora(FromBase):
             raise UserError(f"recipe.rank={self.rank}: must be 1 or above")
         for key in ("alpha", "init_scale"):
             value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"recipe.{key}={value}: must be above 0")
+            if value is not None:
+                require_positive(f"recipe.{key}", value)
         if not 0 <= self.dropout < 1:
             raise UserError(f"recipe.dropout={self.dropout}: must be 0 (none) or above, and below 1")
-        if not self.targets:
+        if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
@@ -93,8 +95,12 @@ class Lora(FromBase):
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """The linears that `targets` names, in the model's order; UserError for a target that is none."""
         linears = {n: n.split(".")[2] for n, t in specs.items() if n.startswith("blk.") and len(t.shape) == 2}
+        queries = next(([q] for q in QUERIES if q in linears.values()), None)
+        targets = queries if self.targets is None else self.targets
+        if targets is None:
+            raise UserError(f"recipe.targets: {' or '.join(QUERIES)} is not here; {choose('', set(linears.values()))}")
         chosen = set()
-        for target in self.targets:
+        for target in targets:
             pattern = SHORT.get(target, target)
             found = [n for n, short in linears.items() if any(fnmatchcase(w, pattern) for w in (short, n))]
             if not found:

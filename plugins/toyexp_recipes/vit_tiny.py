@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from toyexp import Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec, UserError
+from toyexp import Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
+from toyexp.bounds import require_positive
 
 
 @dataclass
@@ -20,8 +20,7 @@ class VitTiny(Recipe):
 
     def check(self) -> None:
         """Raises UserError for a scale that is no number above 0."""
-        if not 0 < self.init_scale < math.inf:
-            raise UserError(f"recipe.init_scale={self.init_scale}: must be above 0")
+        require_positive("recipe.init_scale", self.init_scale)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Every tensor of the model, trainable, from its own initialiser."""

@@ -18,6 +18,7 @@ import numpy as np
 from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
 from toyexp.gguf.model import file_of
 from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp.init import opened
 from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR
@@ -108,18 +109,19 @@ class Warm(Recipe):
         return self.lens
 
     def _check_rows(self, vocab: int, width: int) -> None:
-        with _open(self.path) as file:
-            _check_table(file, vocab, width)
+        file = _open(self.path)
+        _check_table(file, vocab, width)
+        file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
         """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
         vocab, width = session.plan.tensor(TABLE).shape
-        with _open(self.path) as file:
-            _check_table(file, vocab, width)
-            try:
-                rows = file.weights(TABLE, rows=vocab)
-            except GGUFError as error:
-                raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        file = _open(self.path)
+        _check_table(file, vocab, width)
+        try:
+            rows = file.weights(TABLE, rows=vocab)
+        except GGUFError as error:
+            raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
         if self.init == "toy":
             original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
@@ -134,8 +136,7 @@ class Warm(Recipe):
 
 def donor_embed_width(path: Path) -> int:
     """The donor's embedding width, from `<architecture>.embedding_length`; raises DonorError."""
-    with _open(path) as file:
-        return _width(file)
+    return _width(_open(path))
 
 
 def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
@@ -154,7 +155,7 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 def _open(path: Path) -> GGUFFile:
     try:
-        return GGUFFile(path)
+        return opened(str(path))
     except GGUFError as error:
         raise DonorError(f"donor {error}") from None
 

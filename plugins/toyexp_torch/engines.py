@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, choose, needed
-from toyexp.threads import available_cores, calm_threads, counted, crowding
+from toyexp.threads import available_cores, calm_threads, check_threads, counted, crowding
 
 if TYPE_CHECKING:
     import types
@@ -68,8 +68,7 @@ class TorchCPU(TorchEngine):
     def check(self) -> str:
         """The version and the number of cores."""
         self._check_settings()
-        if self.threads < 0:
-            raise UserError(f"engine.threads={self.threads}: must be 0 (all cores) or above")
+        check_threads(self.threads)
         return f"torch {import_torch().__version__}, {counted(self.threads or available_cores())}"
 
     def advice(self) -> list[str]:

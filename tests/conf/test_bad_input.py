@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from toyexp.cli import main
+from toyexp.commands import COMMANDS
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
@@ -88,7 +89,7 @@ KEYS = [
     ("engine=cpu +engine.thread=2", "did you mean engine.threads?"),
     ("engine.dtype=float64", "engine=auto", "engine=cpu"),
     ("+engine.dtype=float64", "engine=auto", "engine=cpu"),
-    ("engine.threads=-1", "engine.threads=-1: must be 0"),
+    ("engine.threads=-1", "engine.threads=-1: must be from 0"),
     ("engine.thread=1", "did you mean engine.threads?"),
     ("callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
     ("+callbacks.cosine.warmpu=3", "did you mean callbacks.cosine.warmup?"),
@@ -167,6 +168,40 @@ EMPTY = [
     ("-m seed=1,2 hydra.sweep.subdir=", "hydra.sweep.subdir=: is empty"),
 ]  # fmt: skip
 
+# What float32, in which engines compute, or the 32 bits of a GGUF's key cannot hold.
+BOUNDS = [
+    ("steps=1e9", "steps=1e9: must be a whole number", "steps=1000000000"),
+    ("batch_size=1e12", "batch_size=1e12: must be a whole number", "batch_size=1000000000000"),
+    ("batch_size=1000000000000", "1000000000000 rows"),
+    ("seed=99999999999999999999", "from 0 to 9223372036854775807"),
+    ("lr=1e300", "lr=1e+300", "3.4e+38"),
+    ("optim.eps=1e-60", "optim.eps=1e-60", "1.18e-38"),
+    ("optim.weight_decay=1e39", "optim.weight_decay=1e+39", "3.4e+38"),
+    ("optim.grad_clip=1e39", "optim.grad_clip=1e+39", "3.4e+38"),
+    ("model.rope_base=1e308", "model.rope_base=1e+308", "3.4e+38"),
+    ("model.rope_base=1e-39", "model.rope_base=1e-39", "1.18e-38"),
+    ("model.rope_base=1e-30", "model.rope_base=1e-30", "radians"),
+    ("model.rope_scale=1e-30", "model.rope_scale=1e-30", "radians"),
+    ("model.rope_scale=1e300", "model.rope_scale=1e+300", "3.4e+38"),
+    ("model.rope_factors=[1,1,1,1,1,1,1,1e-20]", "radians"),
+    ("model.rope_factors=[1,1,1,1,1,1,1,1e200]", "model.rope_factors=1e+200", "3.4e+38"),
+    ("model.norm_eps=1e-50", "model.norm_eps=1e-50", "from 1e-24 to 1"),
+    ("model.norm_eps=1e30", "model.norm_eps=1e+30", "from 1e-24 to 1"),
+    ("model=gpt2 model.norm_eps=1e-30", "model.norm_eps=1e-30", "from 1e-24 to 1"),
+    ("model.d_model=4294967296", "model.d_model=4294967296", "2147483647"),
+    ("model.d_model=1000000000", "too little memory"),
+    ("model.d_ff=1000000000000", "model.d_ff=1000000000000", "2147483647"),
+    ("model.head_dim=1000000000000", "model.head_dim=1000000000000", "2147483647"),
+    ("model.n_layers=1000000", "model.n_layers=1000000", "10000"),
+    ("model.context=1000000000000", "model.context=1000000000000", "2147483647"),
+    ("model.vocab=1000000000000", "model.vocab=1000000000000", "2147483647"),
+    ("model.vocab=1000000000", "too little memory"),
+    ("engine=ggml engine.threads=100000", "engine.threads=100000", "512"),
+    ("engine=cpu engine.threads=4000", "engine.threads=4000", "512"),
+    ("engine=metal engine.emulate=true engine.threads=513", "engine.threads=513", "512"),
+    ("engine.threads=100000", "engine.threads=100000", "512"),
+]
+
 CHOICES = [
     ("recipe=vit_tiny", "model=llama reads tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
     ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
@@ -222,7 +257,7 @@ SYNTAX = [
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(line, words) for line, *words in KEYS + VALUES + EMPTY + CHOICES + SYNTAX],
+    [(line, words) for line, *words in KEYS + VALUES + EMPTY + BOUNDS + CHOICES + SYNTAX],
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_a_wrong_setting_is_one_plain_error(refused, line, words):
@@ -237,6 +272,24 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins warm scratch", ["takes one name"]),
         ("help me", ["takes no arguments"]),
+        ("plugins --matrx", ["did you mean --matrix?"]),
+        ("plugins lr=1", ["plugins lr=1: is a setting of a run"]),
+        ("plugins plugins=[a-b]", ["takes names of Python modules"]),
+        ("doctor --graph lr=1", ["lr=1: is of no effect in doctor --graph"]),
+        ("doctor --graph steps=5", ["steps=5: is of no effect"]),
+        ("doctor --numerics lr=1", ["doctor --numerics lr=1"]),
+        ("bench eval_every=1", ["eval_every=1: is of no effect in bench"]),
+        ("bench callbacks=[default,plots]", ["is of no effect in bench"]),
+        ("bench sweep.jobs=1", ["sweep.jobs=1: is of no effect"]),
+        ("parity hydra.run.dir=x", ["hydra.run.dir=x: is of no effect in parity"]),
+        ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
+        ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
+        ("parity --csv", ["parity --csv: there is no such option"]),
+        ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
+        ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
+        ("export book.txt --type f32 lr=1", ["export lr=1: is a setting of a run"]),
+        ("generate book.txt --prompt a steps=5", ["generate steps=5: is a setting of a run"]),
+        ("generate book.txt --prompt a plugins=[a-b]", ["takes names of Python modules"]),
         ("--cfg", ["--cfg needs a value: job"]),
         ("--cfg banana", ["--cfg banana", "job"]),
         ("--cfg job steps=abc", ["steps=abc: must be a whole number"]),
@@ -305,6 +358,14 @@ def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkey
     refused(line.split(" "), *words)
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", [*COMMANDS])
+def test_every_command_says_how_it_is_used(command, flag, capsys):
+    assert main([command, flag]) == 0
+    out, err = capsys.readouterr()
+    assert ("toyexp" if command == "help" else f"usage: toyexp {command}") in out and not err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -344,6 +405,9 @@ def test_parity_on_an_engine_that_is_not_here_says_why(refused):
         ("hydra.run.dir=''", ["hydra.run.dir=: must name a directory"]),
         ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, a key that is not there"]),
         ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),
+        ("engine=ggml batch_size=200000", ["12800000 positions times 257 classes", "2^31 - 1", "batch_size"]),
+        ("engine=metal engine.emulate=true batch_size=200000", ["engine=metal", "2^31 - 1 logits"]),
+        ("engine=ggml model.n_layers=80", ["engine=ggml", "600", "fewer layers"]),
         ("callbacks=[default,quality_gate] eval_every=0", ["callbacks.quality_gate", "eval_every"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

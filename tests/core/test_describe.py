@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from kinds import VIT, write_foreign, write_lora, write_vit
-from tiny import MODELS, VOCAB, write_base
+from safetensors.numpy import save_file
+from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp import mistakes
 from toyexp.cli import main
-from toyexp.describe import describe, pasted, setting, shell
-from toyexp.gguf.write import Writer
+from toyexp.describe import describe
+from toyexp.gguf.write import Writer, write_model
+from toyexp.init import draw
 from toyexp.listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.ops import Params, Rotary
 from toyexp.registry import Registry, load
 from toyexp.testing.reference import ReferenceOps
 from toyexp.tokenizer import BPE, Bytes
+from toyexp.uses import pasted, setting, shell
 
 GPT2 = """\
 op            tensor                     shape    type  result              parameters  operations
@@ -337,6 +340,61 @@ def test_special_tokens_out_of_range_have_no_text(capsys):
     assert "is not supported" in found["refused"]
 
 
+def make(kind):
+    """A run's directory whose model.gguf is none, or another program's directory or file."""
+    Path("run").mkdir()
+    model = Path("run/model.gguf")
+    match kind:
+        case "a directory":
+            model.mkdir()
+        case "a pipe":
+            os.mkfifo(model)
+        case "a link that leads nowhere":
+            model.symlink_to("gone.gguf")
+        case "unreadable":
+            model.write_bytes(b"GGUF")
+            model.chmod(0)
+        case "safetensors":
+            save_file({"x": np.zeros(3, np.float32)}, model)
+        case "transformers":
+            Path("run/config.json").write_text("{}")
+        case "peft":
+            Path("run/adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a directory", "run/model.gguf: is a directory"),
+        ("a pipe", "run/model.gguf: is not a regular file"),
+        ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which is not there"),
+        ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
+        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp makes one"),
+        ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
+        ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
+    ],
+)
+def test_what_stands_where_a_model_should_is_named(kind, said, capsys):
+    make(kind)
+    if kind == "unreadable" and os.access("run/model.gguf", os.R_OK):
+        pytest.skip("this user may read everything")
+    commands = [["describe", "run"], ["eval", "run"], ["generate", "run", "--prompt", "x"],
+                ["export", "run", "--type", "f32"], ["recipe=full", "recipe.base=run"],
+                ["recipe=warm", "recipe.donor=run"]]  # fmt: skip
+    for words in commands:
+        assert main(words) == 2, words
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, words
+    assert not Path("outputs").exists()
+
+
+def test_a_file_that_names_no_tokenizer_has_none(capsys):
+    write_foreign(Path("model.gguf"), keys={"tokenizer.ggml.tokens": ["a", "b"]})
+    assert told(capsys, "model.gguf")["tokenizer"]["refused"] == "has no tokenizer"
+    assert main(["recipe=warm", "recipe.donor=model.gguf"]) == 2
+    assert "model.gguf: has no tokenizer; what it reads are ids: data=tokens" in capsys.readouterr().err
+
+
 def test_numbers_of_64_bits_are_shown_as_they_are(registry):
     writer = Writer()
     for name, value in {"large": np.float64(1e300), "fine": np.float64(1 / 3), "single": np.float32(1e-5)}.items():
@@ -425,6 +483,40 @@ def test_bad_words_and_broken_files_are_one_line_and_exit_2(words, said, capsys)
     assert printed.out == ""
     assert printed.err.startswith(f"toyexp: error: {said}")
     assert printed.err.count("\n") == 1
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import hookimpl
+from toyexp_models.gpt2 import GPT2
+
+@hookimpl
+def register_models(register):
+    register(Mine)
+
+@dataclass
+class Mine(GPT2):
+    "A model of one's own."
+    name: ClassVar[str] = "mine"
+"""
+
+
+def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys):
+    Path("my_models.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(".")
+    from my_models import Mine
+
+    model = replace(Mine(**{**SIZES, "d_ff": 64}), vocab=VOCAB)
+    write_model(Path("mine.gguf"), model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None)
+    assert told(capsys, "mine.gguf")["family"] is None
+    found = told(capsys, "mine.gguf", "plugins=[my_models]")
+    assert found["family"] == "mine" and found["forward"]
+    for words in ([], ["plugins=[my_models]"]):
+        assert main(["models", *words, "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)["models"]
+        assert listed["here"] == ("base" if words else "donor")
+    assert main(["export", "mine.gguf", "--type", "q8_0", "plugins=[my_models]"]) == 0
 
 
 def write_large_vocabulary(path, tokens=128_256, merges=280_147):

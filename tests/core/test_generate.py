@@ -242,7 +242,7 @@ def test_json_is_one_object_on_one_line(generated, capsys):
     found = generated("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
     assert found.keys() == {
         "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
-        "tokens_per_second",
+        "template", "tokens_per_second",
     }  # fmt: skip
     assert found["prompt"] == "ab" and found["prompt_ids"] == [97, 98] and found["seed"] == 7
     assert len(found["ids"]) == found["tokens"] == 3 and found["reason"] == "token limit"
@@ -310,6 +310,9 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --json=yes", "takes no value"),
         ("text.gguf --prompt x --tokens 0", "--tokens 0: takes a whole number from 1 to"),
         ("text.gguf --prompt x --tokens 1.5", "whole number"),
+        ("text.gguf --prompt x --tokens 1000000000", "from 1 to 1000000"),
+        ("text.gguf --prompt x --engine llama.cpp:threads=100000", "at most 512"),
+        ("text.gguf --prompt x --engine ggml:threads=100000", "512"),
         ("text.gguf --prompt x --tokens ²", "whole number"),
         (f"text.gguf --prompt x --tokens {'0' * 20}9999999", "whole number"),
         ("text.gguf --prompt x --seed -1", "--seed -1: takes a whole number from 0"),

@@ -19,15 +19,17 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp import Constant, FromGGUF, Model, Normal, TensorSpec, UserError
+from toyexp import Constant, FromGGUF, Model, Normal, Setup, TensorSpec, UserError
+from toyexp.data import sequence_inputs
 from toyexp.errors import RunFailed
 from toyexp.gguf.model import model_of
 from toyexp.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.gguf.tokenizer import has_text, read_tokenizer
-from toyexp.gguf.write import FILE_TYPES, Writer, size_label, write_model
+from toyexp.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
 from toyexp.init import draw
 from toyexp.registry import load
 from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp_callbacks.export import GGUFExport
 from toyexp_models.llama import Llama
 
 # -- files by hand ----------------------------------------------------------------------------------------------------
@@ -690,6 +692,16 @@ def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):
     for name, values in tensors.items():
         assert found[name].shape == values.shape
         assert found[name].tobytes() == values.tobytes()
+
+
+def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypatch):
+    check_keys(Tiny())
+    for value in (1e308, 2**64):
+        monkeypatch.setattr(Tiny, "gguf_metadata", lambda self, value=value: {"rope.freq_base": value})
+        with pytest.raises(UserError, match=r"llama\.rope\.freq_base"):
+            check_keys(Tiny())
+        with pytest.raises(UserError, match="to train without"):
+            GGUFExport().check_plan(Setup(sequence_inputs(4), 1).plan(Tiny(), []))
 
 
 def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):

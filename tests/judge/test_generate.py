@@ -80,6 +80,17 @@ def test_llama_cpp_takes_the_adapter_and_every_cut(generated, tmp_path):
         assert generated(*words, *flat, cut, LLAMA_CPP)["ids"] == ours[0], cut
 
 
+def test_llama_cpp_is_asked_by_the_adapters_template(generated, tokenizer, tmp_path):
+    write_base(tmp_path / "model.gguf", "llama", tokenizer=tokenizer, context=100)
+    lora = plan("llama", recipe=Lora(base=str(tmp_path / "model.gguf"), rank=2))
+    values = {t.name: lora.initial(t) for t in lora.trainable}
+    write_adapter(tmp_path / "adapter.gguf", lora, values, chat_template="{{ messages[0]['content'] }}<|im_end|>")
+    words = ["--prompt=Once", "--chat", "--tokens=3", "--temperature=0", "--adapter=adapter.gguf"]
+    theirs, ours = (generated(*words, engine) for engine in (LLAMA_CPP, "--engine=ggml:threads=1"))
+    assert theirs["prompt_ids"] == ours["prompt_ids"] == [*tokenizer.encode("Once"), tokenizer.vocab - 1]
+    assert theirs["template"] == ours["template"] == "adapter.gguf" and theirs["ids"] == ours["ids"]
+
+
 def test_text_comes_in_pieces_and_a_seed_repeats(tokenizer, tmp_path, capfd):
     write_base(tmp_path / "model.gguf", "llama", tokenizer=tokenizer, context=100)
     texts = []

@@ -101,6 +101,40 @@ def test_ranks_can_be_swept(tmp_path, capsys):
     assert [tensors(f)["blk.0.attn_q.weight.lora_a"].shape[0] for f in files] == [1, 2]
 
 
+def test_a_run_and_its_directory_are_named_after_the_model_that_is_trained(tmp_path, capsys):
+    """By default lora adapts the queries, which gpt2 has in one linear with keys and values."""
+    write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes())
+    words = [*QUICK, "recipe=lora", "recipe.base=base.gguf", "engine=ggml", "steps=1", "eval_every=0"]
+    assert main(words) == 0
+    (made,) = (tmp_path / "outputs").glob("*/*")
+    assert made.parent.name == "lora-gpt2"
+    with GGUFFile(made / "adapter.gguf") as file:
+        assert {name.split(".")[2] for name in file.tensors} == {"attn_qkv"}
+    assert main([*words, "resume=auto"]) == 0
+    assert "is complete, 1 of 1 steps" in capsys.readouterr().out
+    assert main(["-m", "sweep.isolate=false", *words, "seed=1,2", "hydra.sweep.dir=sweep"]) == 0
+    assert {p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()} >= {"0-lora-gpt2", "1-lora-gpt2"}
+
+
+def test_an_adapter_is_asked_by_the_template_that_it_was_trained_with(tmp_path, capsys):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes(), context=40)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 4))
+    words = ["recipe=lora", "recipe.base=base.gguf", "engine=ggml", "steps=1", "model.context=40", "eval_every=0"]
+    run(tmp_path / "chats", *words, "data=jsonl", "data.path=chats.jsonl")
+    run(tmp_path / "text", *words)
+    chat = ["--chat", "--prompt", "Hi", "--tokens", "1", "--engine", "ggml:threads=1"]
+    capsys.readouterr()
+    assert main(["generate", "base.gguf", "--adapter", "chats/adapter.gguf", *chat, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["template"] == "chats/adapter.gguf"
+    assert bytes(found["prompt_ids"]) == b"user:\nHi\nassistant:\n"  # what stood before an answer that was learned
+    assert main(["generate", "chats", *chat]) == 0
+    assert "chat template of chats/model.gguf" in capsys.readouterr().err
+    assert main(["generate", "base.gguf", "--adapter", "text/adapter.gguf", *chat]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +204,14 @@ def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, 
     assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
     err = capsys.readouterr().err
     assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_donor_whose_embedding_is_no_numbers_is_refused_before_a_directory_is_made(tmp_path, capsys):
+    write_base(tmp_path / "donor.gguf", "llama", tokenizer=Bytes(), spoil="token_embd.weight")
+    assert main([*QUICK, "recipe=warm", "recipe.donor=donor.gguf"]) == 2
+    assert "donor.gguf: token_embd.weight holds numbers that are NaN" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_split_base_is_one_base(tmp_path):

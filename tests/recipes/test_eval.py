@@ -2,12 +2,18 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from toyexp.cli import main
+from toyexp.evaldata import kind_of
+from toyexp.registry import load
 
+BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "data.val_fraction=0.2", "model.context=16"]
 TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4", "steps=12", "hydra.run.dir=run"]
 
@@ -16,7 +22,17 @@ TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    (tmp_path / "book.txt").write_text(BOOK)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "book.txt").write_text(BOOK)
+    words = [w.replace("=book.txt", f"={folder}/book.txt") for w in TEXT]
+    assert main([*words, *TINY, "engine=ggml", "steps=1", f"hydra.run.dir={folder}/run"]) == 0
+    return folder / "run"
 
 
 def outcome():
@@ -48,13 +64,142 @@ def test_images_score_what_the_run_said(capsys):
     assert found["perplexity"] is None
 
 
-def test_a_run_directory_and_data_for_short(capsys):
-    assert main(["model=llama", *TEXT, *TINY, "engine=ggml"]) == 0
+def of(capsys, *words):
+    capsys.readouterr()
+    assert main(["eval", *words, "engine=ggml", "engine.threads=1", "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_data_for_short(trained, capsys):
+    shutil.copytree(trained, "run")
     Path("it's a \\'book\\").write_text(Path("book.txt").read_text())
     long = evaluated(capsys, "engine=ggml", "data=text", "data.path=book.txt")
-    for words in (["run", "--data", "book.txt"], ["--data=it's a \\'book\\", "run/model.gguf"]):
-        assert main(["eval", *words, "engine=ggml", "engine.threads=1", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {**long, "file": "run/model.gguf"}
+    short = of(capsys, "--data=it's a \\'book\\", "run/model.gguf")
+    assert short == {**long, "path": "it's a \\'book\\"}
+
+
+def write_chats():
+    lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
+             for i in range(30)]  # fmt: skip
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return ["data=jsonl", "data.path=chats.jsonl", "data.tokenizer=char", "data.val_fraction=0.3", "model.context=24"]
+
+
+def write_photos(folder="photos"):
+    for i in range(12):
+        path = Path(folder, "ab"[i % 2], f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((6, 6, 3), 20 * i, np.uint8)).save(path)
+    return ["recipe=vit_tiny", "model=vit", "data=images", f"data.path={folder}", "data.image_size=6",
+            "data.val_fraction=0.5", "data.color=false"]  # fmt: skip
+
+
+def write_ids():
+    np.save("ids.npy", np.arange(600, dtype=np.uint16) % 37)
+    return ["data=tokens", "data.path=ids.npy", "model.context=8"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda: TEXT, lambda: [w.replace("=byte", "=char") for w in TEXT], write_chats, write_photos, write_ids],
+    ids=["text", "characters", "chats", "images", "ids"],
+)
+def test_a_run_is_evaluated_on_its_own_data_and_scores_what_it_said(data, capsys):
+    """Data, its settings, window, rows and tokenizer: one that was another would give another loss."""
+    words = data()
+    assert main([*words, *TINY, "engine=ggml", "steps=3"]) == 0
+    found = of(capsys, "run")
+    assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+    assert found["own"] and f"data={found['data']}" in words
+    capsys.readouterr()
+    assert main(["eval", "run", "engine=ggml", "engine.threads=1"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data"))
+    assert found["data"] in line and found["path"] in line and "own" in line
+
+
+def test_a_lora_run_is_evaluated_in_its_own_window(capsys):
+    assert main([*TEXT, *TINY, "engine=ggml", "steps=1", "hydra.run.dir=base"]) == 0
+    words = ["data=text", "data.path=book.txt", "model.context=5", "batch_size=4", "steps=2", "engine=ggml"]
+    assert main(["recipe=lora", "recipe.base=base", "hydra.run.dir=run", *words]) == 0
+    assert of(capsys, "run")["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+
+
+def test_what_is_typed_takes_the_place_of_what_the_run_had(trained, capsys):
+    shutil.copytree(trained, "run")
+    Path("tale.md").write_text("Once upon a time there was a queen. " * 100)
+    own, less = of(capsys, "run"), of(capsys, "run", "data.val_fraction=0.1", "batch_size=2", "model.context=8")
+    assert less["own"] is False and less["targets"] < own["targets"]
+    other = of(capsys, "run", "--data", "tale.md")  # with the run's share of it
+    assert (other["data"], other["path"], other["own"]) == ("text", "tale.md", False)
+    same = of(capsys, "run", "data=text", "data.path=tale.md", "data.val_fraction=0.2")
+    assert {**same, "own": False} == other
+    assert of(capsys, "run", "data=stdlib", "data.max_mb=0.01")["data"] == "stdlib"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "gives"),
+    [("chats.jsonl", "jsonl", "text"), ("ids.npy", "tokens", "tokens"), ("ids.bin", "tokens", "tokens"),
+     ("book.txt", "text", "text"), ("tales", "text", "text"), ("LICENSE", "text", "text"),
+     ("photos", "images", "images")],
+)  # fmt: skip
+def test_the_kind_of_data_follows_from_the_path(path, kind, gives):
+    write_chats(), write_photos(), write_ids()
+    Path("tales/of").mkdir(parents=True)
+    Path("tales/of/old.md").write_text("Once.")
+    registry = load()
+    model = registry.get("model", "vit" if gives == "images" else "llama")()
+    assert kind_of(Path(path), model, registry) == kind
+
+
+def test_a_runs_local_plugin_has_to_be_typed(trained, capsys, monkeypatch):
+    shutil.copytree(trained, "run")
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("plugins: []", "plugins: [colours]"))
+    Path("colours.py").write_text("raise SystemExit('it was run')")
+    capsys.readouterr()
+    assert main(["eval", "run"]) == 2
+    assert "plugins=[colours]" in capsys.readouterr().err
+
+
+def test_a_vit_refuses_what_it_cannot_read(capsys):
+    assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
+    write_chats()
+    for words, said in [
+        (["data=stdlib"], ("reads images", "data=stdlib gives tokens")),
+        (["--data", "book.txt"], ("data=text", "reads images")),
+        (["--data", "chats.jsonl"], ("data=jsonl", "reads images")),
+        (["data=digits"], ("image_size=6", "8")),
+        (["data.image_size=8"], ("image_size=6", "8")),
+    ]:
+        capsys.readouterr()
+        assert main(["eval", "run", "engine=ggml", *words]) == 2
+        error = capsys.readouterr().err
+        assert all(part in error for part in said) and error.count("\n") == 1
+
+
+def test_a_model_of_ids_refuses_text_and_images(capsys):
+    assert main([*write_ids(), *TINY, "engine=ggml", "steps=1"]) == 0
+    write_photos()
+    for words, said in [
+        (["--data", "book.txt"], "data=tokens"),
+        (["--data", "photos"], "gives images"),
+        (["data=stdlib"], "data=tokens"),
+    ]:
+        capsys.readouterr()
+        assert main(["eval", "run", "engine=ggml", *words]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert main(["eval", "run/model.gguf", "engine=ggml"]) == 2  # whose default is text
+
+
+def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, capsys):
+    shutil.copytree(trained, "run")
+    capsys.readouterr()
+    assert main(["eval", "run", "batch_size=1000000000"]) == 2
+    error = capsys.readouterr().err
+    assert "1000000000 rows" in error and "model.d_model" not in error
+    assert main(["eval", "run", "engine=ggml", "batch_size=1000000"]) == 2
+    assert "2^31 - 1 logits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -64,19 +209,23 @@ def test_a_run_directory_and_data_for_short(capsys):
         (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
         (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
-        ([".", "seed=1"], "without model.gguf"),
+        ([".", "batch_size=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["book.txt"], "book.txt"),
         (["run/model.gguf", "more"], "eval run/model.gguf more: takes one file"),
         (["run/model.gguf", "recipe=full"], "the model comes from"),
         (["run/model.gguf", "model.context=17"], "from 1 to 16"),
         (["run/model.gguf", "data=digits"], "reads tokens; data=digits gives images"),
-        (["run/model.gguf", "seed=1,2"], "give one value"),
+        (["run/model.gguf", "batch_size=1,2"], "give one value"),
+        (["run/model.gguf", "lr=1"], "eval lr"),
+        (["run", "steps=5"], "eval steps"),
+        (["run", "experiment=smoke"], "eval experiment"),
+        (["run", "hydra.run.dir=x"], "eval hydra.run.dir"),
+        (["run", "--data", "book.txt", "data=text"], "goes without data="),
     ],
 )
-def test_bad_words_are_told(words, said, capsys):
-    assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
-    capsys.readouterr()
+def test_bad_words_are_told(words, said, trained, capsys):
+    shutil.copytree(trained, "run")
     assert main(["eval", *words]) == 2
     assert said in capsys.readouterr().err
 

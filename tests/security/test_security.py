@@ -292,7 +292,9 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     with pytest.raises(chat.BadChat):
         template.render(messages, answer=True)
     assert time.process_time() - began < 10 and not Path("touched").exists()
-    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello", "nothing lingers"
+    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello", (
+        "nothing lingers"
+    )
 
 
 @pytest.mark.parametrize(

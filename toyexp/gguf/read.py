@@ -59,6 +59,10 @@ _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
+QUICKLY_TOLD = {"F32", "F16", "BF16", *_SCALES}
+
+
+PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF of a model of transformers
 
 
 class GGUFError(UserError):
@@ -89,6 +93,7 @@ class GGUFFile:
         self.path = Path(path)
         first = _Part(self.path)
         self._parts = {first.path: first}
+        self._finite: set[tuple[str, int | None]] = set()  # what was looked at already
         try:
             self._open_others(first)
             self.version = first.version
@@ -151,11 +156,17 @@ class GGUFFile:
         return found
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raises GGUFError unless all numbers of a tensor, or of its first rows, are finite; holds none of them."""
+        """Raises GGUFError unless all numbers of a tensor, or of its first rows, are finite; holds none of them.
+
+        Each is read once: a file that changes under a run is another matter.
+        """
         info, shape = self._wanted(name, rows)
+        if (name, rows) in self._finite:
+            return
         for _, raw in self.pieces(info, math.prod(shape)):
             if not encodes_finite(raw, info.type_id):
                 raise self._not_finite(name)
+        self._finite.add((name, rows))
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""
@@ -241,7 +252,7 @@ class _Part:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise self.error(_os_cause(error)) from None
+            raise self.error(_os_cause(error, path)) from None
         self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
         try:
             self._parse()
@@ -288,6 +299,11 @@ class _Part:
         start = os.pread(self._fd, 64, 0)
         if start.startswith(b"version https://git-lfs"):
             raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
+        if start[8:9] == b"{" and not start.startswith(b"GGUF"):
+            raise self.error(
+                f"is not a GGUF file but safetensors; {PROGRAM} makes one of the directory it came in: "
+                f"python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
+            )
         if not start.startswith(b"GGUF") or self.size < 24:
             raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
         cursor.take(4, "the magic")
@@ -477,5 +493,9 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize, f"the array {key}"), dtype)
 
 
-def _os_cause(error: OSError) -> str:
-    return "not found" if isinstance(error, FileNotFoundError) else f"cannot be opened: {error.strerror}"
+def _os_cause(error: OSError, path: Path) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be opened: {error.strerror}"
+    return (
+        f"is a link to {printable(str(path.readlink()), 200)}, which is not there" if path.is_symlink() else "not found"
+    )

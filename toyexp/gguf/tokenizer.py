@@ -30,6 +30,7 @@ from toyexp.tokenizer import (
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
+IDS_ALONE = "what it reads are ids: data=tokens data.path=IDS.bin"
 UNTOUCHED = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands where there is no merge: no UTF-8 holds the byte
 
 
@@ -41,6 +42,8 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
 def check_kind(file: GGUFFile) -> None:
     """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
     model, pre = _kind(file)
+    if not model:
+        raise file.error(f"has no tokenizer; {IDS_ALONE}")
     if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
         raise file.error(
             f"its tokenizer ({printable(model)}, pre-tokenizer {printable(pre)}) is not supported; "
@@ -84,7 +87,7 @@ class _Reader:
             self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
         self._check_keys()
         if not has_text(self.file):
-            raise self.file.error("its model was trained on ids without text: it has no tokenizer")
+            raise self.file.error(f"its model was trained on ids without text: it has no tokenizer; {IDS_ALONE}")
         self._read_tokens()
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")

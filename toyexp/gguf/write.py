@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import RunFailed
+from toyexp.errors import RunFailed, UserError, printable
 from toyexp.gguf.encode import FILE_TYPES, IDS, K_QUANTS, check_type, checked, encoded, fitting, pieces_of, tensor_type
 from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
@@ -88,11 +88,16 @@ def write_model(
 
 
 def write_adapter(
-    path: Path, plan: Plan, values: Mapping[str, np.ndarray], general: Mapping[str, Any] | None = None
+    path: Path,
+    plan: Plan,
+    values: Mapping[str, np.ndarray],
+    general: Mapping[str, Any] | None = None,
+    chat_template: str = "",
 ) -> list[str]:
     """Writes the plan's LoRA adapters for llama.cpp's `--lora`, in one piece like `write_model`, in float32.
 
-    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file.
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
+    notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
     """
     alpha = one_alpha(plan)
     writer = Writer()
@@ -102,6 +107,8 @@ def write_adapter(
         writer.add(f"general.{key}", value)
     writer.add("adapter.type", "lora")
     writer.add("adapter.lora.alpha", alpha)
+    if chat_template:
+        writer.add("tokenizer.chat_template", chat_template)
     for adapter in plan.adapters:
         for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
             writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))
@@ -112,6 +119,15 @@ def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, 
     """The keys that describe a model, under their full names."""
     own = {**model.gguf_metadata(), **data}
     return {f"general.{k}": v for k, v in general.items()} | {f"{model.architecture}.{k}": v for k, v in own.items()}
+
+
+def check_keys(model: Model) -> None:
+    """Raises UserError for a model with a number that no key of a GGUF holds; found after training it is too late."""
+    for key, value in model_metadata(model, {}, {}).items():
+        try:
+            _packed(value, _kind(value))
+        except (struct.error, OverflowError):
+            raise UserError(f"model={model.name}: no GGUF holds {printable(str(value))} as {key}") from None
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def evaluate(
     from toyexp.schema import Source
 
     typed = _check_taken(settings)
-    trained, path = trained_on(what, modules), file_of(what)
+    path, trained = file_of(what), trained_on(what, modules)
     model = model_of(path, registry)
     chosen = _data(model, path, typed, registry, trained, data)
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)

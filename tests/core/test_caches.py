@@ -107,7 +107,9 @@ def test_a_blob_that_was_deleted_is_named_as_unreadable(home, registry):
     hub(home / ".cache/huggingface/hub", "org/gone", "aaa", "gone.gguf", "1234")
     found = find(registry)
     assert found.files == []
-    assert [(f.name, f.error) for f in found.unreadable] == [("gone", "not found")]
+    assert [(f.name, f.error) for f in found.unreadable] == [
+        ("gone", "is a link to ../../blobs/1234, which is not there")
+    ]
 
 
 def test_ollamas_manifests_give_blobs_their_names(home, registry):

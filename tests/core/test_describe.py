@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from kinds import VIT, write_foreign, write_lora, write_vit
+from safetensors.numpy import save_file
 from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp import mistakes
@@ -337,6 +338,54 @@ def test_special_tokens_out_of_range_have_no_text(capsys):
     found = told(capsys, "model.gguf")["tokenizer"]
     assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
     assert "is not supported" in found["refused"]
+
+
+def make(kind):
+    """A run's directory whose model.gguf is none, or another program's directory or file."""
+    Path("run").mkdir()
+    model = Path("run/model.gguf")
+    match kind:
+        case "a directory":
+            model.mkdir()
+        case "a pipe":
+            os.mkfifo(model)
+        case "a link that leads nowhere":
+            model.symlink_to("gone.gguf")
+        case "unreadable":
+            model.write_bytes(b"GGUF")
+            model.chmod(0)
+        case "safetensors":
+            save_file({"x": np.zeros(3, np.float32)}, model)
+        case "transformers":
+            Path("run/config.json").write_text("{}")
+        case "peft":
+            Path("run/adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a directory", "run/model.gguf: is a directory"),
+        ("a pipe", "run/model.gguf: is not a regular file"),
+        ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which is not there"),
+        ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
+        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp makes one"),
+        ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
+        ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
+    ],
+)
+def test_what_stands_where_a_model_should_is_named(kind, said, capsys):
+    make(kind)
+    if kind == "unreadable" and os.access("run/model.gguf", os.R_OK):
+        pytest.skip("this user may read everything")
+    commands = [["describe", "run"], ["eval", "run"], ["generate", "run", "--prompt", "x"],
+                ["export", "run", "--type", "f32"], ["recipe=full", "recipe.base=run"],
+                ["recipe=warm", "recipe.donor=run"]]  # fmt: skip
+    for words in commands:
+        assert main(words) == 2, words
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, words
+    assert not Path("outputs").exists()
 
 
 def test_a_file_that_names_no_tokenizer_has_none(capsys):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from toyexp.errors import UserError, choose, printable
-from toyexp.gguf.read import GGUFFile
+from toyexp.gguf.read import HF_TO_GGUF, PROGRAM, GGUFFile
 from toyexp.model import Model
 from toyexp.registry import Registry
 
@@ -17,16 +18,27 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 def file_of(path: Path, leaves: Sequence[str] = (MODEL,)) -> Path:
     """The file meant by `path`: itself, or what a run left in that directory; UserError when there is nothing."""
-    if not os.path.exists(path):  # noqa: PTH110 - as below
+    if not os.path.lexists(path):
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
-    found = next((path / name for name in leaves if (path / name).is_file()), None)
-    if found is None:
-        raise UserError(
-            f"{path}: is a directory without {' or '.join(leaves)}; name a GGUF file, or the directory of a run"
-        )
-    return found
+    if not os.access(path, os.X_OK):
+        raise UserError(f"{path}: is a directory that may not be entered")
+    there = [path / name for name in leaves if os.path.lexists(path / name)]
+    if not there:
+        what = f"{path}: is a directory without {' or '.join(leaves)}"
+        raise UserError(f"{what}; {_converted(path) or 'name a GGUF file, or the directory of a run'}")
+    return next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
+
+
+def _converted(path: Path) -> str | None:
+    """How a directory of transformers or PEFT becomes a GGUF; None for any other."""
+    for config, script in (("adapter_config.json", "convert_lora_to_gguf.py"), ("config.json", HF_TO_GGUF)):
+        if (path / config).is_file():
+            return (
+                f"{PROGRAM} makes one of Hugging Face's: python {script} {shlex.quote(str(path))} --outfile model.gguf"
+            )
+    return None
 
 
 def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None) -> Model:

@@ -61,6 +61,9 @@ _SCALES = {
 QUICKLY_TOLD = {"F32", "F16", "BF16", *_SCALES}
 
 
+PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF of a model of transformers
+
+
 class GGUFError(UserError):
     """A file that is not a GGUF we can read, with its path and the cause."""
 
@@ -248,7 +251,7 @@ class _Part:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise self.error(_os_cause(error)) from None
+            raise self.error(_os_cause(error, path)) from None
         self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
         try:
             self._parse()
@@ -289,12 +292,17 @@ class _Part:
         if not stat.S_ISREG(status.st_mode):
             if stat.S_ISDIR(status.st_mode):
                 raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
-            raise self.error("is not a regular file")
+            raise self.error("is not a regular file but a pipe, a socket or a device")
         self.size = status.st_size
         cursor = _Cursor(self)
         start = os.pread(self._fd, 64, 0)
         if start.startswith(b"version https://git-lfs"):
             raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
+        if start[8:9] == b"{" and not start.startswith(b"GGUF"):
+            raise self.error(
+                f"is not a GGUF file but safetensors; {PROGRAM} makes one of the directory it came in: "
+                f"python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
+            )
         if not start.startswith(b"GGUF") or self.size < 24:
             raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
         cursor.take(4, "the magic")
@@ -484,5 +492,9 @@ class _Cursor:
         return np.frombuffer(self.take(count * dtype.itemsize, f"the array {key}"), dtype)
 
 
-def _os_cause(error: OSError) -> str:
-    return "not found" if isinstance(error, FileNotFoundError) else f"cannot be opened: {error.strerror}"
+def _os_cause(error: OSError, path: Path) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be opened: {error.strerror}"
+    return (
+        f"is a link to {printable(str(path.readlink()), 200)}, which is not there" if path.is_symlink() else "not found"
+    )

@@ -21,7 +21,7 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
 
     UserError when there is nothing.
     """
-    if not os.path.exists(path):  # noqa: PTH110 - as below
+    if not os.path.lexists(path):
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path

@@ -328,6 +328,8 @@ _PLAIN_WORDS = {
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
     r"Cannot convert '\w+' to string": "must be one text",
     r"is not Optional": "cannot be null",
+    r"Cannot merge DictConfig with ListConfig": "must be a list: [a,b]",
+    r"NoneType is not a subclass": "cannot be null",
     r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, a key that is not there",
     r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, which is not known here",
     r"[Rr]ecursi": "refers to itself",

@@ -36,7 +36,7 @@ class WarmupSchedule(Schedule):
         if self.warmup >= planned.steps:
             yield (
                 f"callbacks.{self.name}.warmup={self.warmup}: the run has {planned.steps} steps, in which the learning "
-                f"rate only rises, to {planned.steps / self.warmup:.3g} of lr; warm up for fewer, or 0"
+                f"rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
             )
 
 

@@ -98,7 +98,7 @@ def _packed(path: Path, dtype: str) -> tuple[int, np.ndarray]:
         if version != 1:
             raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
         if dtype == "uint16":
-            raise UserError(f"data.dtype=uint16: {path} is a TOYC file, whose ids are int32; leave data.dtype out")
+            raise UserError(f"{path}: is a TOYC file, whose ids are int32; leave data.dtype=uint16 out")
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
     if not body or len(body) % kind.itemsize:

@@ -112,6 +112,8 @@ VALUES = [
     ("steps=null", "steps=null: cannot be null"),
     ("steps=[1]", "steps=[1]: must be a whole number"),
     ("lr=abc", "lr=abc: must be a number"),
+    ("recipe=lora recipe.targets={q:1}", "recipe.targets={q:1}: must be a list"),
+    ("recipe=lora recipe.targets=[q,null]", "recipe.targets[1]: cannot be null"),
     ("model.tied=maybe", "model.tied=maybe: must be true or false"),
     ("model.d_model=64.5", "model.d_model=64.5: must be a whole number"),
     ("callbacks.cosine.warmup=x", "callbacks.cosine.warmup=x: must be a whole number"),

@@ -756,9 +756,9 @@ def toyc(ids, version=1, vocab=0):
         (UINT16, "uint16", 10),
         (toyc(IDS), "auto", 10),
         (toyc(IDS, vocab=627), "auto", 627),
-        (toyc(IDS, vocab=10), "uint16", 10),
+        (toyc(IDS, vocab=10), "int32", 10),
     ],
-    ids=["auto", "int32", "uint16", "TOYC", "TOYC with vocabulary", "TOYC is always int32"],
+    ids=["auto", "int32", "uint16", "TOYC", "TOYC with vocabulary", "TOYC and its type"],
 )
 def test_every_form_of_token_file_gives_the_same_ids(tmp_path, raw, dtype, vocab):
     dataset = token_file(tmp_path, raw, dtype=dtype, val_fraction=0.2)
@@ -779,6 +779,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (struct.pack("<3i", 1, -2, 3), "auto", "the id at position 1 is negative; is it uint16? data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; at most 16777216 make sense"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
+        (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; leave data.dtype=uint16 out"),
         (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),
         (toyc([]), "auto", "0 bytes"),
         (toyc(IDS, vocab=9), "auto", "its header says 9 ids, position 5 holds 9"),

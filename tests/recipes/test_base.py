@@ -167,7 +167,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=99", "use recipe.rank=32 or less"),
         ("recipe=lora recipe.base=base.gguf recipe.targets=[attn_w]", "did you mean attn_"),
-        ("recipe=lora recipe.base=base.gguf recipe.targets=q", "recipe.targets=q"),
+        ("recipe=lora recipe.base=base.gguf recipe.targets={q:1}", "recipe.targets={q:1}"),
         ("recipe=full recipe.base=${nope}", "${nope}, a key that is not there"),
         ("recipe=full recipe.base=base.gguf model.d_model=64", "a llama with d_model=32; leave model.d_model out"),
         ("recipe=full recipe.base=base.gguf model=gpt2", "takes the model from base.gguf, a llama; leave model out"),

@@ -120,7 +120,8 @@ def test_of_twelve_jobs_three_go_wrong_nine_give_results_and_resume_finishes_the
     expected[3], expected[5], expected[7] = "failed", "refused", "killed"
     assert statuses("sweeps/s") == expected
     assert err.splitlines() == [
-        "toyexp: error in job 3: ZeroDivisionError: on purpose (exit code 1; log: sweeps/s/3-scratch-llama/log.txt)",
+        "toyexp: error in job 3: callbacks.mishap failed at step 5: ZeroDivisionError: on purpose; see "
+        "sweeps/s/3-scratch-llama/log.txt (exit code 1)",
         "toyexp: error in job 5: steps=0: must be a whole number from 1 (exit code 2; log: sweeps/s/logs/5.log)",
         "toyexp: error in job 7: killed by SIGKILL (out of memory?) (log: sweeps/s/7-scratch-llama/log.txt)",
     ]
@@ -128,7 +129,7 @@ def test_of_twelve_jobs_three_go_wrong_nine_give_results_and_resume_finishes_the
         "9 of 12 jobs are completed; go on: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'" in out
     )
     assert "completed after 13 steps" in out  # its output is passed on
-    assert "Traceback" in Path("sweeps/s/logs/3.log").read_text()
+    assert "Traceback" in Path("sweeps/s/3-scratch-llama/log.txt").read_text()
 
     # Before each job all that had ended stood in the summary.
     for job in jobs("sweeps/s"):
@@ -142,7 +143,7 @@ def test_of_twelve_jobs_three_go_wrong_nine_give_results_and_resume_finishes_the
     assert [row["steps taken"] for row in table if row["status"] == "completed"] == [
         str(n) for n, status in zip(values, expected, strict=True) if status == "completed"
     ]
-    assert table[3]["error"] == "ZeroDivisionError: on purpose"
+    assert "callbacks.mishap failed at step 5: ZeroDivisionError: on purpose" in table[3]["error"]
     assert table[0]["run"] == str(tmp_path / "sweeps/s/0-scratch-llama")
     markdown = Path("sweeps/s/summary.md").read_text().splitlines()
     assert len(markdown) == 14 and markdown[9].startswith("| 7 | 9 | killed |")

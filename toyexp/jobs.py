@@ -353,8 +353,10 @@ class Runner:
         logs = [path for path in (self._folder.run(job) / "log.txt", self._folder.log(job)) if path.exists()]
         if not logs:
             return ""
-        told = job.code < 0 or f"exit code {job.code}" in str(job.error)
-        return f" ({'' if told else f'exit code {job.code}; '}log: {short(logs[0])})"
+        told, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short(logs[0])
+        details = [] if told else [f"exit code {job.code}"]
+        details += [] if log_file in str(job.error) else [f"log: {log_file}"]
+        return f" ({'; '.join(details)})" if details else ""
 
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder

@@ -656,7 +656,7 @@ def test_a_job_that_crashes_makes_the_sweep_exit_1(tmp_path, capsys):
     line = ["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "plugins=[crashing]", "steps=0,1", "callbacks=[crash]"]
     assert main(line) == 1
     err = capsys.readouterr().err
-    assert "error in job 0: steps=0" in err and "error in job 1: ZeroDivisionError: on purpose" in err
+    assert "error in job 0: steps=0" in err and "failed at step 1: ZeroDivisionError: on purpose" in err
 
 
 # -- a real process -------------------------------------------------------------------------------------------------

@@ -127,14 +127,15 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     assert statuses("sweeps/s") == expected
     assert err.splitlines() == [
         "toyexp: error in job 2: steps=0: must be a whole number from 1",  # which is known before the first begins
-        "toyexp: error in job 1: ZeroDivisionError: on purpose (exit code 1; log: sweeps/s/1-scratch-llama/log.txt)",
+        "toyexp: error in job 1: callbacks.mishap failed at step 5: ZeroDivisionError: on purpose; see "
+        "sweeps/s/1-scratch-llama/log.txt (exit code 1)",
         "toyexp: error in job 4: killed by SIGKILL (out of memory?) (log: sweeps/s/4-scratch-llama/log.txt)",
     ]
     assert (
         "3 of 6 jobs are completed; go on: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'" in out
     )
     assert "completed after 13 steps" in out  # its output is passed on
-    assert "Traceback" in Path("sweeps/s/logs/1.log").read_text()
+    assert "Traceback" in Path("sweeps/s/1-scratch-llama/log.txt").read_text()
 
     # Before each job all that had ended stood in the summary.
     for job in jobs("sweeps/s"):
@@ -148,7 +149,7 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     assert [row["steps taken"] for row in table if row["status"] == "completed"] == [
         str(n) for n, status in zip(values, expected, strict=True) if status == "completed"
     ]
-    assert table[1]["error"] == "ZeroDivisionError: on purpose"
+    assert "callbacks.mishap failed at step 5: ZeroDivisionError: on purpose" in table[1]["error"]
     assert table[0]["run"] == str(tmp_path / "sweeps/s/0-scratch-llama")
     markdown = Path("sweeps/s/summary.md").read_text().splitlines()
     assert len(markdown) == 8 and markdown[6].startswith("| 4 | 9 | killed |")

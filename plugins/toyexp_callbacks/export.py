@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import numpy as np
 from toyexp import Callback, FromGGUF, LoraAdapter, Plan, Run, RunFailed, UserError, choose, hookimpl
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import export_tensors, inherited, model_metadata, write_adapter, write_model
-from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
+from toyexp.huggingface import TYPES, notes, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
 from toyexp.run import bytes_in, write_atomically
+
+log = logging.getLogger("toyexp")
 
 
 @dataclass(eq=False)
@@ -187,4 +190,6 @@ class HuggingFaceExport(ExportWithAdapter):
         data = run.dataset
         read, keys = tensors.__getitem__, data.gguf_metadata()
         self._warn(run, path, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys))
+        for note in notes(run.plan.model, keys, data.tokenizer):
+            log.info("%s: %s", path.name, note)
         return self.dtype

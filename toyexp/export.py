@@ -27,7 +27,7 @@ from toyexp.tokenizer import Tokenizer
 PLAIN = ("F32", "F16", "BF16")
 FOLDERS = {"hf": "float32", "hf-f16": "float16", "hf-bf16": "bfloat16"}  # directories for transformers
 FOLDER_FILES = {
-    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json",
+    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 }  # fmt: skip
 VALUES = {"--type": "q8_0", "--to": "small.gguf"}

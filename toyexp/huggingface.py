@@ -54,6 +54,7 @@ class Layout:
     tensors: Mapping[str, Place]  # by our name
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
+    tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
     conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
 
 
@@ -90,7 +91,7 @@ def write_folder(
     settings["config.json"] = config
     files = {name: dump_json(content, indent=2).encode() for name, content in settings.items()}
     if tokenizer is not None:
-        files |= tokenizer_files(tokenizer)
+        files |= tokenizer_files(tokenizer, layout.tokenizer_replaced)
     with _directory(path) as folder:
         for name, content in files.items():
             write_synced(folder / name, content)

@@ -35,6 +35,10 @@ class Qwen2(RotaryModel):
         """The linears of a block that have a bias in transformers."""
         return ATTENTION[:3]
 
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """Qwen2ForCausalLM."""
+        return replace(super().huggingface(data), tokenizer_replaced=True)
+
 
 @dataclass
 class Qwen3(RotaryModel):

@@ -291,6 +291,15 @@ def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
     assert main(["export", "m.gguf", "--type", "hf", "--force"]) == 0  # it is one of ours
 
 
+def test_a_directory_names_the_class_of_its_tokenizer_where_transformers_has_another():
+    for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
+        write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())
+        assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
+        own = "auto_map" in json_of(f"{name}-hf/tokenizer_config.json")
+        assert own == Path(f"{name}-hf/tokenization.py").exists() == (name == "qwen2")
+    assert main(["export", "qwen2.gguf", "--type", "hf", "--force"]) == 0
+
+
 def test_what_the_converter_reads_of_gpt2_and_gemma():
     write_base(Path("gpt2.gguf"), "gpt2", tokenizer=Bytes())
     write_base(Path("gemma.gguf"), "gemma", tokenizer=sentencepiece(prefix=False))

@@ -19,7 +19,7 @@ from toyexp.gguf.quantise import quantise
 from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp.gguf.write import Writer
-from toyexp.huggingface import TYPES, write_folder
+from toyexp.huggingface import TYPES, notes, write_folder
 from toyexp.options import read_options, refuse_settings
 from toyexp.registry import Registry
 from toyexp.restored import origin
@@ -29,8 +29,8 @@ from toyexp.tokenizer import Tokenizer
 PLAIN = ("F32", "F16", "BF16")
 FOLDERS = {"hf": "float32", "hf-f16": "float16", "hf-bf16": "bfloat16"}  # directories for transformers
 FOLDER_FILES = {
-    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json",
-    "tokenizer_config.json",
+    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 }  # fmt: skip
 VALUES = {"--type": "q8_0", "--to": "small.gguf"}
 SWITCHES = ("--force", "--requantize", "--json")
@@ -81,6 +81,7 @@ class Exported:
     bytes: int
     tensors: dict[str, int]  # how many of each type
     warnings: list[str]
+    notes: list[str]  # who makes something else of it
 
     def plain(self) -> str:
         """As JSON."""
@@ -90,7 +91,8 @@ class Exported:
         """For a person."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{self.source_bytes / 1e6:.2f} -> {self.bytes / 1e6:.2f} MB"
-        return [*(f"warning: {w}" for w in self.warnings), f"{self.path}  {sizes}  ({types})"]
+        told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
+        return [*told, f"{self.path}  {sizes}  ({types})"]
 
 
 def split(words: Sequence[str]) -> Options:
@@ -129,7 +131,7 @@ def export(options: Options, registry: Registry) -> Exported:
         with GGUFFile(target) as written:
             counts = Counter(t.type for t in written.tensors.values())
             return Exported(
-                str(origin(file.path)), str(target), options.type, file.size, written.size, dict(counts), warnings
+                str(origin(file.path)), str(target), options.type, file.size, written.size, dict(counts), warnings, []
             )
 
 
@@ -147,11 +149,12 @@ def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     data = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     tokenizer, warnings = _tokenizer(file) if model.reads == "tokens" else (None, [])
     try:
+        told = notes(model, data, tokenizer)
         warnings += write_folder(target, model, file.read, tokenizer, dtype, data)
     except UserError as error:
         raise file.error(str(error)) from None
     count = {TYPES[dtype]: len(model.tensors())}
-    return Exported(str(file.path), str(target), options.type, file.size, bytes_in(target), count, warnings)
+    return Exported(str(file.path), str(target), options.type, file.size, bytes_in(target), count, warnings, told)
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:

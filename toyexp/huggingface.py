@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from toyexp.conversion import Conversion
 from toyexp.errors import RunFailed
 from toyexp.gguf.encode import encoded, pieces_of
 from toyexp.gguf.whole import swap
+from toyexp.huggingface_tokenizer import tokenizer_files
 from toyexp.model import Model
 from toyexp.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.run import dump_json, sync_directory, write_synced
+from toyexp.sentencepiece import SentencePiece
 from toyexp.tokenizer import Tokenizer
 
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 Numbers = Callable[[np.ndarray], np.ndarray]
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
 
@@ -51,6 +55,8 @@ class Layout:
     tensors: Mapping[str, Place]  # by our name
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
+    tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
+    conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
 
 
 def write_folder(
@@ -75,20 +81,33 @@ def write_folder(
         tensors[place.name] = shape, partial(_placed, read, spec.name, place)
     for name, shape in layout.zeros.items():
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
-    config = {**layout.config, "torch_dtype": dtype}
-    texts = {name: dump_json(content, indent=2) for name, content in layout.files.items()}
+    config = {**layout.config, "torch_dtype": dtype, "transformers_version": FORM}
+    settings = dict(layout.files)
     if model.reads == "tokens":
         ids = _special_ids(tokenizer)
         config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **ids}
-        texts["generation_config.json"] = dump_json(ids, indent=2)
-    texts["config.json"] = dump_json(config, indent=2)
+        if tokenizer is not None and "eot_token_id" in config:
+            config["eot_token_id"] = tokenizer.source.get("ggml.eot_token_id", tokenizer.eos)
+        settings["generation_config.json"] = ids
+    settings["config.json"] = config
+    files = {name: dump_json(content, indent=2).encode() for name, content in settings.items()}
     if tokenizer is not None:
-        texts["tokenizer.json"], settings = tokenizer.to_huggingface()
-        texts["tokenizer_config.json"] = dump_json(settings, indent=2)
+        files |= tokenizer_files(tokenizer, layout.tokenizer_replaced)
     with _directory(path) as folder:
-        for name, text in texts.items():
-            write_synced(folder / name, text.encode())
+        for name, content in files.items():
+            write_synced(folder / name, content)
         return _write_tensors(folder / "model.safetensors", tensors, TYPES[dtype])
+
+
+def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """A sentence for each who makes something else of a model's directory than toyexp and llama.cpp do."""
+    lines: list[str] = []
+    if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
+        lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
+    lost = model.huggingface(data).conversion.lacks(tokenizer) if model.reads == "tokens" else ""
+    if lost:
+        lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
+    return lines
 
 
 def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray]) -> list[str]:
@@ -128,12 +147,12 @@ def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.nd
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What text begins with and where it ends; rows of a batch are filled up with the end."""
+    """What text begins with, where it ends, and what fills up the rows of a batch."""
     if tokenizer is None:
         return {}
     ends = [tokenizer.eos, *sorted(tokenizer.ends - {tokenizer.eos})]
     bos = {} if tokenizer.bos is None else {"bos_token_id": tokenizer.bos}
-    return {**bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": ends[0]}
+    return {**bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.padding}
 
 
 @contextmanager

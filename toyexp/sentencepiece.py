@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from toyexp.errors import UserError
-from toyexp.tokenizer import BYTE, Tokenizer
+from toyexp.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
 
 BLANK = "\u2581"  # how a blank is written in a token
 CACHED = 1 << 17  # words whose ids are kept
@@ -39,13 +40,21 @@ class SentencePiece(Tokenizer):
         prefix: bool = True,
     ):
         """`unreachable` are tokens that no text produces; `prefix`: a blank is thought before a text."""
-        self.pieces, self.eos, self._prefix = list(pieces), eos, prefix
-        self._types, self._scores, self._unreachable = types, scores, unreachable
+        self.pieces, self.eos, self.prefix = list(pieces), eos, prefix
+        self.types, self.scores, self._unreachable = types, scores, unreachable
         self._ids = {piece: i for i, piece in enumerate(self.pieces) if i not in unreachable}
         self._cost = (-scores).tolist()
         pairs = {piece[n : n + 2] for piece in self._ids for n in range(len(piece) - 1)}
         self._pairs = np.array(sorted(ord(p[0]) << 21 | ord(p[1]) for p in pairs) or [-1])
         self._known: dict[str, list[int]] = {}
+
+    @property
+    def unknown(self) -> int | None:
+        """What stands for text that has no token, where there are no byte tokens: the one named so, or the first."""
+        named = self.source.get("ggml.unknown_token_id")
+        if isinstance(named, int) and 0 <= named < self.vocab and self.types[named] in (UNKNOWN, CONTROL):
+            return named
+        return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
         """int32 ids; UserError for a character that has neither a token nor byte tokens."""
@@ -56,7 +65,7 @@ class SentencePiece(Tokenizer):
 
     def _words(self, text: str, start: bool) -> list[str]:
         """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
-        text = (" " * (start and self._prefix) + text).replace(" ", BLANK)
+        text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._between(text), len(text)])]
 
     def _between(self, text: str) -> list[int]:
@@ -119,47 +128,75 @@ class SentencePiece(Tokenizer):
 
     def _bytes_of(self, i: int) -> bytes:
         piece = self.pieces[i]
-        return bytes([int(piece[3:5], 16)]) if self._types[i] == BYTE else piece.replace(BLANK, " ").encode()
+        return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of the ids, as of a whole text's: without the blank that was thought before it."""
         text = super().decode(ids)
-        return text.removeprefix(" ") if self._prefix else text
+        return text.removeprefix(" ") if self.prefix else text
 
     def _rules(self) -> dict[str, Any]:
-        scores = self._scores.astype(np.float64).tolist()
-        return {**super()._rules(), "scores": scores, "prefix": self._prefix, "unreachable": sorted(self._unreachable)}
+        scores = self.scores.astype(np.float64).tolist()
+        return {**super()._rules(), "scores": scores, "prefix": self.prefix, "unreachable": sorted(self._unreachable)}
 
     def _own_metadata(self) -> dict[str, Any]:
         keys = {
             "model": "llama",
             "tokens": list(self.pieces),
-            "scores": self._scores,
-            "token_type": self._types,
+            "scores": self.scores,
+            "token_type": self.types,
             "eos_token_id": self.eos,
             "add_bos_token": self.add_bos,
             "add_eos_token": self.add_eos,
-            "add_space_prefix": self._prefix,
+            "add_space_prefix": self.prefix,
         }
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
+    def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
+        """Cost and halves of every way in which two neighbours join to these, be they tokens or mere characters."""
+        for piece in pieces:
+            for n in range(1, len(piece)):
+                if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
+                    yield self._cost[self._ids[piece]], piece[:n], piece[n:]
+
+    def joined_otherwise(self) -> int:
+        """How many tokens the tokenizers library may join in another order, or never.
+
+        It joins nothing but tokens, and of two pairs with one score always the same first, where here the leftmost is.
+        """
+        ids, shared = self._ids, Counter(self._cost[i] for i in self._ids.values())
+        normal = ((p, i) for p, i in ids.items() if self.types[i] == NORMAL)
+        splits = list(
+            self._splits(p for p, i in normal if shared[self._cost[i]] > 1 or not {p[0], p[-1]} <= ids.keys())
+        )
+        found = {a + b for _, a, b in splits if a not in ids or b not in ids}
+        starting: dict[tuple[float, str], set[str]] = {}
+        for cost, a, b in splits:
+            starting.setdefault((cost, a), set()).add(a + b)
+        for cost, a, b in splits:
+            rivals = {other for other in starting.get((cost, b), ()) if other != a + b and len({*a, *other}) > 1}
+            found |= rivals | {a + b} if rivals else rivals
+        return len(found)
+
     def _library(self) -> Any:
-        """As near as the library comes: merges in the order of their scores, the same but for equal ones."""
+        """As near as the library comes: merges in the order of their scores.
+
+        Among equal ones the longest left half goes first, so that runs of one character, whose tokens have one score
+        in some vocabularies, grow from the left as they do here.
+        """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers
 
-        found = [
-            (self._cost[i], n, (piece[:n], piece[n:]))
-            for piece, i in self._ids.items()
-            for n in range(1, len(piece))
-            if piece[:n] in self._ids and piece[n:] in self._ids
-        ]
-        merges = [pair for _, _, pair in sorted(found)]
+        joins = sorted(
+            (cost, -len(a), a, b) for cost, a, b in self._splits(self._ids) if a in self._ids and b in self._ids
+        )
+        merges = [(a, b) for _, _, a, b in joins]
         vocab = {piece: i for i, piece in enumerate(self.pieces)}
-        engine = Engine(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+        unknown = None if self.unknown is None else self.pieces[self.unknown]
+        engine = Engine(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown))
         blanks = [normalizers.Replace(" ", BLANK)]
-        engine.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK)] * self._prefix + blanks)
-        strip = [decoders.Strip(" ", 1, 0)] * self._prefix
+        engine.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK)] * self.prefix + blanks)
+        strip = [decoders.Strip(" ", 1, 0)] * self.prefix
         engine.decoder = decoders.Sequence(
             [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )

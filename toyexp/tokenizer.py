@@ -69,6 +69,12 @@ class Tokenizer(ABC):
         """The ids at which generation stops."""
         return self.stops | {self.eos}
 
+    @property
+    def padding(self) -> int:
+        """What fills up the rows of a batch: the end where the GGUF names no token of its own."""
+        named = self.source.get("ggml.padding_token_id")
+        return named if isinstance(named, int) and 0 <= named < self.vocab else self.eos
+
     # -- text to ids --------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -213,17 +219,19 @@ class Tokenizer(ABC):
 
         engine = self._library()
         for i in sorted(self._special):
-            token = AddedToken(self.pieces[i], normalized=False, special=i not in self.user_defined)
+            # llama.cpp's converter decodes those that are not normalised, and "\u00f6" then means a byte, not itself.
+            is_byte = engine.normalizer is None and engine.decoder.decode([self.pieces[i]]) != self.pieces[i]
+            token = AddedToken(self.pieces[i], normalized=is_byte, special=i not in self.user_defined)
             (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
         bos = None if self.bos is None else self.pieces[self.bos]
         start, end = [self.bos] * self.add_bos, [self.eos] * self.add_eos
         whole = json.loads(engine.to_str()) | {"post_processor": _surround(self.pieces, start, end)}
-        padding = self.source.get("ggml.padding_token_id")
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": bos,
             "eos_token": self.pieces[self.eos],
-            "pad_token": self.pieces[padding if isinstance(padding, int) and 0 <= padding < self.vocab else self.eos],
+            "pad_token": self.pieces[self.padding],
+            "padding_side": "left",  # what continues the rows of a batch has to see their ends
             "add_bos_token": self.add_bos,
             "add_eos_token": self.add_eos,
             "clean_up_tokenization_spaces": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ from toyexp import (
 from toyexp.checkpoint import Best
 from toyexp.gguf.encode import check_type
 from toyexp.gguf.write import check_keys, export_tensors, inherited, model_metadata, write_adapter, write_model
-from toyexp.huggingface import TYPES, write_adapter_folder, write_folder
+from toyexp.huggingface import TYPES, notes, write_adapter_folder, write_folder
 from toyexp.init import opened
 from toyexp.plan import lora_names
 from toyexp.run import bytes_in, write_synced
 
 WEIGHTS = ("best", "last")
 Tensors = dict[str, np.ndarray]  # by name, float32
+
+log = logging.getLogger("toyexp")
 
 
 @dataclass(eq=False)
@@ -253,4 +256,6 @@ class HuggingFaceExport(ExportWithAdapter):
         """Writes the directory, with the tokenizer of a language model."""
         data = run.dataset
         read, keys = tensors.__getitem__, data.gguf_metadata()
+        for note in notes(run.plan.model, keys, data.tokenizer):
+            log.info("%s: %s", self.name, note)
         return self.dtype, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import Ops, UserError
+from toyexp.conversion import Conversion
 from toyexp.huggingface import Layout
 from toyexp.ops import Tensor
 from toyexp_models.rotary import RotaryModel
@@ -45,4 +46,13 @@ class Gemma(RotaryModel):
             for name, place in layout.tensors.items()
             if name.endswith("_norm.weight")
         }
-        return replace(layout, config={**layout.config, **activation}, tensors={**layout.tensors, **norms})
+        # Where no token that ends a turn is named, llama.cpp's converter names token 107, which it is in Google's.
+        config = {**layout.config, **activation, "eot_token_id": None}
+        is_usual = (self.rope_base, self.rope_scale) == (10000.0, 1.0)
+        lost = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
+        return replace(
+            layout,
+            config=config,
+            tensors={**layout.tensors, **norms},
+            conversion=Conversion(("spm",), prefix=False, lost=lost),
+        )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Constant, Normal, Ops, Params, TensorSpec
+from toyexp.conversion import Conversion
 from toyexp.huggingface import Layout, Place, unchanged
 from toyexp.ops import Tensor
 from toyexp.optim import LORA
@@ -103,6 +104,7 @@ class GPT2(LanguageModel):
             "model_type": "gpt2",
             "vocab_size": self.vocab,
             "n_positions": self.context,
+            "n_ctx": self.context,  # its name of old, which llama.cpp's converter reads
             "n_embd": self.d_model,
             "n_layer": self.n_layers,
             "n_head": self.n_heads,
@@ -118,4 +120,5 @@ class GPT2(LanguageModel):
             at = f"transformer.h.{block[1]}." if block else ""
             is_linear = block and len(spec.shape) == 2
             places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}", form=np.transpose if is_linear else unchanged)
-        return Layout(config, places)
+        lost = "" if self.d_ff == 4 * self.d_model else f"it takes d_ff=4*d_model, and here it is {self.d_ff}"
+        return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from toyexp import Rotary, UserError
 from toyexp.bounds import require_float32
+from toyexp.conversion import Conversion
 from toyexp.huggingface import Layout
 from toyexp_models.language import Keys, decimal
 from toyexp_models.rotary import RotaryModel
@@ -79,4 +80,4 @@ class Llama(RotaryModel):
                 f"transformers' llama takes a number of heads that divides d_model; {self.n_heads} do not divide "
                 f"{self.d_model}"
             )
-        return super().huggingface(data)
+        return replace(super().huggingface(data), conversion=Conversion(prefix=None))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from toyexp import UserError
+from toyexp.conversion import Conversion
+from toyexp.huggingface import Layout
 from toyexp_models.rotary import ATTENTION, RotaryModel
 
 
@@ -32,6 +35,10 @@ class Qwen2(RotaryModel):
         """The linears of a block that have a bias in transformers."""
         return ATTENTION[:3]
 
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """Qwen2ForCausalLM."""
+        return replace(super().huggingface(data), tokenizer_replaced=True)
+
 
 @dataclass
 class Qwen3(RotaryModel):
@@ -42,3 +49,8 @@ class Qwen3(RotaryModel):
 
     norm_eps: float = 1e-6  # added to the variance inside the norms
     rope_base: float = 1e6  # base of the rotary frequencies
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """Qwen3ForCausalLM, which has a bias on the attention's output where it has the others."""
+        lost = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * self.qkv_bias
+        return replace(super().huggingface(data), conversion=Conversion(lost=lost))

@@ -17,9 +17,10 @@ from toyexp import Rotary, RunFailed, UserError
 from toyexp.cli import main
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import write_model
-from toyexp.huggingface import write_folder
+from toyexp.huggingface import notes, write_folder
 from toyexp.init import draw
-from toyexp.tokenizer import Bytes
+from toyexp.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizer import BPE, SYMBOLS, Bytes, Characters
 from toyexp_models.scaling import rope_scaling
 from toyexp_models.vit import ViT
 
@@ -126,6 +127,7 @@ def test_export_writes_the_directory(capsys, kind, word):
     config = json_of(f"m-{kind}/config.json")
     assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 260
     assert config["torch_dtype"] == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[word]
+    assert config["transformers_version"] < "4.57"  # else that version warns of large vocabularies
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
     assert json_of(f"m-{kind}/generation_config.json")["eos_token_id"] == 256
     if word == "BF16":  # which numpy does not have
@@ -255,6 +257,105 @@ def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(mo
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
+# -- for llama.cpp's converter ----------------------------------------------------------------------------------------
+
+
+def sentencepiece(unknown=1, **keys):
+    pieces = ["<unk>", "<s>", "</s>", BLANK + "a", "  ", BLANK, "a"]
+    types = np.array([2 * unknown or 1, 3, 3, 1, 4, 1, 1], np.int32)
+    scores = np.array([0, 0, 0, -1.5, 0, -2, -3], np.float32)
+    made = SentencePiece(pieces, scores, types, 2, frozenset({0, 1, 2}), **keys)
+    made.bos, made.add_bos, made.user_defined, made.controls = 1, True, frozenset({4}), frozenset({0, 1})
+    return made
+
+
+# What SentencePiece's own protobuf classes write.
+MODEL_FILE = (
+    "0a0e0a053c756e6b3e150000000018020a0c0a033c733e150000000018030a0d0a043c2f733e150000000018030a0d0a04e2968161150000c0"
+    "bf18010a0f0a06e29681e29681150000000018040a0c0a03e2968115000000c018010a0a0a016115000040c01801123118022007980200c002"
+    "00c80201d00202d802ffffffffffffffffff01ea02053c756e6b3ef202033c733efa02043c2f733e1a100a086964656e746974791801200028"
+    "01"
+)
+
+
+def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
+    write_base(Path("m.gguf"), "llama", tokenizer=sentencepiece())
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
+    assert "note: " not in capsys.readouterr().out
+    assert names("m-hf") == sorted([*FILES, "tokenizer.model"])
+    assert Path("m-hf/tokenizer.model").read_bytes().hex() == MODEL_FILE
+    config = json_of("m-hf/tokenizer_config.json")
+    assert (config["unk_token"], config["add_prefix_space"], config["add_bos_token"]) == ("<unk>", True, True)
+    (found,) = config["added_tokens_decoder"].items()
+    assert found[0] == "4" and (found[1]["content"], found[1]["special"]) == ("  ", False)
+    assert main(["export", "m.gguf", "--type", "hf", "--force"]) == 0  # it is one of ours
+
+
+def test_a_directory_names_the_class_of_its_tokenizer_where_transformers_has_another():
+    for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
+        write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())
+        assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
+        own = "auto_map" in json_of(f"{name}-hf/tokenizer_config.json")
+        assert own == Path(f"{name}-hf/tokenization.py").exists() == (name == "qwen2")
+    assert main(["export", "qwen2.gguf", "--type", "hf", "--force"]) == 0
+
+
+def test_what_the_converter_reads_of_gpt2_and_gemma():
+    write_base(Path("gpt2.gguf"), "gpt2", tokenizer=Bytes())
+    write_base(Path("gemma.gguf"), "gemma", tokenizer=sentencepiece(prefix=False))
+    for name in ("gpt2", "gemma"):
+        assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
+    config = json_of("gpt2-hf/config.json")
+    assert config["n_ctx"] == config["n_positions"] == 12
+    assert json_of("gemma-hf/config.json")["eot_token_id"] == 2  # unless named, it takes token 107
+
+
+def published(**keys):
+    """A BPE as a GGUF from elsewhere has it, whose vocabulary the converter may know."""
+    made = BPE([*SYMBOLS, "<|endoftext|>"], [], 256)
+    made.source = {"ggml.pre": "qwen2", **keys}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "tokenizer", "said"),
+    [
+        ("llama", {}, Bytes(), "it has no byte tokenizer"),
+        ("qwen2", {}, Characters.of(["abc"]), "it has no char tokenizer"),
+        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained here"),
+        ("llama", {}, None, "no tokenizer"),
+        ("llama", {}, published(), ""),
+        ("llama", {}, sentencepiece(), ""),
+        ("llama", {}, sentencepiece(prefix=False), ""),
+        ("llama", {}, sentencepiece(unknown=0), "token of the type unknown"),
+        ("qwen2", {}, sentencepiece(), ""),
+        ("qwen2", {}, sentencepiece(prefix=False), "add_space_prefix=true"),
+        ("qwen3", {}, published(), ""),
+        ("qwen3", {"qkv_bias": True}, published(), "no bias on attn_output"),
+        ("gemma", {}, sentencepiece(prefix=False), ""),
+        ("gemma", {}, sentencepiece(), "add_space_prefix=false"),
+        ("gemma", {}, published(), "no bpe tokenizer"),
+        ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
+        ("gpt2", {"d_ff": 128}, published(), ""),
+        ("gpt2", {}, published(), "d_ff=4*d_model"),
+        ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
+    ],
+)
+def test_what_the_converter_cannot_have_is_said_in_one_line(name, sizes, tokenizer, said):
+    found = notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
+    assert len(found) == bool(said)
+    assert not said or (said in found[0] and "convert_hf_to_gguf.py" in found[0])
+
+
+def test_export_says_it(capsys):
+    write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("note: llama.cpp's convert_hf_to_gguf.py cannot") and second.startswith("m-hf ")
+    assert main(["export", "m.gguf", "--type", "f16"]) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
 # -- the callback -----------------------------------------------------------------------------------------------------
 
 RUN = [
@@ -273,6 +374,7 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
     assert f"model-hf  {size / 1e6:.2f} MB" in capsys.readouterr().out
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert "model-hf: llama.cpp's convert_hf_to_gguf.py cannot" in Path("run/log.txt").read_text()
     told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]
     assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
 

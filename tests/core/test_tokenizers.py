@@ -22,7 +22,7 @@ from toyexp.gguf.write import write_model
 from toyexp.init import draw
 from toyexp.pieces import encoded
 from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.sentencepiece import BLANK
+from toyexp.sentencepiece import BLANK, SentencePiece
 from toyexp.tokenizer import (
     BPE,
     BYTE,
@@ -417,6 +417,50 @@ def test_the_tokenizers_library_makes_the_same_ids_of_the_export(tmp_path, name)
         assert config["pad_token"] == config["bos_token"] == "<|endoftext|>"
         tokenizer.source = {**tokenizer.source, "ggml.padding_token_id": -1}  # none: the end fills up
         assert tokenizer.to_huggingface()[1]["pad_token"] == eos != tokenizer.pieces[-1]
+
+
+def spaced(pieces, scores):
+    """A SentencePiece of these tokens, with all bytes."""
+    fixed = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    types = np.array([2, 3, 3, *[6] * 256, *[1] * len(pieces)], np.int32)
+    scores = np.array([0.0] * len(fixed) + list(scores), np.float32)
+    return SentencePiece([*fixed, *pieces], scores, types, 2, frozenset({0, 1, 2}))
+
+
+def test_runs_of_blanks_with_one_score_grow_from_the_left_in_the_library_too():
+    """Llama's own vocabulary has them: 2 to 16 blanks are tokens, all with the same score."""
+    from tokenizers import Tokenizer as Library
+
+    tokenizer = spaced(["x", *(BLANK * n for n in range(1, 17))], [-1, -2, *[-1e9] * 15])
+    library = Library.from_str(tokenizer.to_huggingface()[0])
+    for count in range(100):
+        text = " " * count + "x" + " " * (count % 40)
+        assert library.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist(), count
+    assert tokenizer.joined_otherwise() == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "scores", "count"),
+    [
+        (["a", "b", "c", "ab", "bc"], [0, 0, 0, -1, -2], 0),
+        (["a", "b", "c", "ab", "bc"], [0, 0, 0, -1, -1], 2),  # in abc the leftmost goes first
+        (["a", "b", "c", "d", "ab", "cd"], [0, 0, 0, 0, -1, -1], 0),  # which never meet
+        (["a", "ab", "ac"], [0, -1, -2], 2),  # b and c are no tokens, and join here all the same
+    ],
+)
+def test_tokens_that_the_library_may_join_otherwise_are_counted(pieces, scores, count):
+    assert spaced(pieces, scores).joined_otherwise() == count
+
+
+def test_a_token_that_byte_level_decoding_would_take_for_a_byte_is_marked_for_the_converter(tmp_path):
+    """DeepSeek's vocabularies have some: llama.cpp's converter decodes a token unless it is normalised."""
+    tokenizer = BPE([*(s for s in SYMBOLS if s != "\u00f6"), "\u00f6", "<|endoftext|>"], [], 256)
+    tokenizer.user_defined = frozenset({255})
+    added = json.loads(tokenizer.to_huggingface()[0])["added_tokens"]
+    assert [(t["content"], t["normalized"], t["special"]) for t in added] == [
+        ("\u00f6", True, False),
+        ("<|endoftext|>", False, True),
+    ]
 
 
 def test_the_table_names_every_pattern_in_a_form_the_library_takes():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 from texts import NASTY
 from tiny import VOCAB
+from transformers_ids import answers
 
 from toyexp import InputSpec, Model, Setup, Tokenizer
 from toyexp.chat import Template
@@ -20,7 +24,9 @@ from toyexp.frozen import frozen_plan
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.write import write_model
 from toyexp.huggingface import write_folder
+from toyexp.pretokenizers import PRE_TOKENIZERS
 from toyexp.sentencepiece import BLANK, SentencePiece
+from toyexp.sentencepiece_model import sentencepiece_model
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
@@ -157,36 +163,140 @@ def test_smaller_types_round_each_number_once(tmp_path, tokenizer, kind, toleran
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 
-def spm() -> SentencePiece:
-    """A SentencePiece with byte tokens, which begins every text with <s>."""
-    text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK)
-    words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)})
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
-    types = np.array([2, 3, 3] + [6] * 256 + [1] * len(words), np.int32)
-    scores = np.array([0.0] * 259 + [-1.5 * n for n in range(len(words))], np.float32)
-    made = SentencePiece(pieces, scores, types, eos=2, unreachable=frozenset({0, 1, 2}))
-    made.bos, made.add_bos, made.controls = 1, True, frozenset({0, 1})
+TEXTS = [*NASTY, "'S \u017f 12345 e\u0301 \r\n\n  x<tool>y\t \tz", "the cat <|im_start|>sat</s>"]
+TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Ho"}]
+KINDS = ("bpe", "byte", "char", "spm", "spm_bare")
+CUTS = ("llama-bpe", "qwen2", "smollm", "tekken", "default")
+# Every family with every kind of tokenizer, and where the pre-tokenizer might be another one with several of those.
+FAMILIES = [(family, kind) for family in ("llama", "qwen2", "qwen3", "gemma", "gpt2") for kind in KINDS]
+FAMILIES += [(family, pre) for family in ("llama", "qwen2") for pre in CUTS]
+
+
+def spm(prefix: bool = True) -> SentencePiece:
+    """A SentencePiece with byte tokens and two that are looked for first; every text begins with <s>."""
+    text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK).replace("\0", "")
+    words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)} - {""})
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tool>", "\t \t", *words]
+    types = np.array([2, 3, 3] + [6] * 256 + [4] * 2 + [1] * len(words), np.int32)
+    scores = np.array([0.0] * 261 + [-1.5 * n for n in range(len(words))], np.float32)
+    made = SentencePiece(pieces, scores, types, eos=2, unreachable=frozenset({0, 1, 2}), prefix=prefix)
+    made.bos, made.add_bos, made.add_eos = 1, True, not prefix
+    made.controls, made.user_defined = frozenset({0, 1}), frozenset({259, 260})
     return made
 
 
-@pytest.mark.parametrize("kind", ["bpe", "byte", "char", "spm"])
-def test_transformers_makes_our_ids(tmp_path, tokenizer, kind):
+def cut_like(pre: str) -> BPE:
+    """A BPE that learned with this pre-tokenizer."""
+    made = BPE.train([*TEXTS, "the cat sat on the mat, again and again. " * 9], 320, PRE_TOKENIZERS[pre])
+    made.add_bos = PRE_TOKENIZERS[pre].add_bos
+    return made
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory, tokenizer):
+    """What each family's directory is asked with each tokenizer, and what llama.cpp and we say to that."""
+    root = tmp_path_factory.mktemp("directories")
+    made = {"bpe": tokenizer, "byte": Bytes(), "char": Characters.of(TEXTS), "spm": spm(), "spm_bare": spm(False)}
+    made |= {pre: cut_like(pre) for pre in CUTS}
+    found = {}
+    for family, kind in FAMILIES:
+        path, t = root / f"{family}-{kind}", made[kind]
+        model = replace(MODELS[family], vocab=t.vocab)
+        zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in model.tensors()}
+        write_folder(path, model, zeros.__getitem__, t)
+        ids = [t.encode(text, special=True).tolist() for text in TEXTS]
+        chat = TALK if t.chat_template else None
+        said = Template(t.chat_template, t, path).render(TALK, answer=False) if chat else ""
+        wanted = {
+            "ids": ids,
+            "prompts": [[t.bos] * t.add_bos + i + [t.eos] * t.add_eos for i in ids],
+            "decoded": [t.decode(i) for i in ids],
+            "chat": chat and t.encode(said, special=True).tolist(),
+            "size": t.vocab,
+            "special": [t.bos, t.eos, t.padding],
+            "padded": [t.padding] * len(ids[-1]),
+        }
+        question = {"path": str(path), "texts": TEXTS, "chat": chat, "options": {}}
+        found[family, kind] = question, wanted
+    return found
+
+
+@pytest.mark.parametrize(("family", "kind"), FAMILIES)
+def test_transformers_makes_our_ids(directories, family, kind):
+    """Control tokens that are spelled out in a text are what they spell there."""
+    question, wanted = directories[family, kind]
+    assert answers([question])["answers"] == [wanted]
+
+
+@pytest.mark.parametrize("options", [{"use_fast": False}, {"trust_remote_code": True}, {"trust_remote_code": False}])
+def test_however_the_tokenizer_is_asked_for(directories, tmp_path, monkeypatch, options):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for case in (("qwen2", "spm"), ("qwen2", "llama-bpe"), ("llama", "bpe")):
+        question, wanted = directories[case]
+        assert answers([{**question, "options": options}])["answers"] == [wanted]
+
+
+def test_a_tokenizer_that_transformers_saves_is_the_same_again(directories, tmp_path):
     import transformers
 
-    made = {"bpe": lambda: tokenizer, "byte": Bytes, "char": lambda: Characters.of(NASTY), "spm": spm}[kind]()
-    model = replace(MODELS["llama"], vocab=made.vocab)
-    write_folder(tmp_path / "hf", model, values(model).__getitem__, made)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
-    for text in NASTY:  # in which transformers sees control tokens that are spelled out
-        ids = made.encode(text, special=True).tolist()
-        assert theirs(text, add_special_tokens=False).input_ids == ids, text
-        assert theirs(text).input_ids == [made.bos] * made.add_bos + ids, text
-    assert len(theirs) == made.vocab and theirs.eos_token_id == made.eos
-    if kind == "bpe":
-        talk = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Ho"}]
-        ids = theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
-        said = Template(made.chat_template, made, "here").render(talk, answer=False)
-        assert ids == made.encode(said, special=True).tolist() and made.vocab - 1 in ids
+    question, wanted = directories["qwen2", "tekken"]
+    transformers.AutoTokenizer.from_pretrained(question["path"]).save_pretrained(tmp_path / "saved")
+    (Path(question["path"]) / "config.json").rename(tmp_path / "saved" / "config.json")
+    assert answers([{**question, "path": str(tmp_path / "saved")}])["answers"] == [wanted]
+
+
+@pytest.mark.full
+def test_other_versions_of_transformers_make_our_ids(directories, tmp_path):
+    """TOYEXP_TRANSFORMERS: directories, each with another version and what it needs (`pip install --target`)."""
+    others = [path for path in os.environ.get("TOYEXP_TRANSFORMERS", "").split(os.pathsep) if path]
+    if not others:
+        pytest.skip("TOYEXP_TRANSFORMERS names no directory with another version of transformers")
+    script = Path(__file__).parents[1] / "support" / "transformers_ids.py"
+    questions, wanted = zip(*directories.values(), strict=True)
+    for other in others:
+        environment = {**os.environ, "PYTHONPATH": other, "HF_HOME": str(tmp_path)}
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script)],
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        told = json.loads(run.stdout)
+        assert told["answers"] == list(wanted), told["version"]
+        assert "incorrect regex" not in run.stderr
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_pipeline_writes_our_text(tmp_path, capsys, tokenizer, name):
+    import transformers
+
+    model = replace(MODELS[name], vocab=tokenizer.vocab)
+    write_model(tmp_path / "m.gguf", model, values(model), tokenizer)
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
+    capsys.readouterr()
+    words = ["--prompt", "the cat", "--tokens", "9", "--temperature", "0", "--engine", "cpu:threads=1", "--json"]
+    assert main(["generate", "m.gguf", *words]) == 0
+    wanted = json.loads(capsys.readouterr().out)["text"]
+    write = transformers.pipeline("text-generation", str(tmp_path / "m-hf"))
+    longer, shorter = write(["the cat", "the"], max_new_tokens=9, do_sample=False, return_full_text=False, batch_size=2)
+    assert longer[0]["generated_text"] == wanted
+    assert shorter == write("the", max_new_tokens=9, do_sample=False, return_full_text=False)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_itself_makes_our_ids_of_tokenizer_model(prefix):
+    library = pytest.importorskip("sentencepiece", reason="reads tokenizer.model: pip install sentencepiece")
+    made = spm(prefix)
+    theirs = library.SentencePieceProcessor(model_proto=sentencepiece_model(made))
+    assert [theirs.id_to_piece(i) for i in range(261)] == [p.replace(" ", BLANK) for p in made.pieces[:261]]
+    assert [theirs.get_score(i) for i in range(made.vocab)] == made.scores.tolist()
+    assert (theirs.vocab_size(), theirs.unk_id(), theirs.bos_id(), theirs.eos_id()) == (made.vocab, 0, 1, 2)
+    for text in TEXTS[1:]:  # it has no token for nothing, nor those that are found as they are spelled
+        if not any(made.pieces[i] in text for i in (1, 2, *made.user_defined)):
+            assert theirs.encode(text) == made.encode(text).tolist(), text
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------

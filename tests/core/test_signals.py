@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.bus import Bus, Run
 from toyexp.cli import main
-from toyexp.loop import Training
-from toyexp.optim import AdamW
-from toyexp.plan import PlanTensor
-from toyexp.recipe import Setup
-from toyexp.testing import NullEngine, OpModel, token_dataset
 
 DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
@@ -177,32 +171,6 @@ def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
 
 
 # -- in this process --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batches_seen", [1, 5])
-def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(tmp_path, batches_seen):
-    """Also while the model's own scores are worked out, which go through the batches once more."""
-
-    class Scored(OpModel):
-        def scores(self, session, batches):
-            return {"seen": sum(1 for _ in batches)}
-
-    dataset = token_dataset(8, 4000)
-    model, asked = Scored("rows"), []
-    batches = dataset.batches(5, 3, 0)
-    batches._eval_batches = 4
-    plan = Setup(batches.inputs, rows=3).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
-    bus = Bus({})
-    with NullEngine().realize(plan) as session:
-        session.build()
-        run = Run("test", tmp_path, 0, 4, 1e-3, {}, "noop", plan, session, dataset, {}, bus)
-
-        def stopped():
-            asked.append(1)
-            return len(asked) > batches_seen + 1
-
-        outcome = Training(run, bus, batches, AdamW.for_from_scratch(), 2, stopped).train()
-    assert (outcome.reason, outcome.eval_step, outcome.steps) == ("interrupted", None, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

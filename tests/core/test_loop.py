@@ -1,0 +1,346 @@
+"""The training loop alone, on an engine that computes nothing and reports what a test has written down."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
+from toyexp.data import batch_digest
+from toyexp.loop import SKIPPED_IN_A_ROW, Outcome, Saver, Training
+from toyexp.plan import PlanTensor
+from toyexp.testing import NullEngine, OpModel, token_dataset
+from toyexp.testing.null import NullSession
+
+BASE_LR = 0.25
+GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)
+
+
+class Scripted(NullSession):
+    """Reports the metrics of a script step by step, then good ones, and keeps what it was given."""
+
+    def __init__(self, plan, script):
+        self.script, self.hps, self.digests = list(script), [], []
+        super().__init__(plan, NullEngine())
+
+    def do_step(self, micros, hp):
+        super().do_step(micros, hp)
+        self.hps.append(hp)
+        self.digests.append(batch_digest({"tokens": np.concatenate([m["tokens"] for m in micros])}))
+        return self.script.pop(0) if self.script else GOOD
+
+
+@dataclass(eq=False)
+class Recorder(Callback):
+    """Notes every hook that it hears, and answers what it was told to."""
+
+    name = "recorder"
+    rate: float | None = None
+    stops_at: int = 0
+    heard: list = field(default_factory=list)
+    metrics: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+
+    @hookimpl
+    def lr(self, step, steps):
+        self.heard.append(f"lr {step}/{steps}")
+        return self.rate
+
+    @hookimpl
+    def on_step(self, step, metrics):
+        self.heard.append(f"on_step {step}")
+        self.metrics.append(metrics)
+
+    @hookimpl
+    def on_eval(self, step, metrics):
+        self.heard.append(f"on_eval {step}")
+        self.metrics.append(metrics)
+
+    @hookimpl
+    def stop_reason(self, step):
+        self.heard.append(f"stop_reason {step}")
+        return "enough" if step == self.stops_at else None
+
+    @hookimpl
+    def on_event(self, kind, fields):
+        self.events.append((kind, fields))
+
+    def evals(self):
+        return [int(hook.split()[1]) for hook in self.heard if hook.startswith("on_eval")]
+
+
+class Notes(Saver):
+    """Notes when it could save, what it was told and whether that was the last time."""
+
+    def __init__(self, heard):
+        self.heard, self.told = heard, []
+
+    def begin(self, metrics):
+        self.heard.append("begin")
+        self.told.append((0, dict(metrics), False))
+
+    def after(self, outcome, metrics, last):
+        self.heard.append(f"after {outcome.steps}")
+        self.told.append((outcome.steps, dict(metrics), last))
+
+
+class Scored(OpModel):
+    """Also reports how many held-out batches there are."""
+
+    def scores(self, session, batches):
+        return {"seen": sum(1 for _ in batches)}
+
+
+@dataclass
+class Stage:
+    """One training, set up: `train()` it, then look at `session` and `recorder`."""
+
+    session: Scripted
+    recorder: Recorder
+    saver: Notes
+    training: Training
+
+    def train(self):
+        return self.training.train()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """Sets up a training of so many steps on a script, every field of Training and Plan at choice."""
+
+    def make(steps=4, script=(), recorder=None, model=None, data=None, skip=False, adamw=None, outcome=None, **options):
+        model, recorder = model or OpModel("rows"), recorder or Recorder()
+        dataset = token_dataset(8, 4000)
+        batches = data or dataset.batches(5, 3, 0)
+        setup = Setup(batches.inputs, rows=3, skip_nonfinite=skip)
+        plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        session, bus = Scripted(plan, script), Bus({"recorder": recorder})
+        session.build()
+        run = Run("test", tmp_path, 0, steps, BASE_LR, {}, "noop", plan, session, dataset, {}, bus)
+        saver, options = Notes(recorder.heard), {"eval_every": 0, **options}
+        adamw = adamw or AdamW.for_from_scratch()
+        training = Training(run, bus, batches, adamw, saver=saver, outcome=outcome or Outcome(), **options)
+        return Stage(session, recorder, saver, training)
+
+    return make
+
+
+# -- numbers that are not finite ------------------------------------------------------------------------------------
+
+
+def test_a_good_step_ends_a_row_of_bad_ones(stage):
+    """However many there are in all: only a row of them says that nothing changes any more."""
+    outcome = stage(3 * SKIPPED_IN_A_ROW, [BAD, GOOD] * SKIPPED_IN_A_ROW, skip=True).train()
+    assert (outcome.reason, outcome.steps, outcome.skipped) == ("completed", 3 * SKIPPED_IN_A_ROW, SKIPPED_IN_A_ROW)
+
+
+def test_a_row_of_bad_steps_ends_the_run_at_its_twentieth(stage):
+    almost = [BAD] * (SKIPPED_IN_A_ROW - 1)
+    row = stage(100, [*almost, GOOD, *almost, BAD], skip=True)
+    with pytest.raises(RunFailed, match="20 steps in a row were skipped") as error:
+        row.train()
+    assert "nonfinite=skip" not in str(error.value), "it is what was done"
+    assert row.training.outcome.steps == 2 * SKIPPED_IN_A_ROW
+    assert row.training.outcome.skipped == 2 * len(almost)
+
+
+@pytest.mark.parametrize(
+    "bad", [BAD, StepMetrics(math.inf, 0.5), StepMetrics(1.5, math.nan), StepMetrics(1.5, math.inf)]
+)
+def test_a_bad_step_is_told_and_the_run_goes_on_when_it_may_skip(stage, bad):
+    it = stage(5, [GOOD, bad], skip=True)
+    outcome = it.train()
+    assert (outcome.reason, outcome.steps, outcome.skipped) == ("completed", 5, 1)
+    ((kind, fields),) = it.recorder.events
+    assert (kind, fields["step"], fields["skipped"]) == ("skipped", 2, 1)
+    assert (str(fields["loss"]), str(fields["grad_norm"])) == (str(bad.loss), str(bad.grad_norm))
+    assert fields["batch"] == batch_digest(it.training.batches.batch(1))
+    assert "stop_reason 2" in it.recorder.heard and "after 2" in it.recorder.heard
+
+
+@pytest.mark.parametrize("bad", [BAD, StepMetrics(1.5, math.inf)])
+def test_a_bad_step_ends_a_run_that_may_not_skip(stage, bad):
+    it = stage(5, [GOOD, bad])
+    with pytest.raises(RunFailed) as error:
+        it.train()
+    digest = batch_digest(it.training.batches.batch(1))
+    for word in (f"step 2 (batch 1, digest {digest})", str(bad.loss), str(bad.grad_norm), "lr", "nonfinite=skip"):
+        assert word in str(error.value)
+    assert it.recorder.heard[-1] == "on_step 2", "it was recorded before the run ended"
+    assert (it.training.outcome.skipped, it.recorder.events) == (0, [])
+
+
+# -- what is counted ------------------------------------------------------------------------------------------------
+
+
+class Weighted:
+    """The batches of another, whose targets weigh what `weights` says, [rows, context]."""
+
+    def __init__(self, batches, weights):
+        self.batches, self.inputs, self.weights = batches, batches.inputs, np.array(weights, np.float32)
+
+    def batch(self, k):
+        return {**self.batches.batch(k), "weights": self.weights}
+
+    def held_out(self):
+        return self.batches.held_out()
+
+
+def test_tokens_are_the_targets_that_weigh_something(stage):
+    """A prompt's weigh nothing and do not count; however little another weighs, it counts as one."""
+    weights = [[0, 0, 1, 1, 1], [0, 0.25, 0.001, 2, 0], [0, 0, 0, 0, 0]]
+    it = stage(3, data=Weighted(token_dataset(8, 4000).batches(5, 3, 0), weights))
+    outcome = it.train()
+    assert outcome.tokens == 3 * 6
+    assert [m["tokens"] for m in it.recorder.metrics] == [6, 6, 6]
+    assert outcome.tokens_per_second == 18 / outcome.training_seconds
+
+
+def test_every_step_takes_the_next_batch_and_its_own_hp(stage):
+    it = stage(3, adamw=AdamW.for_lora())
+    it.train()
+    wanted = [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in range(3)]
+    assert it.session.digests == wanted
+    lora = replace(AdamW.for_lora(), lr=BASE_LR)
+    assert [hp.tolist() for hp in it.session.hps] == [lora.hp(t).tolist() for t in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("answer", "rate"), [(None, BASE_LR), (0.125, 0.125), (0.0, 0.0)])
+def test_the_rate_is_the_callbacks_answer_or_else_the_runs(stage, answer, rate):
+    it = stage(2, recorder=Recorder(rate=answer))
+    it.train()
+    assert [hp[0] for hp in it.session.hps] == [rate] * 2
+    assert [m["lr"] for m in it.recorder.metrics] == [rate] * 2
+
+
+# -- the held-out data ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "evals"), [(0, 4, []), (2, 4, [0, 2, 4]), (3, 7, [0, 3, 6, 7]), (10, 4, [0, 4]), (1, 0, [0])]
+)
+def test_the_held_out_data_is_looked_at_first_last_and_on_the_way(stage, every, steps, evals):
+    it = stage(steps, eval_every=every)
+    outcome = it.train()
+    assert it.recorder.evals() == evals
+    assert outcome.eval_step == (evals[-1] if evals else None)
+
+
+def test_hooks_come_in_order(stage):
+    it = stage(2, eval_every=2)
+    it.train()
+    assert it.recorder.heard == [
+        "on_eval 0", "begin",
+        "lr 0/2", "on_step 1", "stop_reason 1", "after 1",
+        "lr 1/2", "on_step 2", "on_eval 2", "stop_reason 2", "after 2",
+    ]  # fmt: skip
+
+
+def test_first_and_last_scores_are_kept_and_told_at_their_own_step_only(stage):
+    it = stage(3, model=Scored("rows"), eval_every=2)
+    outcome = it.train()
+    # The null engine's loss is 1 + 1 / (1 + steps).
+    assert (outcome.first_eval_loss, outcome.eval_loss) == (pytest.approx(2), pytest.approx(1.25))
+    assert (outcome.first_eval_scores, outcome.eval_scores) == ({"seen": 2}, {"seen": 2})
+    scores = {step: metrics for step, metrics, _ in it.saver.told}
+    assert scores[1] == {}
+    assert scores[2] == {"loss": pytest.approx(4 / 3), "ppl": pytest.approx(math.exp(4 / 3)), "seen": 2}
+    assert it.recorder.metrics[0] == scores[0]
+
+
+def test_a_perplexity_beyond_floats_is_no_error(stage, monkeypatch):
+    monkeypatch.setattr(Scripted, "do_loss", lambda self, micro: 1e6 * float(micro["weights"].sum()))
+    it = stage(0, eval_every=1)
+    assert it.train().eval_loss == pytest.approx(1e6)
+    assert math.isfinite(it.recorder.metrics[0]["ppl"])
+
+
+# -- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_step_is_told_to_the_saver(stage):
+    it = stage(3)
+    outcome = it.train()
+    assert (outcome.reason, outcome.why, outcome.train_loss) == ("completed", None, GOOD.loss)
+    assert [(step, last) for step, _, last in it.saver.told] == [(0, False), (1, False), (2, False), (3, True)]
+
+
+@pytest.mark.parametrize(("every", "evals"), [(0, []), (2, [0, 2, 3]), (3, [0, 3])])
+def test_a_callback_ends_the_run_after_one_more_look(stage, every, evals):
+    it = stage(9, recorder=Recorder(stops_at=3), eval_every=every)
+    outcome = it.train()
+    assert (outcome.reason, outcome.why, outcome.steps) == ("aborted", "enough", 3)
+    assert it.recorder.evals() == evals
+    step, metrics, last = it.saver.told[-1]
+    assert (step, bool(metrics), last) == (3, every > 0, True)
+
+
+def test_a_signal_ends_the_run_after_its_step(stage):
+    it = stage(9, eval_every=1, stopped=lambda: len(it.session.hps) == 2)
+    outcome = it.train()
+    assert (outcome.reason, outcome.steps) == ("interrupted", 2)
+    assert it.recorder.evals() == [0, 1], "it looks no more"
+    assert (it.recorder.heard[-1], it.saver.told[-1]) == ("after 2", (2, {}, True))
+
+
+def test_a_signal_before_the_first_step_lets_none_be_taken(stage):
+    it = stage(9, eval_every=1, stopped=lambda: True)
+    outcome = it.train()
+    assert (outcome.reason, outcome.steps, it.recorder.heard) == ("interrupted", 0, ["begin"])
+
+
+@pytest.mark.parametrize("batches_seen", [1, 3])
+def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(stage, batches_seen):
+    """Also while the model's own scores are worked out, which go through the two batches once more."""
+    asked = []
+
+    def stopped():
+        asked.append(1)
+        return len(asked) > batches_seen + 1
+
+    it = stage(4, model=Scored("rows"), eval_every=2, stopped=stopped)
+    outcome = it.train()
+    assert (outcome.reason, outcome.eval_step, outcome.steps) == ("interrupted", None, 0)
+    assert it.recorder.evals() == []
+    again = stage(4, model=Scored("rows"), eval_every=2, outcome=outcome)
+    assert (again.train().reason, again.recorder.evals()) == ("completed", [0, 2, 4])
+
+
+# -- a run that is resumed ------------------------------------------------------------------------------------------
+
+
+def resumed(**changes):
+    """What a checkpoint of step 3 brings along, of a run that was interrupted."""
+    known = {"steps": 3, "reason": "interrupted", "why": "a signal", "train_loss": 1.75, "tokens": 45, "skipped": 2}
+    known |= {"seconds": 100.0, "training_seconds": 50.0, "first_eval_loss": 2.0, "eval_loss": 1.5, "eval_step": 2}
+    return Outcome(**{**known, **changes})
+
+
+def test_a_resumed_run_goes_on_with_the_next_step_and_counts_on(stage):
+    it = stage(5, adamw=AdamW.for_lora(), outcome=resumed())
+    outcome = it.train()
+    assert (outcome.reason, outcome.why, outcome.steps) == ("completed", None, 5)
+    assert (outcome.tokens, outcome.skipped) == (45 + 2 * 15, 2)
+    assert 100 < outcome.seconds < 160 and 50 < outcome.training_seconds < 110
+    assert [h for h in it.recorder.heard if h.startswith("lr")] == ["lr 3/5", "lr 4/5"]
+    assert it.session.digests == [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in (3, 4)]
+    assert [hp.tolist()[5:] for hp in it.session.hps] == [AdamW.for_lora().hp(t).tolist()[5:] for t in (4, 5)]
+
+
+@pytest.mark.parametrize(("eval_step", "evals"), [(2, [3, 5]), (3, [5])], ids=["stopped before it", "done before"])
+def test_a_look_that_was_due_when_a_run_stopped_is_taken_once(stage, eval_step, evals):
+    it = stage(5, eval_every=3, outcome=resumed(eval_step=eval_step))
+    outcome = it.train()
+    assert it.recorder.evals() == evals
+    assert (outcome.first_eval_loss, outcome.eval_step) == (2.0, 5), "the first look was the first process's"
+
+
+def test_a_row_of_bad_steps_is_counted_anew_when_resumed(stage):
+    it = stage(3 + SKIPPED_IN_A_ROW, [BAD] * (SKIPPED_IN_A_ROW - 1), skip=True, outcome=resumed())
+    assert (it.train().reason, it.training.outcome.skipped) == ("completed", 2 + SKIPPED_IN_A_ROW - 1)
+
+
+def test_a_run_that_has_all_its_steps_takes_none(stage):
+    it = stage(3, outcome=resumed())
+    assert (it.train().reason, it.session.hps) == ("completed", [])

@@ -1,0 +1,116 @@
+"""What a Plan refuses, and what it says of its tensors."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
+from toyexp.plan import one_alpha
+from toyexp.testing import OpModel, op_batch, op_plan
+
+TOKENS, TARGETS, WEIGHTS = InputSpec((5,), "int32"), InputSpec((5,), "int32"), InputSpec((5,), "float32")
+INPUTS = {"tokens": TOKENS, "targets": TARGETS, "weights": WEIGHTS}
+TENSORS = [PlanTensor(name, (8, 8), Constant(0.5)) for name in ("x", "w", "p")]
+PAIR = [PlanTensor("w.lora_a", (2, 8), Constant(0.5)), PlanTensor("w.lora_b", (8, 2), Constant(0.5))]
+MASK = {"w.dropout": InputSpec((5, 8), "float32", optional=True)}
+
+
+def plan(**changes):
+    """A plan of three matrices, with what a test changes."""
+    settings = {"tensors": (*TENSORS, *PAIR), "inputs": INPUTS, "rows": 3, **changes}
+    return Plan(OpModel("matmul"), **settings)
+
+
+def without(name):
+    return {n: spec for n, spec in INPUTS.items() if n != name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensors": (*TENSORS, TENSORS[1])}, ["tensor w", "twice"]),
+        ({"tensors": tuple(TENSORS), "adapters": (LoraAdapter("w", 1.0),)}, ["adapter of w", "w.lora_a"]),
+        ({"tensors": (*TENSORS, PAIR[0]), "adapters": (LoraAdapter("w", 1.0),)}, ["adapter of w", "w.lora_b"]),
+        ({"adapters": (LoraAdapter("v", 1.0),)}, ["adapter of v", "tensor v,"]),
+        ({"adapters": (Lens("x", "q"),)}, ["adapter of x", "tensor q,"]),
+        ({"adapters": (Lens("y", "p"),)}, ["adapter of y", "tensor y,"]),
+        ({"adapters": (LoraAdapter("w", 1.0, 0.1),)}, ["dropout of w", "input w.dropout"]),
+        ({"rows": 0}, ["rows=0", "1 or above"]),
+        ({"accumulate": 0}, ["accumulate=0", "1 or above"]),
+        ({"grad_clip": -0.1}, ["grad_clip=-0.1", "0 (none) or above"]),
+        ({"grad_clip": math.inf}, ["grad_clip=inf"]),
+        ({"grad_clip": math.nan}, ["grad_clip=nan"]),
+        ({"inputs": without("targets")}, ["int targets", "missing"]),
+        ({"inputs": without("weights")}, ["float weights", "missing"]),
+        ({"inputs": {**INPUTS, "targets": WEIGHTS}}, ["int targets", "float32"]),
+        ({"inputs": {**INPUTS, "weights": TARGETS}}, ["float weights", "int32"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_plan_that_cannot_work_is_refused_by_name(changes, words):
+    with pytest.raises(UserError) as error:
+        plan(**changes)
+    for word in ("plan: ", *words):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"adapters": (LoraAdapter("w", 1.0), Lens("x", "p"))},
+        {"adapters": (LoraAdapter("w", 1.0, 0.1),), "inputs": {**INPUTS, **MASK}},
+        {"rows": 1, "accumulate": 7, "grad_clip": 1e-9},
+        {"inputs": {**INPUTS, "targets": InputSpec((), "int64"), "weights": InputSpec((), "float64")}},
+    ],
+    ids=["plain", "adapters", "dropout", "sizes", "wide types"],
+)
+def test_a_plan_that_can_work_is_taken(changes):
+    assert plan(**changes).rows == changes.get("rows", 3)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    decays = {t.name: t.decays for t in op_plan("bias").tensors}
+    assert decays == {"x": True, "w": True, "b": False}
+
+
+def test_what_trains_is_found_by_name_and_flag():
+    frozen = op_plan("bias", frozen=True)
+    assert [t.name for t in frozen.trainable] == ["w", "b"]
+    assert frozen.tensor("b").size == 8
+    with pytest.raises(KeyError):
+        frozen.tensor("c")
+
+
+def test_values_of_another_shape_than_their_tensors_are_refused():
+    with pytest.raises(UserError, match=r"w: expected shape \[8, 8\], its source has \[3, 8\]"):
+        plan().initial(PlanTensor("w", (8, 8), Given(np.ones((3, 8), np.float32))))
+
+
+def test_initial_values_depend_on_the_seed_and_the_name_alone():
+    first = op_plan("swiglu")
+    w = first.tensor("w")
+    moved = dataclasses.replace(first, tensors=first.tensors[::-1])
+    np.testing.assert_array_equal(first.initial(w), moved.initial(w))
+    assert (first.initial(w) != dataclasses.replace(first, seed=4).initial(w)).all()
+    assert (first.initial(w) != first.initial(dataclasses.replace(w, name="v"))).all()
+
+
+def test_dropout_without_its_batch_is_refused():
+    drops = plan(adapters=(LoraAdapter("w", 1.0, 0.1),), inputs={**INPUTS, **MASK})
+    values = {t.name: drops.initial(t) for t in drops.tensors}
+    assert [a.mask for a in drops.drops] == ["w.dropout"]
+    with pytest.raises(UserError, match="w: has dropout"):
+        drops.params(values)
+    mask = np.zeros((3, 5, 8), np.float32)
+    assert drops.params(values, {**op_batch(), "w.dropout": mask})["w"].low_rank.dropout is mask
+
+
+def test_a_file_of_adapters_holds_one_alpha():
+    pairs = [PlanTensor(f"p.lora_{x}", shape, Constant(0.5)) for x, shape in (("a", (4, 8)), ("b", (8, 4)))]
+    tensors = (*TENSORS, *PAIR, *pairs)
+    assert one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
+    with pytest.raises(UserError, match=r"one alpha, these have \[4.0, 8.0\]"):
+        one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))

@@ -83,8 +83,8 @@ class Optim:
     mode: str = (
         "auto"  # from_scratch (constant betas) | lora (bias correction, as torch.optim.AdamW) | auto: the recipe's
     )
-    beta1: float = 0.9  # decay of the first moment
-    beta2: float | None = None  # decay of the second moment; null: 0.95 in mode from_scratch, 0.999 in mode lora
+    beta1: float = 0.9  # decay of the first moment; 0 only in mode lora
+    beta2: float | None = None  # and of the second; null: 0.95 in mode from_scratch, 0.999 in mode lora
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases never decay
     grad_clip: float = 0.0  # largest global norm of the gradient; 0: no clipping
@@ -108,7 +108,14 @@ class Optim:
             raise UserError(f"optim.accumulate={self.accumulate}: must be at least 1")
 
     def adamw(self, lr: float, default_mode: str) -> AdamW:
-        """The AdamW these settings describe, in `default_mode` unless a mode was chosen."""
+        """The AdamW these settings describe, in `default_mode` unless a mode was chosen.
+
+        Raises UserError for a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move
+        (beta1), or each step divide by eps alone (beta2).
+        """
         mode = default_mode if self.mode == "auto" else self.mode
         beta2 = DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2
+        for name, beta in (("beta1", self.beta1), ("beta2", beta2)):
+            if mode == FROM_SCRATCH and beta == 0:
+                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
         return AdamW(lr, self.beta1, beta2, self.eps, self.weight_decay, mode == LORA, mode)

@@ -3,6 +3,7 @@ import pytest
 
 from toyexp import AdamW, UserError
 from toyexp.optim import FROM_SCRATCH, LORA, MODES, Optim
+from toyexp.registry import load
 
 
 def test_from_scratch_feeds_the_constant_betas_at_every_step():
@@ -86,6 +87,33 @@ def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
     assert (adamw.mode, adamw.beta2, adamw.lr) == (default, beta2, 0.01)
     assert adamw.bias_correct == (default == LORA)
     assert adamw.hp_for_step(0).shape == (7,)
+
+
+def test_who_wants_which_mode():
+    offers = load().offers
+    recipes = {name: offer.cls.optim_mode for name, offer in offers["recipe"].items()}
+    wanted = {"scratch": FROM_SCRATCH, "warm": FROM_SCRATCH, "vit_tiny": FROM_SCRATCH, "lora": LORA, "full": LORA}
+    assert recipes == wanted
+    assert {name for name, offer in offers["model"].items() if offer.cls.optim_mode == LORA} == {"gpt2"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_setting_comes_into_its_slot_in_both_modes(mode):
+    assert Optim(weight_decay=0.1).adamw(1, mode).hp(1)[4] == 0.1
+    settings = Optim(beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1)
+    slots = {FROM_SCRATCH: [0.25, 0.75], LORA: [1 / (1 - 0.25**2), 1 / (1 - 0.75**2)]}
+    assert settings.adamw(0.5, mode).hp(2).tolist() == [0.5, 0.25, 0.75, 1e-3, 0.1, *slots[mode]]
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_a_beta_of_0_is_taken_where_it_has_its_meaning_and_refused_where_not(name):
+    """Without a memory the bias correction is 1; constant betas would multiply the moment by 0."""
+    settings = Optim(**{name: 0.0})
+    settings.check()
+    slot = {"beta1": 5, "beta2": 6}[name]
+    assert [settings.adamw(0.01, LORA).hp(t)[slot] for t in (1, 7)] == [1.0, 1.0]
+    with pytest.raises(UserError, match=rf"optim\.{name}=0: .*optim\.mode=lora"):
+        settings.adamw(0.01, FROM_SCRATCH)
 
 
 @pytest.mark.parametrize("chosen", MODES)

@@ -1,0 +1,93 @@
+"""What is typed behind `optim.` reaches the step: runs of the command line against a loop written out in float64."""
+
+import numpy as np
+import pytest
+import torch
+from float64_models import FORWARD
+
+from toyexp.cli import main
+from toyexp.gguf.read import GGUFFile
+from toyexp_ggml.session import GGMLSession
+from toyexp_torch.session import TorchSession
+
+WORDS = [
+    "data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
+    "batch_size=4", "steps=4", "eval_every=0", "checkpoint_every=0", "callbacks=[gguf_export]", "engine.threads=1",
+    "hydra.run.dir=run",
+]  # fmt: skip
+SESSIONS = {"cpu": TorchSession, "ggml": GGMLSession}
+DEFAULTS = {"beta1": 0.9, "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
+MODES = {"from_scratch": {**DEFAULTS, "beta2": 0.95}, "lora": {**DEFAULTS, "beta2": 0.999}}
+TYPED = {"beta1": 0.8, "beta2": 0.7, "eps": 0.003, "weight_decay": 0.3, "grad_clip": 0.2}
+LR = 0.03
+NEAR = 1e-3 * LR  # a step moves a weight by about lr, whatever the gradient: as near do float32 engines come
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Trains through the command line; returns the plan, the micro-batches of every step, and the weights it leaves."""
+    monkeypatch.chdir(tmp_path)
+
+    def trained(engine, *words):
+        plans, steps = [], []
+        kind, do_step = SESSIONS[engine], SESSIONS[engine].do_step
+
+        def seen(session, micros, hp):
+            plans.append(session.plan)
+            steps.append(micros)
+            return do_step(session, micros, hp)
+
+        monkeypatch.setattr(kind, "do_step", seen)
+        assert main([*WORDS, f"engine={engine}", f"lr={LR}", *words]) == 0, capsys.readouterr().err
+        with GGUFFile(tmp_path / "run" / "model.gguf") as file:
+            return plans[0], steps, {name: file.read(name) for name in file.tensors}
+
+    return trained
+
+
+def plain_loop(plan, steps, mode, beta1, beta2, eps, weight_decay, grad_clip):
+    """The weights after AdamW in one of its two modes, by autograd in float64."""
+    weights = {t.name: torch.tensor(plan.initial(t), dtype=torch.float64, requires_grad=True) for t in plan.tensors}
+    moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights.items()}
+    for t, micros in enumerate(steps, start=1):
+        tokens, targets = (torch.tensor(np.concatenate([m[k] for m in micros])).long() for k in ("tokens", "targets"))
+        logits = FORWARD[plan.model.name](weights, plan.model, tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        norm = torch.stack([(g**2).sum() for g in gradients]).sum().sqrt()
+        for (name, w), g in zip(weights.items(), gradients, strict=True):
+            g = g * min(1.0, grad_clip / norm) if grad_clip else g
+            m, v = moments[name]
+            m, v = moments[name] = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+            slot5, slot6 = (1 / (1 - beta1**t), 1 / (1 - beta2**t)) if mode == "lora" else (beta1, beta2)
+            decay = weight_decay if w.ndim > 1 else 0  # never of norms
+            with torch.no_grad():
+                w.copy_(w * (1 - LR * decay) - LR * (m * slot5) / ((v * slot6).sqrt() + eps))
+    return {name: w.detach().numpy() for name, w in weights.items()}
+
+
+def distance(one, other):
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@pytest.mark.parametrize("engine", SESSIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_settings_of_the_optimiser_reach_the_step(run, engine, mode):
+    """All at once, against the plain loop; and each alone would be seen, were it left at its default."""
+    words = [f"optim.{name}={value}" for name, value in {"mode": mode, "accumulate": 2, **TYPED}.items()]
+    plan, steps, found = run(engine, *words)
+    assert [len(micros) for micros in steps] == [2] * 4 and plan.rows == 2
+    assert distance(found, plain_loop(plan, steps, mode, **TYPED)) < NEAR
+    for name in TYPED:
+        assert distance(found, plain_loop(plan, steps, mode, **{**TYPED, name: MODES[mode][name]})) > 30 * NEAR, name
+    other = next(m for m in MODES if m != mode)
+    assert distance(found, plain_loop(plan, steps, other, **TYPED)) > 30 * NEAR
+
+
+@pytest.mark.parametrize(("model", "mode"), [("llama", "from_scratch"), ("gpt2", "lora")])
+def test_without_a_word_the_mode_is_the_models_or_recipes_with_its_own_defaults(run, model, mode):
+    """But for eps, without which those weights would move that have no gradient: gpt2's biases of keys."""
+    plan, steps, found = run("ggml", f"model={model}", "optim.eps=0.003")
+    assert [len(micros) for micros in steps] == [1] * 4 and plan.rows == 4
+    assert distance(found, plain_loop(plan, steps, mode, **{**MODES[mode], "eps": 0.003})) < NEAR

@@ -9,13 +9,10 @@ from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")
 
-
-@pytest.fixture(autouse=True)
-def _present():
-    try:
-        TorchCUDA().check()
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
 
 
 def curve(engine, name, steps):

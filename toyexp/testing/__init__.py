@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toyexp.testing.suites import (
         CallbackSuite,
         DataSuite,
+        EngineNumbers,
         EngineSuite,
         RecipeSuite,
         given,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallbackSuite",
     "DataSuite",
+    "EngineNumbers",
     "EngineSuite",
     "NullEngine",
     "OpModel",

@@ -13,7 +13,7 @@ from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import RunFailed, ToyexpError, UserError, choose
 from toyexp.home import with_home
 from toyexp.registry import Registry, load
-from toyexp.signals import end_process, hidden_interrupt, stop_signals
+from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
 from toyexp.terminal import complain, drop_output, fit_encoding, hold_standard_files, print_result, say, short, status
 
@@ -31,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     follow_the_sweep()
     hold_standard_files()
     fit_encoding()
+    signals: Signals | None = None
     try:
-        with stop_signals():
+        with stop_signals() as signals:
             if words and words[0] in COMMANDS:
                 status("")
                 return COMMANDS[words[0]](words[1:])
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()
         return 0
     except Exception as error:
-        hidden = hidden_interrupt(error)
-        if hidden is not None and not isinstance(error, RunFailed):  # it came in the middle of someone's clean-up
+        # It came in the middle of someone's clean-up, or of native code that raises its own error, as imports in C do.
+        hidden = hidden_interrupt(error) or (signals.last_word() if signals else None)
+        if hidden is not None and not isinstance(error, RunFailed):
             return _interrupted(hidden)
         match error:
             case ToyexpError():

@@ -1,5 +1,6 @@
 """Real processes that get SIGINT or SIGTERM, wherever they are, or whose output goes nowhere."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -185,3 +186,14 @@ def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, m
     monkeypatch.setattr("toyexp.config.compose_raw", compose)
     assert main(["steps=1"]) == 128 + number
     assert capsys.readouterr().err == f"toyexp: interrupted by {signal.Signals(number).name}\n"
+
+
+def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
+    def compose(*_):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ImportError("_multiarray failed to import")  # as NumPy's C API says, without what it was raised by
+
+    monkeypatch.setattr("toyexp.config.compose_raw", compose)
+    assert main(["steps=1"]) == 143
+    assert capsys.readouterr().err == "toyexp: interrupted by SIGTERM\n"

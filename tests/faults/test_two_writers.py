@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 
 import pytest
 from faults import FIGURES, environment, python, toyexp, words
@@ -76,10 +77,14 @@ def test_of_several_that_resume_at_once_one_goes_on(here):
 
 def test_a_lock_goes_with_its_process(tmp_path):
     for _ in range(3):
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child never asks for
+            child = os.fork()
         if child == 0:
-            lock(tmp_path)
-            os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                lock(tmp_path)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
         mine = lock(tmp_path)
         with pytest.raises(UserError, match=f"is being written by process {os.getpid()} on "):

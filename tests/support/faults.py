@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,32 +102,54 @@ def environment(cwd: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Killed:
-    """How a process that was sent a signal ended."""
+class Ended:
+    """How a process that was to be sent a signal ended."""
 
-    code: int | None  # as a shell shows it
+    code: int  # as a shell shows it
     after: float  # seconds from the signal to the end
-    sent: bool  # whether the signal found it alive
     errors: str
 
+    def by(self, number: int) -> bool:
+        """Whether that signal ended it."""
+        return self.code == shell_code(number)
 
-def killed(args: Sequence[str], cwd: Path, number: int, seconds: float) -> Killed:
-    """Starts a run and sends it a signal so many seconds after it was started."""
+    def done(self) -> bool:
+        """Whether it came to its own end: before the signal, while that was on its way, or because the end was near.
+
+        That of a run that was complete already is to say so.
+        """
+        return self.code == 0 or (self.code == 2 and "is complete" in self.errors)
+
+
+def interrupted(args: Sequence[str], cwd: Path, number: int, seconds: float) -> Ended:
+    """Starts a run and sends it a signal so many seconds after it was started, if it runs so long.
+
+    SIGINT waits until toyexp holds it: before, it meets Python's own start, which may end with exit code 1 or lose it.
+    """
     command = python("-m", "toyexp", *args)
     with subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(cwd)
     ) as process:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            sent = True
-            began = time.monotonic()
-            process.send_signal(number)
-        else:
-            sent, began = False, time.monotonic()
-        _, errors = process.communicate(timeout=60)
-        code = process.returncode
-    return Killed(128 - code if code < 0 else code, time.monotonic() - began, sent, errors)
+        while number == signal.SIGINT and process.poll() is None and not holds_signals(process.pid):
+            time.sleep(0.005)
+        began = time.monotonic()
+        process.send_signal(number)  # which one that has ended is not sent
+        _, errors = process.communicate(timeout=120)
+    code = process.returncode
+    return Ended(128 - code if code < 0 else code, time.monotonic() - began, errors)
+
+
+def holds_signals(pid: int) -> bool:
+    """Whether toyexp has taken SIGTERM in that process, which Python leaves alone; true where nobody can see."""
+    if not Path("/proc/self/status").exists():
+        return True
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:  # it has just ended
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def shell_code(number: int) -> int:

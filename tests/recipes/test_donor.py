@@ -34,12 +34,26 @@ def test_the_command_that_makes_the_donor_makes_one_like_it(tmp_path, capsys):
         assert ours.metadata.keys() >= shipped.metadata.keys()  # an export says more today
 
 
-@pytest.mark.slow
-def test_warm_beats_scratch_on_the_same_held_out_text_at_equal_steps(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "engine=ggml",
+            "engine.threads=1",
+            "model.n_layers=1",
+            "data.max_mb=1",
+            "lr=0.01",
+            "steps=60",
+            "eval_every=60",
+        ],
+        pytest.param(["engine=cpu", "steps=150"], marks=pytest.mark.full),
+    ],
+    ids=["one layer", "as it stands"],
+)
+def test_warm_beats_scratch_on_the_same_held_out_text_at_equal_steps(words, tmp_path):
     losses = {}
     for recipe in ("scratch", "warm"):
-        words = [f"recipe={recipe}", "engine=cpu", "steps=150", f"hydra.run.dir={tmp_path / recipe}"]
-        assert main(words) == 0
+        assert main([f"recipe={recipe}", *words, f"hydra.run.dir={tmp_path / recipe}"]) == 0
         losses[recipe] = json.loads((tmp_path / recipe / "result.json").read_text())["eval_loss"]
-    # 0.2 to 0.3 nats at 150 to 200 steps over several seeds; a tenth is far outside what a seed changes.
+    # 0.2 to 0.4 nats over several seeds; a tenth is far outside what a seed changes.
     assert losses["warm"] < losses["scratch"] - 0.1

@@ -51,14 +51,17 @@ def trained(tmp_path_factory):
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 # That ggml takes the same steps from the same bytes is held step by step in tests/engines.
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("ggml", marks=pytest.mark.full)])
-def test_vit_digits_reads_97_of_100_digits_it_has_not_seen(tmp_path, engine, capsys):
-    line = ["experiment=vit_digits", f"engine={engine}", "engine.threads=1", "eval_every=400"]
+@pytest.mark.parametrize(
+    ("engine", "steps", "share"),
+    [("cpu", 80, 0.9), *(pytest.param(engine, 400, 0.97, marks=pytest.mark.full) for engine in ("cpu", "ggml"))],
+)
+def test_vit_digits_reads_digits_it_has_not_seen(tmp_path, engine, steps, share, capsys):
+    """97 of 100 as it stands, and 90 after a fifth of its steps."""
+    line = ["experiment=vit_digits", f"engine={engine}", "engine.threads=1", f"steps={steps}", f"eval_every={steps}"]
     assert main([*line, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["first_eval_scores"]["accuracy"] < 0.3 and result["eval_scores"]["accuracy"] >= 0.97
+    assert result["first_eval_scores"]["accuracy"] < 0.3 and result["eval_scores"]["accuracy"] >= share
     assert f"-> {result['eval_scores']['accuracy']:.4f}" in capsys.readouterr().out
 
 

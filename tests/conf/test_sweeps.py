@@ -252,10 +252,8 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
     sweep = ["-m", *QUICK, "steps=1000,1001", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     process = start(*sweep, f"sweep.isolate={isolate}")
     wait_for(lambda: has_checkpoint("s/0-scratch-llama"))
-    began = time.monotonic()
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 10
     assert process.returncode == 128 + number
     assert statuses("s") == ["interrupted", "waiting"]
     taken = steps_of("s/0-scratch-llama")

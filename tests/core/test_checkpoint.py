@@ -9,11 +9,13 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from toyexp import checkpoint
 from toyexp.checkpoint import (
     ARRAYS,
     MANIFEST,
@@ -201,12 +203,16 @@ def test_weights_that_are_no_numbers_are_never_written(tmp_path):
     assert sorted(steps(tmp_path)) == [10, 30]
 
 
-def test_a_time_passes(tmp_path):
-    keeper = Keeper(tmp_path, Interval(seconds=0.05), keep=1)
+def test_a_time_passes(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
+    keeper = Keeper(tmp_path, Interval(seconds=60), keep=1)
+    now = 1059.0
     assert not keeper.due(1, {}, last=False)
-    time.sleep(0.06)
+    now = 1060.0
     assert keeper.due(2, {}, last=False)
     keeper.save(2, ARRAY, {})
+    now = 1119.0
     assert not keeper.due(3, {}, last=False)
     keeper.wait()
 

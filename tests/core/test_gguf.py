@@ -283,7 +283,7 @@ def test_a_broken_file_is_an_error_with_its_path_and_one_cause(put, name):
     data, cause = BROKEN[name]
     path = put(data)
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         with pytest.raises(GGUFError) as caught:
             GGUFFile(path)
@@ -295,7 +295,7 @@ def test_a_broken_file_is_an_error_with_its_path_and_one_cause(put, name):
     assert cause in message
     assert message.isprintable()  # so one line, and nothing that a terminal would obey
     assert caught.value.exit_code == 2
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert peak < 4 << 20
 
 
@@ -497,14 +497,14 @@ def test_the_model_that_those_spoil_is_one(tmp_path, registry):
 def test_a_file_that_is_no_model_is_an_error_with_its_path_and_one_cause(tmp_path, registry, name):
     keys, tensors, cause = NO_MODEL[name]
     path = put_llama(tmp_path / "m.gguf", llama_keys(**keys), tensors)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(GGUFError) as caught:
         model_of(path, registry, ["tokens"])
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert cause in message
     assert message.isprintable()
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 SPOILT = {
@@ -593,9 +593,9 @@ def test_a_large_vocabulary_takes_no_second(put):
     path = put(gguf_file(keys=(ARCHITECTURE, tokens, merges, scores)))
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         with GGUFFile(path) as file:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
             assert file.metadata["tokens"] + file.metadata["merges"] == words
             assert file.metadata["scores"].tolist() == list(range(128_000))
     assert min(seconds) < 1

@@ -17,13 +17,13 @@ def told(file, name):
         return int(next(line for line in lines if line.startswith(name)).split()[1])
 def read():
     return told("io", "rchar")
-began = time.perf_counter()
+began = time.process_time()
 from toyexp.gguf.read import GGUFFile
 from toyexp_models.llama import Llama
-imported, before = time.perf_counter(), read()
+imported, before = time.process_time(), read()
 with GGUFFile(sys.argv[1]) as file:
     model = Llama.from_gguf(file)
-    opened, header = time.perf_counter(), read() - before
+    opened, header = time.process_time(), read() - before
     file.read("token_embd.weight", rows=1)  # imports what dequantises
     before += read() - before - header
     rows = file.weights("token_embd.weight", rows=1000)  # as a warm start takes them

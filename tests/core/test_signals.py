@@ -42,12 +42,10 @@ def start(tmp_path, monkeypatch):
         process.communicate()
 
 
-def ends(process, number, code, within=5):
+def ends(process, number, code):
     """Sends the signal: the exit code, and its one line last, without a traceback."""
-    began = time.monotonic()
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert time.monotonic() - began < within
+    out, _ = process.communicate(timeout=30)  # half of what it would be busy for
     assert process.returncode == code, out
     assert out.splitlines()[-1] == f"toyexp: interrupted by {signal.Signals(number).name}" and "Traceback" not in out
     return out

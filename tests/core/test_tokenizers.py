@@ -197,10 +197,10 @@ def test_sentencepiece_writes_bytes_for_what_is_no_token(tmp_path):
 def test_merging_a_long_text_takes_time_in_proportion(tmp_path):
     tokenizer = read(tmp_path, sentencepiece(tokens=None) | sentencepiece_of_letters())
     seconds = []
-    for count in (20_000, 200_000):  # one word, which is merged as a whole
-        start = time.perf_counter()
+    for count in (10_000, 100_000):  # one word, which is merged as a whole
+        start = time.process_time()
         assert tokenizer.decode(tokenizer.encode("ab" * count)) == "ab" * count
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert seconds[1] < 40 * seconds[0]  # a quadratic merge would take a hundred times as long
 
 

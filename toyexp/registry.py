@@ -114,9 +114,12 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
 def _installed() -> list[tuple[EntryPoint, str]]:
     """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once."""
     found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
+    packages: dict[int, str] = {}  # a distribution reads its metadata anew whenever it is asked
     for entry in entry_points(group=GROUP):
-        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "?"
-        found.setdefault((entry.name, entry.value), (entry, package))
+        if entry.dist is not None and id(entry.dist) not in packages:
+            metadata = entry.dist.metadata
+            packages[id(entry.dist)] = f"{metadata['Name']} {metadata['Version']}"
+        found.setdefault((entry.name, entry.value), (entry, packages.get(id(entry.dist), "?")))
     return sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
 
 

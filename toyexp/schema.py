@@ -171,11 +171,17 @@ def store_schemas(registry: Registry) -> None:
     store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
     for kind, offers in registry.offers.items():
         for name, offer in offers.items():
+            if _stored.get((kind, name)) is offer.cls:
+                continue
             package = f"callbacks.{name}" if kind == "callbacks" else None
             try:
                 store.store(group=kind, name=name, node=schema(offer.cls, name), package=package)
             except OmegaConfBaseException as error:
                 raise UserError(f"{kind}={name} ({offer.plugin}): its fields cannot be settings: {error}") from None
+            _stored[kind, name] = offer.cls
+
+
+_stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is the process's, and takes a while
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Settings of the whole test suite."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 # factor of ten. Read by OpenMP when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays to the end: no collection of garbage need go through it again."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

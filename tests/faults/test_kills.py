@@ -106,7 +106,7 @@ def survives(here, recipe, model, engine, kills, capsys, seed=0):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
-    survives(here, "lora", "llama", "ggml", 5, capsys)
+    survives(here, "lora", "llama", "ggml", len(SIGNALS), capsys)
 
 
 @pytest.mark.faults

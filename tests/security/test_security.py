@@ -292,9 +292,7 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     with pytest.raises(chat.BadChat):
         template.render(messages, answer=True)
     assert time.process_time() - began < 10 and not Path("touched").exists()
-    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello", (
-        "nothing lingers"
-    )
+    assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello"
 
 
 @pytest.mark.parametrize(
@@ -387,7 +385,9 @@ def test_nothing_is_instantiated_unpickled_or_evaluated():
             if owner in ("np", "numpy") and name == "load":
                 assert arguments.get("allow_pickle") is False, where
             if name == "import_module":
-                assert path.name == "registry.py" or isinstance(node.args[0], ast.Constant | ast.JoinedStr), where
+                # By a name that is not written there: plugins, our own public names, and one of LAUNCHERS.
+                by_name = path.name in ("registry.py", "__init__.py", "launchers.py")
+                assert by_name or isinstance(node.args[0], ast.Constant | ast.JoinedStr), where
             assert name != "Environment", f"{where}: templates run in the sandbox"
 
 

@@ -83,11 +83,7 @@ class TextData(TokenizedData):
 
     max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
     bpe_mb: float = 100.0  # million characters, evenly spread, that tokenizer=bpe learns from at most; 0: all
-
-    @property
-    def skips(self) -> bool:
-        """Whether files that cannot be used are left out."""
-        return False
+    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     @abstractmethod
     def files(self) -> Found:
@@ -99,11 +95,13 @@ class TextData(TokenizedData):
         for name in ("max_mb", "bpe_mb"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"data.{name}={getattr(self, name)}: must be 0 (all) or above")
+        if self.on_error not in ON_ERROR:
+            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
         found = self.files()
-        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.skips)
+        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
             raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
@@ -196,21 +194,13 @@ class Text(TextData):
 
     path: str = ""  # a text file, a folder, or a pattern such as 'books/*.txt'
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
-    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     def check(self) -> None:
         """Raises UserError when there is no such file or folder."""
         super().check()
         if not self.path:
             raise UserError("data=text needs a file or folder: data.path=...")
-        if self.on_error not in ON_ERROR:
-            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
         meant(self.path)
-
-    @property
-    def skips(self) -> bool:
-        """Whether files that cannot be used are left out."""
-        return self.on_error == "skip"
 
     def files(self) -> Found:
         """The file, or the folder's files in path order."""

@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from toyexp.errors import PluginFailed, ToyexpError
+from toyexp.errors import PluginFailed, RunFailed, ToyexpError
 from toyexp.memory import running_out
+from toyexp.packages import broken_requirement
 from toyexp.signals import hidden_interrupt
 from toyexp.terminal import short
 
@@ -23,10 +24,13 @@ def told(error: BaseException) -> bool:
 def failure(who: str, when: str, error: Exception, log: Path | None = None) -> Exception:
     """The error as one of `who`, such as callbacks.sample; one with words of its own as it is.
 
-    It ends in where the traceback stands, or without a log in where it was raised.
+    It ends in where the traceback stands, or without a log in where it was raised. A package that cannot be loaded is
+    nobody's fault but its own.
     """
     if told(error):
         return error
+    if broken := broken_requirement(error):
+        return RunFailed(str(broken))
     words = " ".join(str(error).split())
     said = f"{type(error).__name__}: {words[:LIMIT]}{'...' if len(words) > LIMIT else ''}".removesuffix(": ")
     failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else _place(error)))

@@ -55,6 +55,7 @@ class Evaluation:
     engine: str
     data: str
     path: str | None  # of the data, where it has one
+    left_out: list[str]  # what of the data is not looked at, and which key changes that
     own: bool  # whether it is what the model's run was trained on
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
@@ -74,7 +75,8 @@ class Evaluation:
         if self.bits_per_byte is not None:
             found.append(f"{self.bits_per_byte:.3f} bits per byte")
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
-        data = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
+        named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
+        data = "; ".join((named, *self.left_out))
         return [
             f"model   {self.file}, {self.model}",
             f"engine  {self.engine}",
@@ -117,7 +119,7 @@ def evaluate(
     text = model.reads == "tokens"
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
-        data="; ".join([built.data.name, *dataset.left_out()]), path=built.plain["data"].get("path"), own=own,
+        data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()), own=own,
         targets=round(weights), loss=loss,
         perplexity=math.exp(min(loss, 700)) if text else None,
         bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,

@@ -84,7 +84,8 @@ def prepare(config: Config) -> Prepared:
         vocabulary = recipe.vocabulary()
     with blamed(f"data.{config.data.name}", "while it was opened"):
         dataset = config.data.open(vocabulary)
-        config.plain["data"] |= {key: getattr(config.data, key) for key in config.data.fills}
+    for key in config.data.fills:
+        config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
         with blamed(f"callbacks.{callback.name}", "while it looked at the run"):
             callback.check_run(config.plain, dataset)

@@ -257,5 +257,5 @@ class HuggingFaceExport(ExportWithAdapter):
         data = run.dataset
         read, keys = tensors.__getitem__, data.gguf_metadata()
         for note in notes(run.plan.model, keys, data.tokenizer):
-            log.info("%s: %s", self.name, note)
+            log.info("model%s: %s", self.suffix, note)
         return self.dtype, write_folder(path, run.plan.model, read, data.tokenizer, self.dtype, keys)

@@ -118,7 +118,8 @@ class Corpus:
                 length, count = _digested(path, room, digest)
             except UserError as reason:
                 if not self._skip:
-                    raise
+                    more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
+                    raise UserError(f"{reason}{more}") from None
                 digest, size = before, size - self._stats[path].size
                 skipped.append(str(reason))
                 continue

@@ -88,6 +88,7 @@ def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
 def _reason(path: Path) -> str | None:
     """Why there is no file to read at the path."""
     try:
-        return misfit(path.stat().st_mode)
+        reason = misfit(path.stat().st_mode)
+        return reason and reason.partition(",")[0]  # without what to do about it
     except OSError as error:
         return cause(error)

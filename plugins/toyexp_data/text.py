@@ -89,11 +89,7 @@ class TextData(TokenizedData):
 
     max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
     bpe_mb: float = 100.0  # million characters, evenly spread, that tokenizer=bpe learns from at most; 0: all
-
-    @property
-    def skips(self) -> bool:
-        """Whether files that cannot be used are left out."""
-        return False
+    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     @abstractmethod
     def files(self) -> Found:
@@ -105,11 +101,13 @@ class TextData(TokenizedData):
         for name in ("max_mb", "bpe_mb"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"data.{name}={getattr(self, name)}: must be 0 (all) or above")
+        if self.on_error not in ON_ERROR:
+            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
         found = self.files()
-        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.skips)
+        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
             raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
@@ -212,7 +210,6 @@ class Text(TextData):
 
     path: str = ""  # a text file, a folder, or a pattern such as 'books/*.txt'
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
-    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     @classmethod
     def recognises(cls, path: Path) -> int:
@@ -227,8 +224,6 @@ class Text(TextData):
         super().check()
         if not self.path:
             raise UserError("data=text needs a file or folder: data.path=...")
-        if self.on_error not in ON_ERROR:
-            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
         meant(self.path)
 
     @property

@@ -192,7 +192,7 @@ def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
     assert isinstance(config.recipe, Lora) and config.recipe.targets == ["q"]
     assert main([f"plugins={MODULES[0]}", *TEXT, "callbacks=plots", "hydra.run.dir=run"]) == 0
     assert sorted(p.name for p in Path("run").iterdir()) == ["checkpoints", "config.yaml", "log.txt", "plots",
-                                                             "result.json", "run.lock"]  # fmt: skip
+                                                             "result.json", "run.lock", "written.json"]  # fmt: skip
     for line, form in (("callbacks=default,plots", "callbacks=[default,plots] is a list"),
                        ("recipe=lora recipe.targets=q,v", "recipe.targets=[q,v] is a list"),
                        ("plugins=a,b", "plugins=[a,b]")):  # fmt: skip

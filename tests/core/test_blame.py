@@ -220,7 +220,7 @@ def register_data(register):
 PLUGINS = "plugins=[toyexp.testing.null,clumsy_plugin]"
 NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
         "model.context=16", "steps=6", "eval_every=4", "checkpoint_every=100", "hydra.run.dir=run"]  # fmt: skip
-CALLBACKS = "callbacks=[clumsy,cosine,events,heard,gguf_export]"
+CALLBACKS = "callbacks=[clumsy,events,heard,gguf_export]"
 
 
 @pytest.fixture(autouse=True)

@@ -311,7 +311,7 @@ def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path
         assert start["data"]["left_out"] == ([told] if more else [])
     quick = ["data.max_mb=0.05", "data.eval_batches=1", "model.context=8", "engine=ggml", "engine.threads=1"]
     assert main(["eval", str(next(DONOR.glob("*.gguf"))), *words[:2], *quick]) == 0
-    assert "data    text; 0.05 of 0.12 MB: data.max_mb, " in capsys.readouterr().out
+    assert "t.txt; 0.05 of 0.12 MB: data.max_mb, " in capsys.readouterr().out
 
 
 def test_of_text_in_other_letters_the_megabytes_told_are_bytes(tmp_path):
@@ -343,7 +343,7 @@ def test_what_of_a_folder_is_no_text_is_counted(tmp_path):
 def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
     for name, raw in {"a.txt": b"good text", "b.txt": b"bad \xff", "c.txt": b"more of it"}.items():
         (tmp_path / name).write_bytes(raw)
-    with pytest.raises(UserError, match=r"b\.txt: not UTF-8 text \(byte 4 is 0xff\)"):
+    with pytest.raises(UserError, match=r"b\.txt: not UTF-8 text \(byte 4 is 0xff\).*data\.on_error=skip"):
         opened(tmp_path)
     dataset = opened(tmp_path, on_error="skip", val_fraction=0.5)
     assert dataset.tokenizer.decode(dataset.train) == "good more " and dataset.describe()["documents"] == 2

@@ -366,7 +366,7 @@ def make(kind):
     ("kind", "said"),
     [
         ("a directory", "run/model.gguf: is a directory"),
-        ("a pipe", "run/model.gguf: is not a regular file"),
+        ("a pipe", "run/model.gguf: is a pipe"),
         ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which is not there"),
         ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
         ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp makes one"),

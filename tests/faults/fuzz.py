@@ -25,6 +25,7 @@ from faults import words
 from toyexp import ToyexpError, UserError, checkpoint, config, experiment, schema
 from toyexp.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.cli import main
+from toyexp.gguf.model import model_of
 from toyexp.gguf.read import GGUFFile
 from toyexp.recipe import start
 from toyexp.registry import load
@@ -269,7 +270,7 @@ class Base(OfGGUF):
     def use(self):
         for cfg in self.kinds:
             recipe = replace(cfg.recipe, base=str(self.path))
-            base = config.model_of(self.path, REGISTRY, recipe.reads)
+            base = model_of(self.path, REGISTRY, recipe.reads)
             model = replace(base, context=min(16, base.context))
             one_step(experiment.prepare(fresh(cfg, recipe=recipe, base=model, model=model)))
 

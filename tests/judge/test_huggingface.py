@@ -206,7 +206,7 @@ def directories(tmp_path_factory, tokenizer):
         write_folder(path, model, zeros.__getitem__, t)
         ids = [t.encode(text, special=True).tolist() for text in TEXTS]
         chat = TALK if t.chat_template else None
-        said = Template(t.chat_template, t, path).render(TALK, answer=False) if chat else ""
+        said = Template(t.chat_template, t, path).render(TALK, answer=False).text if chat else ""
         wanted = {
             "ids": ids,
             "prompts": [[t.bos] * t.add_bos + i + [t.eos] * t.add_eos for i in ids],

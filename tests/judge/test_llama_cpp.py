@@ -181,7 +181,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
         model, data, recipe, TorchCPU(threads=1), Optim(),
-        {"cosine": Cosine(), "gguf_export": GGUFExport()}, plain={}, engine_note="",
+        {"cosine": Cosine(), "gguf_export": GGUFExport()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
         base=model if recipe.base_file() else None,
     )  # fmt: skip
     prepared = prepare(config)

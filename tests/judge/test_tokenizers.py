@@ -160,7 +160,7 @@ def compare(tokenizers: dict[Path, Tokenizer], count: int, prompts: int = 20) ->
     questions = [{"model": str(p), "texts": plain, "special": spelled, "prompts": plain[:prompts]} for p in tokenizers]
     for (path, tokenizer), answer in zip(tokenizers.items(), ask(questions), strict=True):
         ours = {
-            "tokens": [ids.tolist() for ids in tokenizer._encode_all(plain)],
+            "tokens": [ids.tolist() for ids in tokenizer.encode_pieces(plain, [True] * len(plain))],
             "special": [tokenizer.encode(text, special=True).tolist() for text in spelled],
             "prompts": [tokenizer.prompt(text).tolist() for text in plain[:prompts] if text],
         }
@@ -386,7 +386,7 @@ def test_every_vocabulary_of_llama_cpps_sources(tmp_path):
         write_untrained(copy, tokenizer, len(tokenizer.source["ggml.tokens"]), name)
         questions.append({"model": str(copy), "texts": known, "special": spelled, "prompts": known[:20]})
         tells = [tokenizer.prompt(text).tolist() for text in known[:20]]
-        found = tokenizer._encode_all(known), tokenizer._encode_all(spelled, True)
+        found = [tokenizer.encode(t) for t in known], [tokenizer.encode(t, special=True) for t in spelled]
         ours.append([*([ids.tolist() for ids in part] for part in found), tells])
     assert questions, "there is no vocabulary in it"
     for question, found, answer in zip(questions, ours, ask(questions), strict=True):

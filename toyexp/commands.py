@@ -84,12 +84,12 @@ def doctor(words: Sequence[str]) -> int:
     if words:
         raise UserError(f"doctor {words[0]}: takes --numerics or --graph and settings behind it, or nothing")
     import toyexp
-    from toyexp.here import by_priority, not_here, verdict
+    from toyexp.here import not_here, verdict
 
     registry = load()
     print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
-    for offer in by_priority(registry):
+    for offer in registry.engines():
         say(f"  {offer.name:<{width}}  {verdict(offer)}")
     for line in not_here(registry):
         say(f"  {line}")

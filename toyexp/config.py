@@ -379,7 +379,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     passed_over: list[str] = []
     broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
     threads = {"threads": node["threads"]} if node.get("threads") else {}
-    offers = sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
+    offers = registry.engines()
     for offer in offers:
         takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
         engine = offer.cls(**(threads if takes_threads else {}))

@@ -13,11 +13,6 @@ from toyexp.packages import why
 from toyexp.registry import Offer, Registry
 
 
-def by_priority(registry: Registry) -> list[Offer]:
-    """The engines in the order in which engine=auto asks them."""
-    return sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
-
-
 def verdict(offer: Offer) -> str:
     """Whether an engine works here: PASS with its facts and advice, or no or FAIL with the reason."""
     try:
@@ -32,7 +27,7 @@ def verdict(offer: Offer) -> str:
 def broken_engines(registry: Registry) -> Iterator[str]:
     """A line about each package that is here and cannot be loaded, with the engines that need it."""
     found: dict[str, list[str]] = {}
-    for offer in by_priority(registry):
+    for offer in registry.engines():
         try:
             offer.cls().check()
         except Broken as reason:

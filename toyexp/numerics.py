@@ -69,7 +69,7 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
         return [(label, engine_of(label, registry)) for label in labels]
     found: list[tuple[str, Engine]] = []
     emulated = False
-    for offer in sorted(registry.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0)):
+    for offer in registry.engines():
         try:
             found.append((offer.name, engine_of(offer.name, registry)))
         except Unavailable:

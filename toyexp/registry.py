@@ -78,6 +78,10 @@ class Registry:
     offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     problems: list[Problem] = field(default_factory=list)
 
+    def engines(self) -> list[Offer]:
+        """The engines in the order in which engine=auto asks them."""
+        return sorted(self.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
+
     def get(self, kind: str, name: str) -> type:
         """The class of that name; raises UserError with the nearest name, and with the broken plugin that had it."""
         offer = self.offers[kind].get(name)

@@ -17,9 +17,8 @@ from types import ModuleType
 from toyexp.errors import Broken, Unavailable, UserError, printable
 from toyexp.signals import hidden_interrupt
 
-_broken: dict[
-    str, str
-] = {}  # packages and the first reason: a second attempt would fail over what is left of the first
+# Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
+_broken: dict[str, str] = {}
 
 
 @contextlib.contextmanager

@@ -78,6 +78,13 @@ class Dataset(ABC):
         """What a reader of the exported model must know of its data, without the architecture's prefix."""
         return {}
 
+    def see_as(self, written: Mapping[str, Any]) -> None:
+        """Shows itself as the data did whose `gguf_metadata` are in a model's file, for `toyexp eval`.
+
+        Raises UserError for data that this model cannot be scored on. Keys that the file lacks are missing.
+        """
+        return
+
     def prompt(self) -> list[int]:
         """Ids for a model to continue, as a held-out text begins; only asked of data with a tokenizer."""
         assert self.tokenizer is not None

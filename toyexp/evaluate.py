@@ -162,7 +162,11 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
         raise UserError(f"{path} reads {model.reads}; data={built.data.name} gives {built.data.gives}")
     if model.reads != "tokens":
         dataset = built.data.open(None)
+        with GGUFFile(path) as file:
+            keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
+            written = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
         try:
+            dataset.see_as(written)
             model.fit(dataset)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None

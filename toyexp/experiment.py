@@ -144,8 +144,7 @@ def execute(
             if not run_dir.judged:
                 with contextlib.suppress(RunFailed):  # which would hide what ended the run
                     run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
-            for line in _left_behind(prepared, directory, error):
-                say(line)
+            _tell_what_is_left(prepared, directory, error, say)
             raise
         finally:
             run_dir.close()
@@ -249,18 +248,21 @@ def _bad_end(outcome: Outcome) -> RunFailed | None:
     )
 
 
-def _left_behind(prepared: Prepared, directory: Path, error: BaseException) -> list[str]:
-    """Where a run that did not complete is, and how one that was interrupted goes on."""
-    lines = [f"run     {short(directory)}"]
+def _tell_what_is_left(prepared: Prepared, directory: Path, error: BaseException, say: Callable[[str], None]) -> None:
+    """Where a run that did not complete is, and how to go on with it; an interruption says so in its own line."""
     saved = next(iter(steps(directory / "checkpoints")), None)
-    if (
-        isinstance(error, KeyboardInterrupt | PluginFailed) and saved and not (directory.parent / STATE).exists()
-    ):  # a sweep says how
-        modules = prepared.config.settings.plugins
-        plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
-        command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
-        lines.append(f"        {saved} of {prepared.config.settings.steps} steps are saved; go on: {command}")
-    return lines
+    modules = prepared.config.settings.plugins
+    plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
+    command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
+    go_on = f"{saved} of {prepared.config.settings.steps} steps are saved; go on: {command}" if saved else ""
+    if (directory.parent / STATE).exists():  # a sweep says how
+        go_on = ""
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(directory)}'}",)
+        return
+    say(f"run     {short(directory)}")
+    if isinstance(error, PluginFailed) and go_on:
+        say(f"        {go_on}")
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from toyexp.data import Batches, Dataset
 from toyexp.engine import Batch
-from toyexp.errors import UserError
+from toyexp.errors import UserError, printable
 from toyexp.init import stream
 from toyexp.plan import InputSpec
 
@@ -72,6 +72,27 @@ class ImageDataset(Dataset):
         """The classes' names, and how pixels from 0 to 1 become the model's input: (pixel - mean) / std."""
         mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
+
+    def see_as(self, written: Mapping[str, Any]) -> None:
+        """Takes pixel mean and deviation from the model's file, and gives the classes the numbers they have there.
+
+        Raises UserError for a class that the model does not know.
+        """
+        for name in ("image_mean", "image_std"):
+            ours = self.gguf_metadata()[name]
+            theirs = np.asarray(written.get(name, ours), np.float64)
+            if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file has float32
+                setattr(self, name.removeprefix("image_"), theirs)
+        known = list(written.get("classes", self.classes))
+        if self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
+            return  # a list of labels, which counts the classes as the model does
+        if unknown := [name for name in self.classes if name not in known]:
+            raise UserError(
+                f"the data has the class {printable(unknown[0])}, and the model knows {printable(', '.join(known))}"
+            )
+        numbers = np.array([known.index(name) for name in self.classes], np.int32)
+        self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
+        self.classes, self.vocab = tuple(known), len(known)
 
     def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
         """Batches of `rows` images; they have no positions, so `context` means nothing."""

@@ -11,6 +11,7 @@ from PIL import Image
 
 from toyexp.cli import main
 from toyexp.evaldata import kind_of
+from toyexp.images import held_out_mask
 from toyexp.registry import load
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200
@@ -94,6 +95,28 @@ def write_photos(folder="photos"):
             "data.val_fraction=0.5", "data.color=false"]  # fmt: skip
 
 
+def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
+    """The same held-out images among others to learn from, which are brighter: mean and deviation are the file's."""
+    assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
+    paths = sorted(Path("photos").rglob("*.png"), key=lambda p: (p.parent.name, p.name))
+    held_out = held_out_mask(np.array(["ab".index(p.parent.name) for p in paths]), 0.5)
+    for path, keep in zip(paths, held_out, strict=True):
+        other = Path("other", *path.parts[1:])
+        other.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, other) if keep else Image.fromarray(np.full((6, 6, 3), 250, np.uint8)).save(other)
+    assert of(capsys, "run", "--data", "other")["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+
+
+def test_a_class_that_the_model_does_not_know_is_named(capsys):
+    assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
+    shutil.copytree("photos/a", "other/a")
+    shutil.copytree("photos/b", "other/zebra")
+    capsys.readouterr()
+    assert main(["eval", "run", "--data", "other", "engine=ggml"]) == 2
+    error = capsys.readouterr().err
+    assert "zebra" in error and "a, b" in error
+
+
 def write_ids():
     np.save("ids.npy", np.arange(600, dtype=np.uint16) % 37)
     return ["data=tokens", "data.path=ids.npy", "model.context=8"]
@@ -168,7 +191,7 @@ def test_a_vit_refuses_what_it_cannot_read(capsys):
         (["data=stdlib"], ("reads images", "data=stdlib gives tokens")),
         (["--data", "book.txt"], ("data=text", "reads images")),
         (["--data", "chats.jsonl"], ("data=jsonl", "reads images")),
-        (["data=digits"], ("image_size=6", "8")),
+        (["data=digits"], ("class 0", "a, b")),
         (["data.image_size=8"], ("image_size=6", "8")),
     ]:
         capsys.readouterr()

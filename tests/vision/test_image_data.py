@@ -153,6 +153,18 @@ def test_a_look_takes_so_many_images_of_all_classes_and_fills_up_with_weightless
 # -- digits -----------------------------------------------------------------------------------------------------------
 
 
+def test_classes_get_the_numbers_that_a_models_file_gives_their_names():
+    images, labels = np.zeros((6, 2, 2, 1), np.uint8), np.arange(6) % 2
+    data = ImageDataset(images, labels, ["cat", "dog"], 1 / 3)
+    data.see_as({"classes": ["bird", "cat", "dog", "emu"]})
+    assert sorted(data.held_out[1]) == [1, 2] and data.vocab == 4
+    listed = ImageDataset(images, labels, ["0", "1"], 1 / 3)  # of a list of labels, which has numbers alone
+    listed.see_as({"classes": ["bird", "cat", "dog"]})
+    assert sorted(listed.held_out[1]) == [0, 1]
+    with pytest.raises(UserError, match=r"(?s)cat.*bird, dog"):
+        ImageDataset(images, labels, ["cat", "dog"], 1 / 3).see_as({"classes": ["bird", "dog"]})
+
+
 def test_digits_are_scikit_learns():
     datasets = pytest.importorskip("sklearn.datasets")
     theirs, ours = datasets.load_digits(), Digits().open(None)

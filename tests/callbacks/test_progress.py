@@ -9,7 +9,7 @@ import termios
 import pytest
 
 from toyexp import loop
-from toyexp_callbacks.progress import duration
+from toyexp_callbacks.progress import Bar, duration
 
 NUMBER = r"\d+\.\d{4}"
 SPEED = r"[\d.]+[kM]? tokens/s"
@@ -60,6 +60,17 @@ def test_a_terminal_gets_a_bar_and_the_numbers_that_fit_whole(settings, tmp_path
     assert "step 40/40  sample" in states
     after = len(states) - states[::-1].index(bars[-1])
     assert any(s.startswith("completed after 40 steps") for s in states[after:])
+
+
+@pytest.mark.parametrize(("columns", "drawn"), [(28, 8), (27, 0)])
+def test_a_bar_is_drawn_from_eight_columns_on(columns, drawn, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = Bar(40, 0)
+    bar.draw(40, loss="loss 1.0")
+    with bar._console.capture() as shown:
+        bar._console.print(bar._live.renderable)
+    bar.stop()
+    assert shown.get().rstrip() == f"40/40  loss 1.0  {'━' * drawn}".rstrip()
 
 
 def test_something_is_on_a_terminal_before_anything_is_loaded_and_gone_when_the_first_line_comes(settings, tmp_path):

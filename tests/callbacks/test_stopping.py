@@ -135,7 +135,7 @@ def test_early_stop_knows_that_an_accuracy_should_rise():
     assert restored.stop_reason() == "early_stop: 2 looks without a held-out accuracy above 0.9100"
 
 
-def judge(values, **settings):
+def judge(values, reason="completed", **settings):
     """The verdict on a run whose looks at the held-out data gave these accuracies."""
     said = []
     gate = QualityGate(metric="accuracy", **settings)
@@ -143,7 +143,7 @@ def judge(values, **settings):
     for value in values:
         gate.on_eval({"loss": 1.0, "accuracy": value})
     try:
-        gate.on_end(SimpleNamespace(emit=lambda kind, **fields: said.append(fields)), "completed")
+        gate.on_end(SimpleNamespace(emit=lambda kind, **fields: said.append(fields)), reason)
     except RunFailed as error:
         return said[0]["passed"], str(error)
     return said[0]["passed"], ""
@@ -157,6 +157,11 @@ def test_the_quality_gate_knows_that_an_accuracy_should_rise():
     assert judge([0.1, 0.9], least=0.95) == (
         False, "quality gate: held-out accuracy is 0.9000, it must be at least 0.95"
     )  # fmt: skip
+
+
+def test_a_run_that_was_stopped_early_is_judged_as_one_that_took_all_its_steps():
+    for values in ([0.1, 0.9], [0.9, 0.9]):
+        assert judge(values, reason="aborted") == judge(values)
 
 
 def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):

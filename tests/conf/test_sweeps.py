@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,12 +24,13 @@ from toyexp.cli import main
 from toyexp.config import compose, setting
 from toyexp.errors import UserError
 from toyexp.experiment import config_hash
+from toyexp.jobs import Runner
 from toyexp.lookahead import Lookahead, first_look
 from toyexp.mistakes import parse
 from toyexp.registry import load
 from toyexp.run import lock
-from toyexp.schema import Source, store_schemas
-from toyexp.sweepdir import Ended, Job, SweepDir
+from toyexp.schema import Source, Sweep, store_schemas
+from toyexp.sweepdir import Ended, Job, Status, SweepDir
 from toyexp.sweeps import combinations, swept
 from toyexp.threads import CORES, available_cores, machine_cores
 
@@ -177,6 +179,18 @@ def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys)
     assert [job["attempts"] for job in jobs("s")] == [1, 2, 1]
     assert steps_of("s/1-scratch-llama") == [1, 2, 3, 4]
     assert main(again) == 0  # nothing is left
+
+
+def test_retry_takes_up_what_failed_and_what_was_refused():
+    found = [Job(number, [], status=status) for number, status in enumerate(Status) if status != Status.RUNNING]
+
+    def taken_up(retry):
+        asked, settings = SimpleNamespace(registry=None), Sweep(retry=retry, resume="s")
+        runner = Runner(asked, settings, Source.of(), found, {"settings": []}, {}, SimpleNamespace())
+        return {str(job.status) for job in runner.unfinished()}
+
+    assert taken_up(False) == {"waiting", "killed", "interrupted"}
+    assert taken_up(True) == {"waiting", "killed", "interrupted", "failed", "refused"}
 
 
 def test_fail_fast_ends_the_jobs_beside_it_which_save(capsys):

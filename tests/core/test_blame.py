@@ -327,6 +327,7 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
         (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed while it warmed the model", None),
         (["engine=clumsy_engine", "engine.at=realize"], "engine.clumsy_engine failed while it realized", None),
         (["engine=clumsy_engine", "engine.at=build"], "engine.clumsy_engine failed while it built", None),
+        (["engine=clumsy_engine", "engine.at=step"], "engine.clumsy_engine failed at step 3", None),
         (["engine=clumsy_engine", "engine.at=step", "checkpoint_every=1"], "engine.clumsy_engine failed at step 3", 2),
         (["data=clumsy_data", "data.at=batch"], "data.clumsy_data failed at step 3", 2),
         (["engine=clumsy_engine", "model=clumsy_model", "model.at=scores"], "failed at step 4", 4),

@@ -78,6 +78,16 @@ class Failing(Recorder):
 
 
 @dataclass(eq=False)
+class Stumbling(Recorder):
+    """Raises at a step, after noting it."""
+
+    @hookimpl
+    def on_step(self, step):
+        self.note(f"on_step {step}")
+        raise ValueError(self.label)
+
+
+@dataclass(eq=False)
 class Closing(Recorder):
     """Records the end, after everyone else."""
 
@@ -199,6 +209,15 @@ def test_on_end_reaches_everyone_even_when_some_raise(heard):
     failures = bus.end(make_run(), "completed", None)
     assert [failures[0].__cause__, failures[1]] == errors and "callbacks.a failed at the end" in str(failures[0])
     assert [label for label, _ in heard] == ["a", "b", "c", "d"]
+
+
+def test_of_two_that_raise_at_a_step_both_hear_of_it_and_the_first_is_told_once(heard):
+    bus = make_bus(heard, Stumbling("a"), Stumbling("b"))
+    bus.hook.on_step(run=make_run(), step=1, metrics={}, batch={})
+    assert heard == [("a", "on_step 1"), ("b", "on_step 1")]
+    with pytest.raises(RunFailed, match=r"^callbacks\.a failed .*: ValueError: a"):
+        bus.check()
+    bus.check()
 
 
 def test_recorders_are_called_last_and_told_the_first_failure(heard):

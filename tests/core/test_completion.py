@@ -108,6 +108,12 @@ def test_what_may_come_next_is_offered(offered, line, words):
     assert offered(line) == words
 
 
+def test_a_hidden_file_is_offered_once_its_dot_is_typed(offered):
+    assert "data.path=.hidden.gguf" in offered("toyexp data.path=.")
+    found = offered("toyexp data.path=")
+    assert "data.path=tiny.gguf" in found and "data.path=.hidden.gguf" not in found
+
+
 def test_at_the_beginning_there_are_all_commands_and_all_keys(offered):
     found = offered("toyexp ")
     assert set(COMMANDS) <= set(found)

@@ -198,6 +198,15 @@ def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
         assert corpus.facts.digest == hashlib.sha256("\0".join(documents).encode()).hexdigest()
 
 
+def test_once_the_text_is_as_long_as_was_asked_for_no_further_file_is_read(tmp_path):
+    files = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    files[0].write_text("café", encoding="utf-8")
+    files[1].write_bytes(b"\xe9")
+    assert reading.Corpus(files, 4, 0.5).facts.documents == 1
+    with pytest.raises(UserError, match=r"second\.txt: not UTF-8"):
+        _ = reading.Corpus(files, 5, 0.5).facts
+
+
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 SENTENCES = ["It's 1999, isn't it?  Café — naïve\n\tdef f(x): return x**2\n", "日本語 🙂 e\u0301 ''' \r\n\x00"] * 3

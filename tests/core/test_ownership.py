@@ -10,7 +10,7 @@ from toyexp import RunFailed, UserError
 from toyexp.bus import Run
 from toyexp.cli import main
 from toyexp.ownership import LEDGER, Ledger, require_empty
-from toyexp.run import lock
+from toyexp.run import RunDir, lock
 
 PLUGINS = "plugins=[toyexp.testing.null]"
 NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
@@ -160,6 +160,19 @@ def test_a_run_is_not_resumed_over_what_it_did_not_write(capsys):
     assert main(["resume=D", PLUGINS, "steps=6"]) == 0
 
 
+def test_a_run_that_another_process_writes_is_left_as_it_stands():
+    for name in ("config.yaml", "log.txt", LEDGER):
+        put(f"D/{name}", "{}")
+    held = lock(Path("D"))
+    before = contents()
+    try:
+        with pytest.raises(UserError, match="D: is being written by process"):
+            RunDir(Path("D"), {}, continued=True)
+    finally:
+        os.close(held)
+    assert contents() == before
+
+
 def test_a_name_that_only_the_resumed_run_would_write_is_looked_at_too(capsys):
     assert main([*NOOP, "callbacks=[events]", "hydra.run.dir=D"]) == 0
     put("D/model.gguf")
@@ -181,6 +194,16 @@ def test_a_file_that_comes_during_a_run_fails_its_export_and_stays():
     with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as place:
         place.write_text("ours")
     assert contents() == {"model.gguf": b"mine"}
+
+
+def test_what_is_left_beside_an_export_replaces_no_file_of_others():
+    run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
+    put("model-f32.gguf")
+    with run.output(Path("model.gguf").absolute()) as place:
+        for path in (place, place.with_name("model-f32.gguf"), place.with_name("model-f16.gguf")):
+            path.write_text("ours")
+    del (found := contents())[LEDGER]
+    assert found == {"model.gguf": b"ours", "model-f16.gguf": b"ours", "model-f32.gguf": b"mine"}
 
 
 def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):

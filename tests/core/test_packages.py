@@ -11,7 +11,7 @@ import pytest
 from toyexp import Unavailable, UserError, needed
 from toyexp.config import facts_of, pick_engine
 from toyexp.errors import Broken
-from toyexp.packages import why, why_not_apart
+from toyexp.packages import told_by, why, why_not_apart
 from toyexp.registry import Offer, load
 from toyexp.signals import Interrupted
 from toyexp.testing.null import NullEngine
@@ -94,6 +94,19 @@ def test_an_interruption_in_the_middle_of_an_import_is_no_broken_package(package
             raise ImportError("its clean-up expected to have got further")  # noqa: B904 - as such code does
     with needed(name, ""):
         __import__(name)
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("it is not installed", "callbacks.export: it is not installed"),
+        ("callbacks.export.type=q4_k is written by another", "callbacks.export.type=q4_k is written by another"),
+    ],
+)
+def test_who_needs_what_is_not_here_is_named_once(reason, told):
+    with pytest.raises(Unavailable) as found, told_by("callbacks.export"):
+        raise Unavailable(reason)
+    assert str(found.value) == told
 
 
 def test_a_package_that_may_end_its_process_is_tried_in_another(tmp_path, monkeypatch):

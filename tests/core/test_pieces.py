@@ -117,3 +117,9 @@ def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch
     monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
     with pytest.raises(UserError, match=r"GB: give another data\.tokenizer"):
         list(cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
+
+
+def test_behind_a_stretch_without_a_place_to_cut_pieces_are_small_again():
+    text = "a" * 20_000 + " word" * 8000
+    first, *others = cut_up(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000)
+    assert len(first) > 20_000 and len(others) > 9 and max(map(len, others)) <= 4000

@@ -13,6 +13,7 @@ import pytest
 
 from toyexp import checkpoint
 from toyexp.cli import main
+from toyexp.signals import stop_signals
 
 DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
@@ -185,10 +186,11 @@ class Sends(Callback):
     "Sends a signal to its own process after two steps."
     name: ClassVar[str] = "sends"
     signal: str = ""
+    times: int = 1
 
     @hookimpl
     def on_step(self, step):
-        if step == 2 and self.signal:
+        for _ in range(self.times if step == 2 and self.signal else 0):
             os.kill(os.getpid(), getattr(signal, self.signal))
 
 @hookimpl
@@ -227,6 +229,22 @@ def test_where_sighup_is_ignored_it_stays_so(sent):
         assert sent("SIGHUP")[:2] == (0, [6])
     finally:
         assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("times", "exported"), [(1, True), (2, False)])
+def test_who_sends_a_second_signal_waits_for_no_export(sent, times, exported):
+    assert sent("SIGTERM", f"callbacks.sends.times={times}")[0] == 143
+    assert Path("run/model.gguf").exists() == exported
+
+
+def test_where_sigusr1_is_ignored_it_stays_so():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not signals.should_save()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("every", ["100", "0"])

@@ -217,6 +217,20 @@ def test_messages_and_tools_reach_the_template_as_they_are():
         written("{% for m in messages %}{{ m.role }}{% endfor %}", messages)
 
 
+@pytest.mark.parametrize(
+    ("further", "seen"),
+    [
+        ({"reasoning_content": "I add."}, "I add.|I add."),
+        ({"thinking": "I add."}, "I add.|I add."),
+        ({"reasoning": "I add."}, "I add.|I add."),
+        ({"thinking": "I do.", "reasoning_content": "I add."}, "I add.|I do."),
+    ],
+)
+def test_a_thought_is_seen_under_each_name_that_the_message_does_not_use_itself(further, seen):
+    template = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
+    assert rendered(template, [Message("assistant", "4", further)]) == seen
+
+
 def test_a_control_token_is_found_wherever_a_message_holds_it():
     call = Message("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]})
     with pytest.raises(BadExample, match=r"what the assistant says holds the control token <\|im_end\|>"):

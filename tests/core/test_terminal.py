@@ -1,6 +1,7 @@
 """What stands on a terminal, in which letters, and paths as people write them."""
 
 import ast
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import toyexp
 from toyexp.cli import main
 from toyexp.home import expanded, with_home
+from toyexp.terminal import complain, fit_encoding, say
 
 
 def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
@@ -21,6 +23,16 @@ def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
         )
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_what_the_encoding_lacks_is_a_question_mark_in_lines_and_in_errors(monkeypatch):
+    for name, errors in (("stdout", "strict"), ("stderr", "backslashreplace")):  # as Python opens them
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", errors, write_through=True))
+    fit_encoding()
+    say("40 steps · café")
+    complain("café.gguf: not found")
+    assert sys.stdout.buffer.getvalue() == b"40 steps ? caf?\n"
+    assert sys.stderr.buffer.getvalue() == b"toyexp: caf?.gguf: not found\n"
 
 
 def test_the_public_names_are_loaded_when_they_are_asked_for():

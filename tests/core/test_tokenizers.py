@@ -139,6 +139,7 @@ def test_the_longest_special_token_is_cut_out_first_wherever_it_stands(tmp_path)
         (["what", "ever"], {"eot_token_id": 256, "eom_token_id": 257}, ["what", "ever"]),
         (["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>"], {}, ["<|fim_pad|>", "<|file_sep|>"]),
         (["<|fim_pad|>", "other"], {"fim_pad_token_id": 257}, ["other"]),
+        (["<|fim_pad|>", "other"], {"fim_pad_token_id": 999}, ["<|fim_pad|>"]),  # which names none
         (["<|end|>", "<|call|>", "<|return|>"], {}, ["<|call|>", "<|return|>"]),  # as gpt-oss has them
         (["<|end|>", "<|call|>"], {}, ["<|end|>", "<|call|>"]),
         (["</s>", "<|tool_response>"], {}, ["<|tool_response>"]),

@@ -10,6 +10,7 @@ from faults import TEXT, words
 from toyexp import checkpoint
 from toyexp.cli import main
 from toyexp.gguf.read import GGUFFile
+from toyexp.restored import gguf_of
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.
 WILD = [*words("scratch", "llama", "ggml"), "lr=0.5", "eval_every=2", "checkpoint_every=100", "steps=12"]
@@ -161,3 +162,14 @@ def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):
     Path("run/model.gguf").unlink()
     assert main(["eval", "run"]) == 2
     assert "such as run/checkpoints/step-1" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_replaced_is_read_again():
+    unlearned = [w for w in WILD if not w.startswith(("engine", "eval_every"))]
+    assert main([*unlearned, "plugins=[toyexp.testing.null]", "engine=noop", "eval_every=0", "steps=1",
+                 "hydra.run.dir=run"]) == 0  # fmt: skip
+    path = Path("run/checkpoints/step-1")
+    first, found = tensors(gguf_of(path))[0], checkpoint.read(path)
+    checkpoint.write(path.parent, 1, {name: array + 1 for name, array in found.arrays.items()}, found.state)
+    second = tensors(gguf_of(path))[0]
+    assert first.keys() == second.keys() and all(first[name] != second[name] for name in first)

@@ -34,6 +34,10 @@ from toyexp.errors import UserError
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
 
 
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return write(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
@@ -115,6 +119,17 @@ def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
         write(saved.parent, 7, ARRAY, {})
     assert [p.name for p in saved.parent.iterdir()] == ["step-7"]
     read(saved)
+
+
+@pytest.mark.parametrize("theirs", ["notes.txt", "theirs/notes.txt"])
+def test_one_to_which_someone_has_added_a_file_is_not_replaced(saved, theirs):
+    path = saved / theirs
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    before = contents(saved.parent)
+    with pytest.raises(OSError, match="step-7 is there, and holds more than a checkpoint"):
+        write(saved.parent, 7, {"w": ARRAY["w"] + 1}, {})
+    assert contents(saved.parent) == before
 
 
 # -- when, and how many -----------------------------------------------------------------------------------------------

@@ -291,6 +291,16 @@ def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
     assert main(["export", "m.gguf", "--type", "hf", "--force"]) == 0  # it is one of ours
 
 
+@pytest.mark.parametrize(("named", "padding"), [(32, 32), (None, 256), (999, 256)])
+def test_rows_of_a_batch_are_filled_up_with_the_token_that_the_file_names_for_it_or_with_the_end(named, padding):
+    tokenizer, model = Bytes(), replace(MODELS["llama"], vocab=257)
+    tokenizer.source = {"ggml.padding_token_id": named}
+    shapes = {t.name: t.shape for t in model.tensors()}
+    write_folder(Path("out"), model, lambda name: np.zeros(shapes[name], np.float32), tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        assert json_of(f"out/{name}")["pad_token_id"] == padding
+
+
 def test_a_directory_names_the_class_of_its_tokenizer_where_transformers_has_another():
     for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
         write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())

@@ -9,6 +9,7 @@ import pytest
 from toyexp import RunFailed, UserError
 from toyexp.bus import Run
 from toyexp.cli import main
+from toyexp.gguf.whole import swap
 from toyexp.ownership import LEDGER, Ledger, require_empty
 from toyexp.run import RunDir, lock
 
@@ -204,6 +205,14 @@ def test_what_is_left_beside_an_export_replaces_no_file_of_others():
             path.write_text("ours")
     del (found := contents())[LEDGER]
     assert found == {"model.gguf": b"ours", "model-f16.gguf": b"ours", "model-f32.gguf": b"mine"}
+
+
+def test_a_link_to_a_folder_is_replaced_itself_and_nothing_is_left_beside_it():
+    put("theirs/mine.txt")
+    put("new", "ours")
+    Path("model.gguf").symlink_to("theirs")
+    swap(Path("new"), Path("model.gguf"))
+    assert contents() == {"theirs": None, "theirs/mine.txt": b"mine", "model.gguf": b"ours"}
 
 
 def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):

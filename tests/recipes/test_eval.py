@@ -163,13 +163,15 @@ def test_what_is_typed_takes_the_place_of_what_the_run_had(trained, capsys):
     ("path", "kind", "gives"),
     [("chats.jsonl", "jsonl", "text"), ("ids.npy", "tokens", "tokens"), ("ids.bin", "tokens", "tokens"),
      ("book.txt", "text", "text"), ("tales", "text", "text"), ("LICENSE", "text", "text"),
-     ("photos", "images", "images"), ("both", "text", "text"), ("both", "images", "images")],
+     ("photos", "images", "images"), ("both", "text", "text"), ("both", "images", "images"),
+     ("flat", "images", "images")],
 )  # fmt: skip
 def test_the_kind_of_data_follows_from_the_path(path, kind, gives):
     write_chats(), write_photos(), write_ids()
     Path("tales/of").mkdir(parents=True)
     Path("tales/of/old.md").write_text("Once.")
     shutil.copytree("photos", "both")
+    shutil.copytree("photos/a", "flat")  # as with data.labels
     Path("both/about.md").write_text("What they show.")
     registry = load()
     model = registry.get("model", "vit" if gives == "images" else "llama")()

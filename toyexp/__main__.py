@@ -2,15 +2,27 @@
 
 import sys
 
+from toyexp.errors import ToyexpError
+from toyexp.signals import hidden_interrupt, stop_signals
 from toyexp.terminal import complain, status
 
 
 def main() -> int:
     """Runs the command line of this process; returns its exit code."""
     status("starting")
+    signals = None
     try:
-        from toyexp.cli import main as run  # deferred: numpy takes longer than a person waits without a sign of life
-    except Exception as error:
+        with stop_signals() as signals:
+            from toyexp.cli import main as run  # deferred: numpy takes longer than a person waits for a sign of life
+    except ToyexpError as error:
+        complain(f"error: {error}")
+        return error.exit_code
+    except BaseException as error:
+        # NumPy's C code may have lost the signal, and raised an error of its own.
+        interrupted = hidden_interrupt(error) or (signals.last_word() if signals else None)
+        if interrupted is not None:
+            complain(str(interrupted))
+            return interrupted.exit_code
         from toyexp.packages import broken_requirement
 
         broken = broken_requirement(error)

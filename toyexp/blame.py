@@ -21,13 +21,13 @@ def told(error: BaseException) -> bool:
     return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
 
 
-def failure(who: str, when: str, error: Exception, log: Path | None = None) -> Exception:
+def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
     """The error as one of `who`, such as callbacks.sample; one with words of its own as it is.
 
     It ends in where the traceback stands, or without a log in where it was raised. A package that cannot be loaded is
     nobody's fault but its own.
     """
-    if told(error):
+    if told(error) and isinstance(error, Exception):
         return error
     if broken := broken_requirement(error):
         return RunFailed(str(broken))
@@ -38,7 +38,7 @@ def failure(who: str, when: str, error: Exception, log: Path | None = None) -> E
     return failed
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
@@ -56,12 +56,12 @@ def blamed(who: str, when: str, log: Path | None = None, **others: object) -> It
         if error.filename is None:
             raise failure(who, when, error, log) from error
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         guilty = _guilty(error, others) or who
         raise failure(guilty, when, error, log) from error.__cause__ if told(error) else error
 
 
-def _guilty(error: Exception, others: dict[str, object]) -> str | None:
+def _guilty(error: BaseException, others: dict[str, object]) -> str | None:
     """The kind and name of whichever of `others` has the innermost frame of all in its module."""
     modules = {type(part).__module__: f"{kind}.{getattr(part, 'name', '?')}" for kind, part in others.items()}
     frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]

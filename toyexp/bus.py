@@ -194,7 +194,7 @@ class Bus:
         def call(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a callback may call sys.exit(); the run fails of it
                 found = failure(name, self._when(), error, self.log)
                 if raises or hidden_interrupt(error):
                     raise found from found.__cause__

@@ -42,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if words and words[0] in ("-sc", "--shell-completion"):  # Hydra's words for it
                 return COMMANDS["completion"]([word.removeprefix("install=") for word in words[1:]])
             if "-h" in words or "--help" in words:
+                status("")
                 return show_help()
             if "--version" in words:
+                status("")
                 return show_version()
             return run(words)
     except KeyboardInterrupt as error:
@@ -120,6 +122,7 @@ def run(words: Sequence[str]) -> int:
     keys = {o.key_or_group: str(o.input_line) for o in parsed}
     check_flags(flags, resume)
     if flags.keys() & SHOWING:
+        status("")
         return inspect(flags, settings, registry, source)
     if "--multirun" in flags or "sweep.resume" in keys:
         return sweep(parsed, flags, registry, modules, source)
@@ -131,7 +134,7 @@ def run(words: Sequence[str]) -> int:
         if "hydra.run.dir" in keys:
             raise UserError(f"{keys['hydra.run.dir']}: resume={resume} goes on in that directory; leave it out")
         asked = {o.key_or_group: str(o.value()) for o in parsed if not o.is_sweep_override()}
-        source = schema.Source.of_run(Path(resume), asked, registry)
+        source = schema.Source.of_run(Path(resume), asked, registry, modules)
     cfg = config.compose(settings, registry, source)
     found = Path(resume).absolute() if resume else None
     if resume == AUTO:

@@ -26,6 +26,7 @@ from toyexp.bus import Callback, answers_lr
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Broken, Unavailable, UserError, choose, printable
+from toyexp.foreign import require_plugins
 from toyexp.gguf.model import model_in
 from toyexp.home import expanded
 from toyexp.init import opened
@@ -167,14 +168,8 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
         raise UserError(f"{what} is a sweep over {', '.join(sweep_of(cfg))}; run it with -m: toyexp -m{line}")
     base, typed = settle(cfg, registry), _given(cfg)
     parts = _parts(without_hydra(cfg), registry)
-    settings, callbacks = parts["settings"], parts["callbacks"]
-    unknown = [p for p in settings.plugins if p not in allowed_plugins]
-    if unknown:
-        raise UserError(
-            f"the config asks for the local plugin {printable(str(unknown[0]))}; code is only loaded from the command "
-            f"line: add 'plugins=[{printable(','.join(map(str, settings.plugins)), 200)}]'"
-        )
-    plain = parts["plain"]
+    callbacks, plain = parts["callbacks"], parts["plain"]
+    require_plugins(parts["settings"].plugins, allowed_plugins, "the config")
     engine, note = pick_engine(plain["engine"], registry)
     left_out = [*_broken(registry), *_without_default(typed, callbacks, registry), *_unused_threads(plain, engine)]
     return Config(

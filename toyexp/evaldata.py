@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from toyexp.data import Data
-from toyexp.errors import UserError, choose, printable
+from toyexp.errors import UserError, choose
+from toyexp.foreign import require_plugins
 from toyexp.model import Model
 from toyexp.registry import Registry
 from toyexp.restored import is_checkpoint
@@ -51,12 +52,7 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
         raise UserError(
             f"{path}: says of no data what it is; name the data: --data PATH, and the file instead of {what}"
         )
-    plugins = [str(name) for name in saved.get("plugins") or []]
-    if missing := [name for name in plugins if name not in modules]:
-        raise UserError(
-            f"{path} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
-            f"add 'plugins=[{printable(','.join(plugins), 200)}]'"
-        )
+    require_plugins(saved.get("plugins"), modules, str(path))
     model = saved.get("model")
     context = model.get("context") if isinstance(model, dict) else None
     return Trained(what, saved["data"], saved.get("batch_size", 8), context if isinstance(context, int) else None)

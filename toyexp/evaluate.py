@@ -39,10 +39,12 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
   toyexp eval digits.gguf data=digits
 
 A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
-of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images.
+of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is looked at, in a few
+batches; for all that can be: data.val_fraction=0.999 data.eval_batches=1000000 (of images data.eval_images=0).
 Sizes and tokenizer come from the model's file. model.context=N takes windows of N tokens, batch_size=N so many at a
 time; beside these go data.*, engine, engine.* and plugins=[...]."""
 
+SHARE = ("val_fraction", "eval_batches", "eval_images")
 TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below them
 
 
@@ -56,6 +58,7 @@ class Evaluation:
     data: str
     path: str | None  # of the data, where it has one
     left_out: list[str]  # what of the data is not looked at, and which key changes that
+    share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that looked at
     own: bool  # whether it is what the model's run was trained on
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
@@ -77,10 +80,11 @@ class Evaluation:
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
         named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
         data = "; ".join((named, *self.left_out))
+        share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
         return [
             f"model   {self.file}, {self.model}",
             f"engine  {self.engine}",
-            f"data    {data}, {self.targets} held-out targets",
+            f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
             " · ".join(found),
         ]
 
@@ -119,7 +123,8 @@ def evaluate(
     text = model.reads == "tokens"
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
-        data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()), own=own,
+        data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()),
+        share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
         targets=round(weights), loss=loss,
         perplexity=math.exp(min(loss, 700)) if text else None,
         bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,

@@ -40,12 +40,20 @@ def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
     return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
 
 
+def absent(path: Path) -> str:
+    """That nothing is there, and where the way to it ends."""
+    if not path.is_absolute():
+        return f"not found (looked in {Path.cwd()})"
+    parent = next(p for p in path.parents if p.exists())
+    return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
+
+
 def require(path: str | Path, asked: str, *wanted: int) -> Path:
     """The path, if there is a file (or one of what is `wanted`); UserError that begins with what was `asked`."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{asked}: not found (looked in {Path.cwd()})") from None
+        raise UserError(f"{asked}: {absent(Path(path))}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in it
         raise UserError(f"{asked}: cannot be read: {cause(error)}") from None
     kinds = wanted or (stat.S_IFREG,)

@@ -7,7 +7,7 @@ A file may come with a repository, a run or a mail. Hydra would follow it to pac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,16 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
             check_text(node.value, place)
     if not ours:
         _check_hydra(root, text, path, preset)
+
+
+def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
+    """Raises UserError where a configuration asks for local plugins that are not `loaded`: code comes with no file."""
+    names = [str(name) for name in asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else []
+    if missing := [name for name in names if name not in loaded]:
+        raise UserError(
+            f"{what} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
+            f"add 'plugins=[{printable(','.join(names), 200)}]'"
+        )
 
 
 def _size(node: yaml.Node, known: dict[int, int], path: Path) -> int:

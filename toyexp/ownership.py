@@ -50,7 +50,9 @@ def _is_nothing(entry: os.DirEntry[str]) -> bool:
         return True
     if entry.name == LOCK and entry.is_file(follow_symlinks=False):
         with open(entry.path, "rb") as file:
-            return re.fullmatch(rb"(\d+ on \S*\n)?", file.read(200)) is not None
+            return re.fullmatch(rb"\d*( o?n? ?\S*\n?)?", file.read(200)) is not None  # or as far as a disk took it
+    if entry.name in (*SIGNS, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
+        return False  # which the run would write over its own output
     with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, and what a cluster keeps of a job's output
         there = entry.stat()
         return any(os.path.samestat(os.fstat(number), there) for number in (1, 2))

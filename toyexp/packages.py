@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 from toyexp.errors import Broken, Unavailable, UserError, printable
@@ -74,11 +75,21 @@ def why(error: BaseException) -> str:
     if isinstance(error, UserError):
         return words
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"there is no module {error.name}"
+        return f"there is no module {error.name}{_importer(error)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
         words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
     return printable(f"{type(error).__name__}: {words}", 300)
+
+
+def _importer(error: BaseException) -> str:
+    """Which line of which file asked for a module that is not there, if one did."""
+    import traceback  # deferred: nearly every command imports this module, and few plugins are broken
+
+    asked = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    if not asked or Path(asked[-1].filename).is_relative_to(Path(__file__).parent):
+        return ""
+    return f" ({Path(asked[-1].filename).name}, line {asked[-1].lineno}, imports it)"
 
 
 @contextlib.contextmanager

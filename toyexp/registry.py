@@ -116,6 +116,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
         sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
         try:
             for name in modules:
+                if name.endswith(".py"):
+                    raise UserError(f"plugins=[{name}]: takes the module's name: plugins=[{name.removesuffix('.py')}]")
                 problem = _add(registry, name, "local module", partial(importlib.import_module, name))
                 if problem:
                     raise UserError(f"plugins=[{name}]: {problem.reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toyexp import checkpoint
 from toyexp.engine import state_misfit
 from toyexp.errors import UserError, printable
+from toyexp.files import absent, require
 from toyexp.loop import Outcome
 from toyexp.ownership import Ledger, fingerprint
 from toyexp.terminal import short
@@ -119,7 +121,7 @@ def require_run(directory: Path, key: str) -> None:
 def _no_run(path: Path, key: str) -> str:
     """Why there is no run at `path`, and which one may be meant."""
     if not path.exists():
-        return f"not found (looked in {Path.cwd()})"
+        return absent(path)
     if (path / "sweep.json").is_file():
         return f"holds a sweep; go on with it: sweep.resume={path}"
     around = [p for p in path.absolute().parents if (p / "checkpoints").is_dir()]
@@ -130,6 +132,9 @@ def _no_run(path: Path, key: str) -> str:
 
 def load(directory: Path, prepared: Prepared) -> Resumed:
     """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
+    for entry in sorted(directory.iterdir()):
+        if entry.exists():  # and not a link to nothing, which nobody waits for
+            require(entry, str(entry), stat.S_IFREG, stat.S_IFDIR)
     found, damaged = checkpoint.newest(directory / "checkpoints")
     if found is None:
         raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
@@ -205,7 +210,8 @@ def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) 
 
 def _completed(directory: Path) -> bool:
     try:
-        return bool(json.loads((directory / "result.json").read_text(encoding="utf-8"))["reason"] == "completed")
+        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        return bool(result["reason"] == "completed" and not result.get("error"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -13,7 +13,7 @@ import tempfile
 import types
 import typing
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from toyexp.bounds import require_float32
 from toyexp.checkpoint import Interval
 from toyexp.errors import UserError, choose, printable
 from toyexp.files import read_text, require, require_folder
-from toyexp.foreign import PLACES, SIZE_LIMIT, check_file
+from toyexp.foreign import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.optim import Optim
 from toyexp.planned import changed
 from toyexp.registry import Registry, conf_dir
@@ -272,19 +272,23 @@ class Source:
     extra: Path | None = None  # one more directory of presets
 
     @classmethod
-    def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry) -> Source:
+    def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry, modules: Sequence[str]) -> Source:
         """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
 
-        Raises UserError where another model, data set or recipe is.
+        Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
         """
         saved = load_yaml(directory / "config.yaml")
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
+        require_plugins(saved.get("plugins"), modules, str(directory / "config.yaml"))
         for kind in ("model", "data", "recipe"):
             then, now = saved.get(kind), asked.get(kind)
-            if isinstance(then, dict) and now in registry.offers[kind] and now != then.get("name"):
-                was = printable(str(then.get("name")))
+            if not isinstance(then, dict) or now in (None, then.get("name")):
+                continue
+            was = printable(str(then.get("name")))
+            if now in registry.offers[kind]:
                 raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
+            raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
         chosen = {"engine", "callbacks"} & asked.keys()
         if not chosen:
             return cls(directory.absolute())

@@ -16,6 +16,7 @@ from typing import Any
 
 from toyexp.checkpoint import Damaged, conforms, read_json, rebuilt
 from toyexp.errors import UserError, printable
+from toyexp.files import absent
 from toyexp.ownership import require_empty
 from toyexp.run import dump_json, lock, write_atomically
 
@@ -144,7 +145,7 @@ class SweepDir:
     def open(cls, path: Path) -> SweepDir:
         """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
         if not (path / STATE).is_file():
-            what = f"holds no sweep ({STATE})" if path.exists() else f"not found (looked in {Path.cwd()})"
+            what = f"holds no sweep ({STATE})" if path.exists() else absent(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()

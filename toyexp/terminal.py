@@ -95,7 +95,8 @@ def print_result(result: Result) -> None:
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
         step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
-        of = f"  of step {step}" + (", the best" if step == best else "") if step != outcome.steps else ""
+        last = ", the last" if best not in (None, step) else ""
+        of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
         say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB{of}")
 
 

@@ -122,6 +122,8 @@ class Events(Callback):
         with run.output(self._path, grows=True) as place:
             write_synced(place, first.encode() + b"\n")
         self._lines = Lines(self._path)
+        if self._place is not None:
+            self._warn(f"events.jsonl is gone, and with it what it said of the steps up to {run.resumed}")
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._add(dump_json({"kind": kind, "t": round(time.monotonic() - self._began, 6), **fields}))

@@ -270,3 +270,11 @@ def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, le
     assert [e["kind"] for e in run.events][-1] == "run_end" and (run.of("note")[0]["text"].count(told) == 1)
     steps = [e["step"] for e in run.of("step")]
     assert steps == [1, 2, 3, 4] if left < 0 else steps[-2:] == [3, 4]
+
+
+def test_a_record_that_is_gone_when_the_run_goes_on_is_told(train):
+    run = train("steps=4", "checkpoint_every=2", engine="noop")
+    (run.dir / "events.jsonl").unlink()
+    assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]", "steps=6"]) == 0
+    assert [e["step"] for e in run.of("step")] == [5, 6]
+    assert any("gone" in e["text"] and "up to 4" in e["text"] for e in run.of("note"))

@@ -706,6 +706,7 @@ def run_of_two_steps(tmp_path, capsys):
         ),
         ("resume=outputs/tale/1 data=stdlib steps=4", ["that run is another experiment: data was text and is stdlib"]),
         ("resume=outputs/tale/1 model=gpt2 steps=4", ["that run is another experiment: model was llama and is gpt2"]),
+        ("resume=outputs/tale/1 model=small steps=4", ["that run's model, llama", "leave model=small out"]),
         ("resume=outputs/tale/1 steps=4 hydra.run.dir=x", ["hydra.run.dir=x", "goes on in that directory"]),
         ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
     ],
@@ -713,6 +714,27 @@ def run_of_two_steps(tmp_path, capsys):
 )
 def test_a_wrong_way_to_go_on_is_told_with_the_right_one(refused, run_of_two_steps, line, words):
     refused([*run_of_two_steps, *line.split(" ")], *words)
+
+
+def test_a_run_with_a_local_plugin_says_what_it_needs_before_anything_else(refused, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom toyexp import Callback, hookimpl\n"
+        "@dataclass(eq=False)\nclass Mine(Callback):\n    'Mine.'\n    name: ClassVar[str] = 'mine'\n"
+        "@hookimpl\ndef register_callbacks(register):\n    register(Mine)\n"
+    )
+    plugins = "plugins=[toyexp.testing.null,mine]"
+    assert main([plugins, "engine=noop", *BOOK, "callbacks=[default,mine]", "hydra.run.dir=r"]) == 0
+    refused(["resume=r", "steps=4"], "plugins=[toyexp.testing.null,mine]", "toyexp.testing.null")
+
+
+def test_what_a_plugin_imports_and_is_not_there_is_told_with_its_line(refused, tmp_path):
+    (tmp_path / "lacking.py").write_text("import json\nimport nothing_like_this\n")
+    refused(["plugins=[lacking]"], "nothing_like_this", "lacking.py, line 2")
+    refused(["plugins=[lacking.py]"], "plugins=[lacking]")
+
+
+def test_a_path_from_the_root_says_where_it_ends(refused, tmp_path):
+    refused(["data=text", f"data.path={tmp_path}/bookz/story.txt"], f"{tmp_path} holds no bookz")
 
 
 def test_a_sweep_given_as_a_run_is_told_how_it_goes_on(refused, tmp_path):

@@ -1,6 +1,7 @@
 """What a plugin raises: one line that names it, exit 1, the traceback in the log, and what was trained is saved."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def fail(asked, here, kind="key"):
     HEARD.append(here)
     if asked == here:
         raise {"key": KeyError("no\\nsuch"), "user": UserError("mine: on purpose"), "run": RunFailed("on purpose"),
-               "os": OSError(28, "No space left on device")}[kind]
+               "os": OSError(28, "No space left on device"), "exit": SystemExit(0)}[kind]
 
 
 @dataclass(eq=False)
@@ -268,6 +269,21 @@ def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_s
     assert (end["kind"], end["exit_code"]) == ("run_end", 1) and "callbacks.clumsy failed" in end["error"]
     assert "callbacks.clumsy failed" in json.loads(Path("run/result.json").read_text())["error"]
     assert ("steps are saved; go on: toyexp resume=run" in out) == (saved is not None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "when"), [("on_start", "at the start"), ("on_step", "at step 3"), ("on_end", "at the")]
+)
+def test_a_callback_that_calls_sys_exit_is_one_that_failed(hook, when, capsys):
+    line, _ = failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
+    assert line.startswith(f"callbacks.clumsy failed {when}") and "SystemExit: 0" in line
+
+
+def test_a_run_whose_callback_failed_at_the_end_is_gone_on_with_by_the_line_that_it_prints(capsys):
+    _, out = failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
+    command = out[out.index("go on: toyexp ") :].splitlines()[0].removeprefix("go on: toyexp ")
+    assert main([*shlex.split(command), "callbacks.clumsy.at=nowhere"]) == 0
+    assert last_event()["reason"] == "completed" and last_event()["exit_code"] == 0
 
 
 def log():

@@ -102,6 +102,40 @@ def test_the_file_that_the_output_goes_to_does_not_count(tmp_path):
         require_empty(Path("D"), "hydra.run.dir")
 
 
+@pytest.mark.parametrize("name", ["log.txt", "model.gguf", "events.jsonl"])
+def test_output_that_goes_to_what_the_run_would_write_is_refused(name):
+    """`mkdir D; toyexp hydra.run.dir=D > D/log.txt`."""
+    put(f"D/{name}")
+    kept = os.dup(2)
+    with open(f"D/{name}", "a") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            with pytest.raises(UserError, match="D "):
+                require_empty(Path("D"), "hydra.run.dir")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def test_a_lock_that_a_full_disk_cut_short_leaves_an_empty_directory():
+    for text in ("", "12", "1234 on", "1234 on host"):
+        put("D/run.lock", text)
+        require_empty(Path("D"), "hydra.run.dir")
+    put("D/run.lock", "mine")
+    with pytest.raises(UserError, match=r"is not empty \(run.lock\)"):
+        require_empty(Path("D"), "hydra.run.dir")
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "log.txt", "result.json", "model.gguf", "written.json"])
+def test_a_pipe_in_the_place_of_a_runs_file_is_named_and_not_waited_for(name, capsys):
+    assert main([*NOOP, "hydra.run.dir=D"]) == 0
+    Path("D", name).unlink(missing_ok=True)
+    os.mkfifo(f"D/{name}")
+    capsys.readouterr()
+    assert main(["resume=D", "plugins=[toyexp.testing.null]", "steps=9"]) == 2
+    assert f"D/{name}" in (error := capsys.readouterr().err) and "is a pipe" in error
+
+
 def test_a_run_that_is_there_says_how_it_goes_on_if_it_can(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     line = refused(capsys, *NOOP, "hydra.run.dir=D")

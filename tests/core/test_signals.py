@@ -276,6 +276,25 @@ def test_a_terminal_that_is_gone_harms_no_run_that_goes_on_without_it(start, tmp
     assert (end["kind"], end["reason"]) == ("run_end", "interrupted") and end["final_step"] > 1
 
 
+EARLY = """
+import os, sys
+class KillsWhileLoading:
+    def find_spec(self, name, path=None, target=None):
+        if name == "toyexp.cli":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, KillsWhileLoading())
+from toyexp.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_anything_is_loaded_is_one_line(number):
+    done = subprocess.run([sys.executable, "-c", EARLY.format(number=int(number))], capture_output=True, text=True)
+    assert done.returncode == 128 + number
+    assert done.stderr == f"toyexp: interrupted by {number.name}\n"
+
+
 # -- in this process --------------------------------------------------------------------------------------------------
 
 

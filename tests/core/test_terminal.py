@@ -1,6 +1,7 @@
 """What stands on a terminal, in which letters, and paths as people write them."""
 
 import ast
+import contextlib
 import io
 import os
 import subprocess
@@ -33,6 +34,20 @@ def test_what_the_encoding_lacks_is_a_question_mark_in_lines_and_in_errors(monke
     complain("café.gguf: not found")
     assert sys.stdout.buffer.getvalue() == b"40 steps ? caf?\n"
     assert sys.stderr.buffer.getvalue() == b"toyexp: caf?.gguf: not found\n"
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["--cfg", "job"]])
+def test_what_was_being_done_is_gone_before_an_answer_comes(words):
+    ours, theirs = os.openpty()
+    subprocess.run([sys.executable, "-m", "toyexp", *words], stdout=theirs, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of what is there
+        while more := os.read(ours, 1 << 16):
+            shown += more
+    os.close(ours)
+    began, _, answer = shown.partition(b"starting")
+    assert began == b"\r\r" and answer.startswith(b"\r        \r") and b"starting" not in answer
 
 
 def test_the_public_names_are_loaded_when_they_are_asked_for():

@@ -79,7 +79,7 @@ EXAMPLES = st.dictionaries(st.sampled_from(PARTS), VALUES | st.sampled_from(PART
 def test_any_json_is_an_example_or_refused(value):
     with contextlib.suppress(UserError):
         parsed = parse(json.dumps(value).encode(errors="surrogatepass"))
-        assert parsed.keys() in ({"prompt", "completion"}, {"text"}, {"messages"})
+        assert parsed.keys() in ({"prompt", "completion"}, {"text"}, {"messages", "tools"})
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)

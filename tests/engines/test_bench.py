@@ -155,8 +155,8 @@ def baseline(file, name):
     ("file", "name", "rows", "kv_heads", "tied"),
     [
         ("bare_torch", "bare torch", 3, 4, True),
-        ("bare_torch", "bare torch", 3, 2, False),
-        ("ggml_autodiff", "ggml autodiff", 3, 4, True),
+        pytest.param("bare_torch", "bare torch", 3, 2, False, marks=pytest.mark.full),
+        pytest.param("ggml_autodiff", "ggml autodiff", 3, 4, True, marks=pytest.mark.full),
         ("ggml_autodiff", "ggml autodiff", 1, 2, False),
     ],
 )
@@ -178,6 +178,7 @@ def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
         baseline("ggml_autodiff", "ggml autodiff")(a_plan(Llama(context=12), 2), AdamW.for_lora(), 1)
 
 
+@pytest.mark.full
 def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys):
     lines = bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
     left_out = [line.split("  ")[0] for line in lines if "left out: only written for a plain model=llama" in line]

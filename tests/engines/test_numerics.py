@@ -16,6 +16,8 @@ from toyexp.testing import op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_ggml.session import GGMLSession
 
+pytestmark = pytest.mark.xdist_group("numerics")  # the references take longer than the tests
+
 
 @pytest.fixture(scope="module")
 def references():

@@ -204,7 +204,7 @@ def cutter(path: Path, name: str, count: int) -> Tokenizer:
     return stored(path / f"{name}.gguf", BPE(pieces, merges, len(pieces) - 1), **keys)
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in MAIN[:2])) for n in MAIN])
 def test_a_bpe_that_learned_with_the_pre_tokenizer(name, tmp_path):
     """Trained on the texts themselves, so that merges reach right up to wherever a text is cut into words."""
     trained = BPE.train([*texts(3000), PROSE], 3000, PRE_TOKENIZERS[name])
@@ -216,6 +216,7 @@ def test_every_pattern_of_the_table(tmp_path):
     compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 200) for name in names}, count=200)
 
 
+@pytest.mark.full
 def test_every_name_of_the_table_means_its_pattern(tmp_path):
     compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 60) for name in PRE_TOKENIZERS}, count=60, prompts=3)
 

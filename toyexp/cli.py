@@ -218,7 +218,7 @@ def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
 
 def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
     """The settings without `resume=`, and its value as it was typed: a path may hold what means something to Hydra."""
-    given = [word.removeprefix("resume=") for word in settings if word.startswith("resume=")]
+    given = [word.lstrip("+").removeprefix("resume=") for word in settings if word.lstrip("+").startswith("resume=")]
     if not given or given[-1] == "null":
         return list(settings), None
     value = given[-1]
@@ -226,7 +226,7 @@ def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
         raise UserError("resume=: takes the directory of a run, or auto for the newest of this name")
     if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
         value = value[1:-1]
-    return [word for word in settings if not word.startswith("resume=")], value
+    return [word for word in settings if not word.lstrip("+").startswith("resume=")], value
 
 
 def experiment(

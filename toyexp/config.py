@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.blame import blamed
 from toyexp.bus import Callback, answers_lr
+from toyexp.chosen import check_files, includes_itself
 from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import Broken, Unavailable, UserError, choose, printable
@@ -96,9 +97,12 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         raise yaml_error(error, source.directory) from None
     except UserError:  # of `foreign`, in its own words
         raise
+    except RecursionError:
+        raise includes_itself(parsed, source) from None
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         path = source.directory / f"{source.name}.yaml"
         raise UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})") from None
+    check_files(cfg, parsed, source)
     with open_dict(cfg):
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=job)
         given = {o.key_or_group for o in parsed}

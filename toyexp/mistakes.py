@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from toyexp.chosen import misplaced
 from toyexp.errors import UserError, choose, nearest
 from toyexp.foreign import CODE, NAMES_CODE, names_code
 from toyexp.optim import Optim
@@ -291,6 +292,8 @@ def explain(error: Exception, parsed: Sequence[Override], registry: Registry, so
     """Hydra's and OmegaConf's complaint about a configuration, as one of ours."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
+        if match[2] == "experiment":
+            return misplaced(parsed, source)
         return unknown_key(match[1] or match[2], _groups_only(parsed, source), registry)
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 import math
 import operator
+import os
 import re
 import shutil
 import tempfile
@@ -25,7 +27,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.bounds import require_float32
@@ -188,16 +190,25 @@ class FileConfigSource(file_config_source.FileConfigSource):
         ours = path.is_relative_to(conf_dir())
         if not ours and (".." in path.parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: is not taken from {self.path}")
-        if path.is_file():
-            check_file(path, read_config(path), ours, preset="/" in config_path)
-        return super().load_config(config_path)
+        if not os.path.lexists(path):
+            return super().load_config(config_path)  # which says so
+        text = read_config(require(path, str(path)))
+        check_file(path, text, ours, preset="/" in config_path)
+        return ConfigResult(
+            provider=self.provider, path=f"{self.scheme()}://{self.path}",
+            config=OmegaConf.load(io.StringIO(text)), header=self._get_header_dict(text),
+        )  # fmt: skip
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether anything has that name: what is no file is told by `load_config`, not passed over."""
+        return os.path.lexists(Path(self.path, self._normalize_file_name(config_path)))
 
 
 def read_config(path: Path) -> str:
     """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
     if path.stat().st_size > SIZE_LIMIT:
         raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
-    return read_text(path)
+    return read_text(path).removeprefix("\ufeff")  # with which editors on Windows begin a file
 
 
 def store_schemas(registry: Registry) -> None:
@@ -281,6 +292,11 @@ class Source:
         if not isinstance(saved, dict):
             raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
         require_plugins(saved.get("plugins"), modules, str(directory / "config.yaml"))
+        if "hydra" in saved:
+            raise UserError(
+                f"{directory / 'config.yaml'}: its key hydra has no effect: resume={directory} goes on in that "
+                "directory; take it out"
+            )
         for kind in ("model", "data", "recipe"):
             then, now = saved.get(kind), asked.get(kind)
             if not isinstance(then, dict) or now in (None, then.get("name")):

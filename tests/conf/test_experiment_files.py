@@ -1,0 +1,92 @@
+"""A configuration file that cannot mean what it seems to is refused by its name, in one line, before anything runs."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toyexp.cli import main
+
+TINY = ["model.d_model=16", "data=random", "engine=ggml", "engine.threads=1", "steps=1", "callbacks=[]"]
+HEADER = "# @package _global_\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own/experiment").mkdir(parents=True)
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(*argv: str) -> str:
+        assert main([*argv, *TINY]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert not list(Path().rglob("events.jsonl"))
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(("text", "key"), [("resume: x\n", "resume"), ("sweep: {resume: x}\n", "sweep.resume")])
+def test_what_to_go_on_with_is_not_taken_from_a_file(refused, text, key):
+    Path("own/experiment/mine.yaml").write_text(HEADER + text)
+    Path("own/main.yaml").write_text("defaults: [config, _self_]\n" + text)
+    for words in (["--config-dir", "own", "experiment=mine"], ["--config-path", "own", "--config-name", "main"]):
+        line = refused(*words)
+        assert f"{'mine' if 'experiment=mine' in words else 'main'}.yaml: {key} is not taken from a file" in line
+        assert f"on the command line: {key}=" in line
+
+
+def test_a_saved_configuration_is_taken_with_its_resume_null_and_without_a_directory_added_to_it(refused, capsys):
+    assert main([*TINY, "hydra.run.dir=first"]) == 0
+    saved = Path("first/config.yaml")
+    assert yaml.safe_load(saved.read_text())["resume"] is None
+    assert main(["--config-path", "first", "hydra.run.dir=again"]) == 0
+    assert main(["resume=first", "steps=2"]) == 0
+    saved.write_text(saved.read_text() + "hydra: {run: {dir: elsewhere}}\n")
+    capsys.readouterr()
+    assert main(["resume=first", "steps=3"]) == 2
+    assert "first/config.yaml: its key hydra has no effect" in capsys.readouterr().err
+    assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 3\n", ["its first line must be '# @package _global_'"]),
+        ("# mine\n# @package _global_\nsteps: 3\n", ["its first line must be '# @package _global_'"]),
+        ("", ["holds no settings", "steps: 100", "# @package _global_"]),
+        ("- steps\n", ["holds ['steps'], and no keys with values"]),
+        ("steps\n", ["holds steps, and no keys with values"]),
+        (HEADER + "defaults: [mine, _self_]\nsteps: 3\n", ["includes itself"]),
+    ],
+)
+def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, text, words):
+    Path("own/experiment/mine.yaml").write_text(text)
+    line = refused("--config-dir", "own", "experiment=mine")
+    assert "own/experiment/mine.yaml: " in line
+    for word in words:
+        assert word in line
+
+
+def test_a_byte_order_mark_before_an_experiment_is_passed_over(tmp_path):
+    Path("own/experiment/mine.yaml").write_text("\ufeff" + HEADER + "seed: 7\n", encoding="utf-8")
+    assert main(["--config-dir", "own", "experiment=mine", *TINY, "hydra.run.dir=run"]) == 0
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+        (Path.mkdir, "is a folder"),
+        (lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
+    ],
+)
+def test_an_experiment_that_is_no_file_is_called_what_it_is(refused, make, said):
+    make(Path("own/experiment/odd.yaml"))
+    line = refused("--config-dir", "own", "experiment=odd")
+    assert "own/experiment/odd.yaml: " in line and said in line

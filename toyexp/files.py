@@ -42,10 +42,17 @@ def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
 
 def absent(path: Path) -> str:
     """That nothing is there, and where the way to it ends."""
+    if (link := dangling(path)) is not None:
+        return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
     if not path.is_absolute():
         return f"not found (looked in {Path.cwd()})"
     parent = next(p for p in path.parents if p.exists())
     return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
+
+
+def dangling(path: Path) -> Path | None:
+    """The link on the way to `path`, or at it, that leads to nothing, if one does."""
+    return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
 def require(path: str | Path, asked: str, *wanted: int) -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from toyexp.errors import UserError, printable
+from toyexp.files import dangling
 from toyexp.gguf.whole import swap
 
 LEDGER = "written.json"
@@ -30,6 +31,8 @@ def require_empty(path: Path, key: str) -> None:
     try:
         found = sorted(entry.name for entry in os.scandir(path) if not _is_nothing(entry))
     except FileNotFoundError:
+        if (link := dangling(path)) is not None:
+            raise UserError(f"{link}: is a link to {link.readlink()}, which is not there; {other}") from None
         return
     except OSError as error:  # it is a file, or its name is too long
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None

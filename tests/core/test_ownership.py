@@ -75,7 +75,7 @@ def test_a_link_counts_as_what_it_leads_to(capsys):
         Path(f"to-{Path(name).stem}").symlink_to(Path(name).absolute())
     assert "is not empty (mine.txt)" in refused(capsys, *NOOP, "hydra.run.dir=to-full")
     assert "to-mine: cannot be written" in refused(capsys, *NOOP, "hydra.run.dir=to-mine")
-    assert "to-nowhere: cannot be written" in refused(capsys, *NOOP, "hydra.run.dir=to-nowhere")
+    assert "to-nowhere: is a link to " in refused(capsys, *NOOP, "hydra.run.dir=to-nowhere")
     assert main([*NOOP, "hydra.run.dir=to-empty"]) == 0
     assert Path("empty/model.gguf").exists()
 
@@ -307,3 +307,10 @@ def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written
     assert not Path("chosen").exists() and len(list(Path("outputs").glob("*/*/model.gguf"))) == 1
     assert main(["--config-dir", "theirs", "experiment=sly", *NOOP, "hydra.run.dir=mine"]) == 0
     assert Path("mine/model.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["link", "link/below"])
+def test_a_link_to_nothing_is_called_one(capsys, name):
+    Path("link").symlink_to("gone")
+    assert "link: is a link to gone, which is not there" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
+    assert not Path("gone").exists()

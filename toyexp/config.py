@@ -324,8 +324,8 @@ def _typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         raise UserError(f"{dot}{key}={node.get(str(key))}: {in_plain_words(error)}") from None
     for key, value in values.items():
-        if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"{dot}{key}=nan: must be a number")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{dot}{key}={value}: must be a finite number")
     return {key: expanded(value) for key, value in values.items()} if where in PARTS else values
 
 

@@ -90,6 +90,7 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
         raise UserError(f"{line}: several values; {listed}add -m to sweep over them")
     if line.endswith("=") and key not in GROUPS:
         _check_empty(key, line, registry)
+    _check_number(override, line, registry)
     if kind.split("/")[0] == "hydra":
         if key not in HYDRA_KEYS:
             raise unknown_key(key, None, registry)
@@ -142,6 +143,15 @@ def _check_empty(key: str, line: str, registry: Registry) -> None:
     if known or part == "hydra":
         text = f"; an empty text is \"{line}''\"" if str in known and part == "callbacks" else ""
         raise UserError(f"{line}: is empty (a variable that is not set?); leave it out for the default{text}")
+
+
+def _check_number(override: Override, line: str, registry: Registry) -> None:
+    """Raises UserError for a number that would be taken as another: 2 as true, and 1e-400, which floats lack, as 0."""
+    value, known = _value(override), types_of(override.key_or_group, registry)
+    if isinstance(value, int) and value not in (0, 1) and known == {bool}:
+        raise UserError(f"{line}: must be true or false")
+    if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", line.partition("=")[2])[0]):
+        raise UserError(f"{line}: is too near to 0 for a number here; write 0, or one that is larger")
 
 
 def _check_sweep(key: str, line: str) -> None:
@@ -311,7 +321,8 @@ def explain(error: Exception, parsed: Sequence[Override], registry: Registry, so
     typed = [o for o in parsed if o.key_or_group == key]  # the same key may be there twice
     guilty = [o for o in typed if f"'{o.value()}'" in str(cause)] or typed
     label = guilty[-1].input_line if guilty else key or "the config"
-    whole = next((value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()), None)
+    numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
+    whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
     return UserError(f"{label}: {in_plain_words(cause)}{written_out}")
 

@@ -102,7 +102,7 @@ class Sweep:
         for name, least in limits.items():
             value = getattr(given, name)
             if value is not None and not least <= value < 2**31:
-                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least}")
+                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least} to {2**31 - 1}")
 
 
 @dataclass

@@ -124,8 +124,13 @@ VALUES = [
     ("steps=-1", "steps=-1", "from 1"),
     ("steps=99999999999999999999", "must be a whole number from 1 to 9223372036854775807"),
     ("lr=-1", "lr=-1.0", "0 or above"),
-    ("lr=nan", "lr=nan: must be a number"),
-    ("lr=inf", "lr=inf: must be a number"),
+    ("lr=nan", "lr=nan: must be a finite number"),
+    ("lr=inf", "lr=inf: must be a finite number"),
+    ("optim.grad_clip=inf", "optim.grad_clip=inf: must be a finite number"),
+    ("model.rope_base=inf", "model.rope_base=inf: must be a finite number"),
+    ("data.max_mb=inf", "data.max_mb=inf: must be a finite number"),
+    ("lr=1e-400", "lr=1e-400: is too near to 0"),
+    ("model.tied=2", "model.tied=2: must be true or false"),
     ("batch_size=0", "batch_size=0", "from 1"),
     ("seed=-1", "seed=-1", "from 0"),
     ("eval_every=-1", "eval_every=-1", "from 0"),
@@ -142,7 +147,7 @@ VALUES = [
     ("optim.mode=foo", "optim.mode=foo", "from_scratch", "lora"),
     ("optim.accumulate=3", "optim.accumulate=3 does not divide batch_size=8"),
     ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
-    ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a number"),
+    ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a finite number"),
     ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.cosine'"),
     ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),
     ("callbacks.gguf_export.every=-1", "callbacks.gguf_export.every=-1"),
@@ -756,3 +761,12 @@ def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, cap
     main([*run_of_two_steps, *words])
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
     assert told == "resumed from step 2; changed: steps 2 -> 3, engine.name noop -> ggml"
+
+
+def test_a_whole_number_that_no_setting_takes_is_not_offered_written_out(refused):
+    assert "000000" not in refused([*SMALL, "steps=1e99"], "steps=1e99: must be a whole number")
+
+
+def test_a_switch_may_still_be_1_or_0(capsys):
+    assert main(["--cfg", "job", "model.tied=1", "lr=0.0"]) == 0
+    assert "tied: true" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from toyexp.registry import Registry, load
 from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
 from toyexp.terminal import complain, drop_output, fit_encoding, hold_standard_files, print_result, say, short, status
+from toyexp.threads import available_cores
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -106,6 +107,7 @@ SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
 
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
+    available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
     flags, settings = split(words)
     settings = in_our_words(settings)
     resume = None

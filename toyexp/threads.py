@@ -6,7 +6,9 @@ import os
 import time
 from pathlib import Path
 
+from toyexp.bounds import MOST
 from toyexp.errors import UserError
+from toyexp.options import is_whole
 
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
@@ -17,9 +19,14 @@ CORES = "TOYEXP_CORES"  # how many of the machine's cores a process shall use: j
 
 
 def available_cores() -> int:
-    """Cores this process shall use: those it may run on, or fewer where TOYEXP_CORES says so."""
-    given = os.environ.get(CORES, "")
-    return min(int(given), machine_cores()) if given.isdecimal() and int(given) else machine_cores()
+    """Cores this process shall use: those it may run on, or fewer where TOYEXP_CORES says so; 0 and "" mean all.
+
+    Raises UserError where it says anything else.
+    """
+    given = os.environ.get(CORES, "") or "0"
+    if not is_whole(given, 0, MOST):
+        raise UserError(f"{CORES}={given}: takes how many cores to use, from 1; 0, or nothing, for all")
+    return min(int(given) or MOST, machine_cores())
 
 
 def machine_cores() -> int:

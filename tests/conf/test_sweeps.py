@@ -576,9 +576,16 @@ def test_a_path_of_any_characters_is_read_back(text):
 
 
 def test_a_share_of_the_cores_is_kept_to(monkeypatch):
-    for given, cores in (("1", 1), ("0", machine_cores()), ("x", machine_cores()), ("999", machine_cores())):
+    for given, cores in (("1", 1), ("0", machine_cores()), ("", machine_cores()), ("999", machine_cores())):
         monkeypatch.setenv(CORES, given)
         assert available_cores() == cores
+
+
+@pytest.mark.parametrize("given", ["junk", "-3", "1.5", " "])
+def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(given, monkeypatch, capsys):
+    monkeypatch.setenv(CORES, given)
+    assert main([*QUICK, "engine.threads=1"]) == 2
+    assert f"{CORES}={given}: takes how many cores to use" in capsys.readouterr().err
 
 
 def test_how_a_process_ended_is_said_in_words():

@@ -15,7 +15,17 @@ from toyexp.home import with_home
 from toyexp.registry import Registry, load
 from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
-from toyexp.terminal import complain, drop_output, fit_encoding, hold_standard_files, print_result, say, short, status
+from toyexp.terminal import (
+    complain,
+    drop_output,
+    fit_encoding,
+    hold_standard_files,
+    output_fails,
+    print_result,
+    say,
+    short,
+    status,
+)
 from toyexp.threads import available_cores
 
 if TYPE_CHECKING:
@@ -37,18 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals: Signals | None = None
     try:
         with stop_signals() as signals:
-            if words and words[0] in COMMANDS:
-                status("")
-                return COMMANDS[words[0]](words[1:])
-            if words and words[0] in ("-sc", "--shell-completion"):  # Hydra's words for it
-                return COMMANDS["completion"]([word.removeprefix("install=") for word in words[1:]])
-            if "-h" in words or "--help" in words:
-                status("")
-                return show_help()
-            if "--version" in words:
-                status("")
-                return show_version()
-            return run(words)
+            code = _answer(words)
+            if sys.stdout:
+                sys.stdout.flush()  # while an error of it can still be told
+            return code
     except KeyboardInterrupt as error:
         return _interrupted(error)
     except BrokenPipeError:  # `toyexp plugins | head`
@@ -72,11 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                 complain(f"error: {broken}")
                 return 1
             case OSError():  # a disk that is full, a directory that went away, too many open files
-                complain(f"error: {error.filename or 'a file'}: {error.strerror or error}")
+                what = error.filename or ("the output could not be written" if output_fails() else "a file")
+                complain(f"error: {what}: {error.strerror or error}")
                 return 1
         raise
     finally:
         status("")
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Does what a command line asks for; returns the exit code."""
+    if words and words[0] in COMMANDS:
+        status("")
+        return COMMANDS[words[0]](words[1:])
+    if words and words[0] in ("-sc", "--shell-completion"):  # Hydra's words for it
+        return COMMANDS["completion"]([word.removeprefix("install=") for word in words[1:]])
+    if "-h" in words or "--help" in words:
+        status("")
+        return show_help()
+    if "--version" in words:
+        status("")
+        return show_version()
+    return run(words)
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
@@ -295,6 +314,8 @@ def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, 
         hydra.main(version_base="1.3", config_path=str(source.directory), config_name=source.name)(lambda cfg: None)()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+    except OSError:  # of what takes the output
+        raise
     except Exception as error:
         raise UserError(f"{' '.join(shown)}: {mistakes.in_plain_words(error)}") from None
     finally:

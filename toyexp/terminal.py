@@ -51,6 +51,18 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def output_fails() -> bool:
+    """Whether nothing more can be printed, as on a full disk; whatever follows then vanishes."""
+    if not sys.stdout or sys.stdout.isatty():
+        return False
+    try:
+        print(flush=True)  # an empty line: of an error one does not see which file it was about
+    except OSError:
+        drop_output()
+        return True
+    return False
+
+
 def hold_standard_files() -> None:
     """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
     for number in (0, 1, 2):

@@ -113,3 +113,18 @@ def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monk
     assert note == "note    2 of 2 cores busy; engine.threads=1 may be faster"
     start = Path("run/events.jsonl").read_text().splitlines()[0]
     assert '"device": "torch ' in start and "busy" not in start
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--version"], ["--cfg", "job"]])
+def test_a_full_disk_behind_the_output_is_called_that(words, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "toyexp", *words], stdout=full, stderr=subprocess.PIPE, text=True, env=environment,
+            check=False, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        1, "toyexp: error: the output could not be written: No space left on device\n"
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import RunFailed, ToyexpError, UserError, choose
+from toyexp.habits import no_option, no_setting
 from toyexp.home import with_home
 from toyexp.registry import Registry, load
 from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
@@ -188,17 +188,13 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         word = left.pop(0)
         if not word.startswith("-"):
             if "=" not in word and word[:1] not in "~+":
-                near = difflib.get_close_matches(word, COMMANDS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}; settings: key=value"
-                raise UserError(f"{word!r} is neither a command nor a setting; {hint}")
+                raise no_setting(word, settings, left, COMMANDS)
             settings.append(word)
             continue
         given, equals, value = word.partition("=")
         flag = SHORT.get(given, given)
         if flag not in FLAGS:
-            if equals:
-                raise UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
-            raise UserError(f"{word}: there is no such option; {choose(word, FLAGS)}")
+            raise no_option(word, left, FLAGS)
         takes = FLAGS[flag]
         if equals and not value and takes is not None:
             raise UserError(f"{word}: is empty (a variable that is not set?); leave {given} out, or give it a value")

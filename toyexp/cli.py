@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from toyexp.commands import COMMANDS, show_help, show_version
 from toyexp.errors import RunFailed, ToyexpError, UserError, choose
 from toyexp.habits import no_option, no_setting
-from toyexp.home import with_home
+from toyexp.home import with_home, with_quotes
 from toyexp.registry import Registry, load
 from toyexp.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.sweeps import follow_the_sweep, in_our_words, local_modules
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["completion"]:  # which completes what is typed as it is typed
-        words = [with_home(word) for word in words]
+        words = [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
     follow_the_sweep()
     hold_standard_files()
     fit_encoding()

@@ -1,4 +1,4 @@
-"""`~` in paths: shells expand it at the beginning of a word, and not behind `key=` or in a file."""
+"""Words of the command line as they are meant: `~` behind `key=`, which shells leave, and letters of any script."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ def with_home(word: str) -> str:
     if not equals or key in _TEXTS:
         return word
     return key + equals + re.sub(r"(^|[\[,])(~[\w.-]*)(?=[/,\]]|$)", lambda m: m[1] + _home(m[2]), value)
+
+
+def with_quotes(word: str) -> str:
+    """A setting with each value in quotes that has letters beyond ASCII, of which Hydra's grammar knows none.
+
+    What stands in quotes or has another sign of that grammar in it is left alone.
+    """
+    key, equals, value = word.partition("=")
+    if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
+        return word
+    return key + equals + re.sub(r"((?:^|[\[,])\s*)([^\[\],(){}:=]*[^\[\],(){}:=\s])(?=\s*(?:[,\]]|$))", _quoted, value)
+
+
+def _quoted(match: re.Match[str]) -> str:
+    return match[0] if match[2].isascii() else f'{match[1]}"{match[2]}"'
 
 
 def expanded(value: Any) -> Any:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import toyexp
 from toyexp.cli import main
-from toyexp.home import expanded, with_home
+from toyexp.home import expanded, with_home, with_quotes
+from toyexp.mistakes import parse
 from toyexp.terminal import complain, fit_encoding, say
 
 
@@ -85,6 +87,43 @@ def test_each_public_name_is_the_one_that_type_checkers_see():
 def test_a_tilde_behind_an_equals_sign_is_the_home_directory(word, meant, monkeypatch):
     monkeypatch.setenv("HOME", "HOME")
     assert with_home(word) == meant
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("data.path=books/Zoë.txt", "books/Zoë.txt"),
+        ("data.path=My Zoë's.txt", None),  # the quote is the person's to close
+        ("data.path=My Zoë.txt", "My Zoë.txt"),
+        ("+data.path=日本語", "日本語"),
+        ("data.path='Zoë.txt'", "Zoë.txt"),
+        ("data.path=[a,Zoë, ü]", ["a", "Zoë", "ü"]),
+        ("data.path={a:[é,1]}", {"a": ["é", 1]}),
+    ],
+)
+def test_a_value_of_any_script_is_read_without_quotes(word, meant):
+    if meant is None:
+        assert with_quotes(word) == word
+    else:
+        (override,) = parse([with_quotes(word)])
+        assert override.value() == meant
+
+
+def test_a_path_with_an_accent_is_trained_on_and_swept_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    for name in ("Zoë.txt", "ü.txt"):
+        Path(name).write_text("It was a bright cold day in April. " * 100)
+    tiny = ["data=text", "data.tokenizer=byte", "model.d_model=16", "engine=ggml", "engine.threads=1", "steps=1"]
+    assert main([*tiny, "data.path=Zoë.txt", "callbacks=[]", "hydra.run.dir=né"]) == 0
+    assert Path("né/config.yaml").exists()
+    sweep = ["-m", "sweep.isolate=false", "hydra.sweep.dir=s", "hydra.sweep.subdir=${hydra.job.num}"]
+    assert main([*tiny, *sweep, "callbacks=[]", "data.path=Zoë.txt,ü.txt"]) == 0
+    assert [yaml.safe_load(Path(f"s/{n}/config.yaml").read_text())["data"]["path"] for n in (0, 1)] == [
+        "Zoë.txt", "ü.txt"
+    ]  # fmt: skip
+    assert main([*tiny, "data.path=nö.txt"]) == 2
+    assert "data.path=nö.txt: not found" in capsys.readouterr().err
 
 
 def test_a_tilde_in_a_configuration_file_is_the_home_directory(tmp_path, monkeypatch, capsys):

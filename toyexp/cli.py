@@ -239,6 +239,8 @@ def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
     if not given or given[-1] == "null":
         return list(settings), None
     value = given[-1]
+    if other := next((text for text in given if text != value), None):
+        raise UserError(f"resume={value}: was given already, as resume={other}; leave one of them out")
     if not value:
         raise UserError("resume=: takes the directory of a run, or auto for the newest of this name")
     if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():

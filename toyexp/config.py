@@ -32,7 +32,7 @@ from toyexp.gguf.model import model_in
 from toyexp.home import expanded
 from toyexp.init import opened
 from toyexp.matrix import misfit, suited
-from toyexp.mistakes import check_keys, check_override, explain, in_lists, in_plain_words, parse, valid_keys
+from toyexp.mistakes import check_keys, check_override, explain, in_lists, in_plain_words, parse, replaced, valid_keys
 from toyexp.model import Model
 from toyexp.optim import Optim
 from toyexp.packages import told_by, why
@@ -53,9 +53,6 @@ from toyexp.schema import (
     yaml_error,
 )
 from toyexp.signals import hidden_interrupt
-
-if typing.TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -175,7 +172,12 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     callbacks, plain = parts["callbacks"], parts["plain"]
     require_plugins(parts["settings"].plugins, allowed_plugins, "the config")
     engine, note = pick_engine(plain["engine"], registry)
-    left_out = [*_broken(registry), *_without_default(typed, callbacks, registry), *_unused_threads(plain, engine)]
+    left_out = [
+        *_broken(registry),
+        *replaced(typed),
+        *_without_default(typed, callbacks, registry),
+        *_unused_threads(plain, engine),
+    ]
     return Config(
         **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
         suited=suited(parts["recipe"], parts["model"], registry), left_out=left_out,

@@ -54,6 +54,15 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
+def replaced(typed: Sequence[Override]) -> list[str]:
+    """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
+    last = {o.key_or_group: o for o in typed}
+    return [
+        f"{o.input_line}: {last[o.key_or_group].input_line}, which comes later, takes its place"
+        for o in typed if o.input_line != last[o.key_or_group].input_line
+    ]  # fmt: skip
+
+
 def _syntax(text: str) -> str:
     key, equals, value = text.partition("=")
     if not equals:

@@ -73,9 +73,13 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{line}: holds no value")
     if len(values) > MOST_JOBS:
         raise UserError(f"{line}: a sweep has at most {MOST_JOBS} jobs")
+    seen: set[str] = set()
     for value in values:
+        if (text := Transformer.str(value)) in seen:
+            raise UserError(f"{line}: names {text} twice, which would train the same job again")
+        seen.add(text)
         plain = value.text if isinstance(value, QuotedString) else value
-        yield f"{override.get_key_element()}={Transformer.str(value)}", plain
+        yield f"{override.get_key_element()}={text}", plain
 
 
 def local_modules(parsed: Sequence[Override]) -> list[str]:

@@ -340,6 +340,10 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("-m seed=range(0,9999999999)", ["seed=range(0,9999999999): a sweep has at most 100000 jobs"]),
         ("-m seed=range(0,1000) lr=range(1,1000)", ["999000 combinations", "at most 100000 jobs"]),
         ("-m seed=choice()", ["seed=choice()", "holds no value"]),
+        ("-m seed=0,1,0", ["seed=0,1,0: names 0 twice"]),
+        ("-m model=llama,llama", ["model=llama,llama: names llama twice"]),
+        ("resume=a resume=b", ["resume=b", "given already, as resume=a"]),
+        ("parity --loss 1 --loss=2", ["--loss 2: was given already, as 1"]),
         ("-m seed=1,2 optim.beta1=2", ["optim.beta1=2.0: must be at least 0"]),
         ("-m seed=1,2 stesp=5", ["unknown key stesp;", "did you mean steps?"]),
         ("-m hydra/launcher=ray", ["sweep.launcher=serial, joblib, submitit"]),
@@ -781,3 +785,12 @@ def test_a_whole_number_that_no_setting_takes_is_not_offered_written_out(refused
 def test_a_switch_may_still_be_1_or_0(capsys):
     assert main(["--cfg", "job", "model.tied=1", "lr=0.0"]) == 0
     assert "tied: true" in capsys.readouterr().out
+
+
+def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
+    words = [*SMALL, "data=random", "model.d_model=16", "engine=ggml", "engine.threads=1", "callbacks=[]"]
+    words = [word for word in words if not word.startswith("data.")]
+    assert main([*words, "lr=1e-3", "lr=2e-3", "seed=3", "seed=3", "hydra.run.dir=run"]) == 0
+    warnings = [line for line in "".join(capsys.readouterr()).splitlines() if "takes its place" in line]
+    assert warnings == ["toyexp: warning: lr=1e-3: lr=2e-3, which comes later, takes its place"]
+    assert "lr: 0.002" in Path("run/config.yaml").read_text()

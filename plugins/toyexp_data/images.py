@@ -158,7 +158,18 @@ class Images(Data):
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
             raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
+        self._check_once(wanted)
         return listed, [str(number) for number in range(count)]
+
+    def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
+        """Raises UserError for an image in two lines, which could be trained on and held out, and as two classes."""
+        known: dict[str, int | None] = {}
+        for file, number, line in listed:
+            place = os.path.abspath(file)  # noqa: PTH100 - ./a.png is a.png, and links are what they are called
+            if place in known:
+                classes = "" if known[place] == number else f", as class {known[place]} and {number}"
+                raise UserError(f"data.labels={self.labels}: {printable(line[0])} stands there twice{classes}")
+            known[place] = number
 
 
 def few_images(eval_images: int, planned: Planned) -> Iterable[str]:

@@ -368,6 +368,16 @@ def test_a_line_of_the_labels_that_is_no_file_and_class(tmp_path, line):
         opened(tmp_path / "all", labels=labels_file(tmp_path, line))
 
 
+@pytest.mark.parametrize(("again", "number", "words"), [("red/0.png", 1, ", as class 0 and 1"), ("./red/0.png", 0, "")])
+@pytest.mark.parametrize("on_error", ["refuse", "skip"])
+def test_an_image_is_listed_once(tmp_path, again, number, words, on_error):
+    folder(tmp_path / "all", red=2)
+    listed = labels_file(tmp_path, ("red/0.png", 0), ("red/1.png", 1), (again, number))
+    with pytest.raises(UserError) as error:
+        opened(tmp_path / "all", labels=listed, on_error=on_error)
+    assert str(error.value).endswith(f"labels.csv: {again} stands there twice{words}")
+
+
 def test_a_listed_file_that_is_not_there_is_named(tmp_path):
     folder(tmp_path / "all", red=2)
     with pytest.raises(UserError, match=r"red/9\.png: is not there"):

@@ -122,11 +122,12 @@ class TokenDataset(Dataset):
         facts: Mapping[str, Any],
         digest: str | None = None,
         left_out: Sequence[str] = (),
+        remarks: Sequence[str] = (),
     ):
         """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known."""
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
-        self._eval_batches, self._left_out = eval_batches, left_out
+        self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
         self._facts = {
             **facts,
             "train_tokens": len(train),
@@ -149,6 +150,10 @@ class TokenDataset(Dataset):
     def left_out(self) -> Sequence[str]:
         """What whoever opened the data has left out."""
         return self._left_out
+
+    def remarks(self) -> list[str]:
+        """What whoever opened the data has to say."""
+        return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Windows of `context` tokens and their next tokens."""

@@ -26,10 +26,11 @@ class ExampleDataset(Dataset):
         pack: bool,
         eval_batches: int,
         facts: Mapping[str, Any],
+        remarks: Sequence[str] = (),
     ):
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
         self.train, self.held_out = Examples(train, tokenizer.eos), Examples(held_out, tokenizer.eos)
-        self._pack, self._eval_batches = pack, eval_batches
+        self._pack, self._eval_batches, self._remarks = pack, eval_batches, remarks
         parts = (self.train, self.held_out)
         digest = hashlib.sha256()
         for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
@@ -68,14 +69,15 @@ class ExampleDataset(Dataset):
         return [text for text, number in told.items() if number]
 
     def remarks(self) -> list[str]:
-        """What a chat template did to the conversations."""
+        """What whoever opened the data has to say, and what a chat template did to the conversations."""
         told = {
             "chats_in_rows": "{} conversations make {rows_of_these} rows, as their template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin as their template asks for them",
             "thoughts_dropped": "{} answers without what was thought before, which their template leaves out",
             "chat_date": "their template's day is {} (data.date)",
         }
-        return [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
+        done = [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
+        return [*self._remarks, *done]
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""

@@ -120,7 +120,9 @@ class Jsonl(TokenizedData):
             "tokenizer": tokenizer.kind,
             "tokenizer_digest": tokenizer.fingerprint(),
         }
-        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts)
+        dataset = ExampleDataset(
+            train, held, tokenizer, self.pack, self.eval_batches, facts, self.few_learned(tokenizer)
+        )
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 

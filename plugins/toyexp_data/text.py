@@ -82,6 +82,12 @@ class TokenizedData(Data):
             return interruptible(lambda: BPE.train(train, self.bpe_vocab))
         return self.read_tokenizer(vocabulary)
 
+    def few_learned(self, tokenizer: Tokenizer) -> list[str]:
+        """That bpe learned fewer tokens than it was to."""
+        if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
+            return []
+        return [f"{tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
+
 
 @dataclass
 class TextData(TokenizedData):
@@ -124,7 +130,10 @@ class TextData(TokenizedData):
         }
         left_out = [*text.left_out(), *limits, *found.left_out()]
         train, held_out = ids.parts
-        return TokenDataset(train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out)
+        return TokenDataset(
+            train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out,
+            self.few_learned(tokenizer),
+        )  # fmt: skip
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[Tokenizer, list[str]]:
         """The tokenizer, and what of the text it was not made from; one that is made from a text is made once."""

@@ -728,6 +728,16 @@ def test_a_bpe_of_a_long_text_learns_from_a_part_and_says_so(tmp_path):
     assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
 
 
+def test_a_bpe_that_learns_fewer_tokens_than_it_was_to_says_how_many(tmp_path):
+    (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 40)
+    (tmp_path / "t.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 40)
+    for _ in range(2):  # the second finds what the first has learned
+        (told,) = opened(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
+        assert re.fullmatch(r"2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", told)
+    assert told in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
+    assert opened(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
+
+
 @given(st.integers(1, 60), st.floats(0.1, 1))
 @settings(deadline=None, max_examples=40)
 def test_the_part_of_a_text_that_is_learned_from_is_spread_over_it(count, share):

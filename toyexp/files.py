@@ -17,6 +17,7 @@ KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+START = 512  # first bytes of a file, by which is told what it is instead of text
 # How files begin that are met in the place of text, and what makes text of them.
 NOT_TEXT = {
     b"\x1f\x8b": "it is compressed: gunzip it first",
@@ -101,20 +102,34 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8."""
+    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8, or NUL."""
     raw = read_file(path)
+    text, nul, _ = raw.partition(b"\0")
     try:
-        return raw.decode("utf-8")
+        decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise not_utf8(path, error.start, raw[error.start], raw[:8]) from None
+        raise not_text(path, error.start, raw[error.start], raw[:START]) from None
+    if nul:
+        raise not_text(path, len(text), 0, raw[:START])
+    return decoded
 
 
-def not_utf8(path: Path, place: int, byte: int, start: bytes) -> UserError:
-    """That a file is no UTF-8 text: where, and by how it starts, what it is instead."""
-    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None)
-    return UserError(
-        f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint or 'if it is Latin-1: iconv -f LATIN1 -t UTF-8'}"
-    )
+def not_text(path: Path, place: int, byte: int, start: bytes) -> UserError:
+    """That a file is no UTF-8 text, or holds a NUL: where, and by its first START bytes, what it is instead."""
+    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None) or _half_nul(start)
+    if byte:
+        hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
+        return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
+    hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if all else is text: tr -d '\\0' takes NULs out"
+    return UserError(f"{path}: no text (byte {place} is NUL); {hint}")
+
+
+def _half_nul(start: bytes) -> str | None:
+    """What to do with UTF-16 without a mark at its beginning: of most languages' letters one byte is NUL."""
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    if max(even, odd) * 4 <= len(start) or min(even, odd) * 8 > max(even, odd):
+        return None
+    return f"it looks like UTF-16: iconv -f UTF-16{'LE' if odd > even else 'BE'} -t UTF-8"
 
 
 def cause(error: OSError | ValueError) -> str:

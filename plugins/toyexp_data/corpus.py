@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from toyexp import UserError
-from toyexp.files import cause, not_utf8, open_file
+from toyexp.files import START, cause, not_text, open_file
 from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once
@@ -32,7 +32,7 @@ class Digest(Protocol):
 
 
 def chunks(path: Path) -> Iterator[str]:
-    """The text of a file, a chunk at a time; UserError naming the file and the byte that is not UTF-8."""
+    """The text of a file, a chunk at a time; UserError naming the file and the byte that is not UTF-8, or NUL."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
         # What is written to it meanwhile is not read, and nothing of a file of /proc, some of which have no end.
@@ -42,12 +42,17 @@ def chunks(path: Path) -> Iterator[str]:
                 raw = file.read(min(CHUNK, size - done))
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {cause(error)}") from None
-            start, done = start or raw[:8], done + len(raw)
+            start, begun = start or raw[:START], done
+            done += len(raw)
+            whole, nul, _ = raw.partition(b"\0")
             try:
-                yield decoder.decode(raw, final=done >= size or not raw)
+                text = decoder.decode(whole, final=bool(nul) or done >= size or not raw)
             except UnicodeDecodeError as error:
-                place = done - len(error.object) + error.start
-                raise not_utf8(path, place, error.object[error.start], start) from None
+                place = begun + len(whole) - len(error.object) + error.start
+                raise not_text(path, place, error.object[error.start], start) from None
+            if nul:
+                raise not_text(path, begun + len(whole), 0, start)
+            yield text
             if not raw:
                 return
 

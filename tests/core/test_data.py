@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from toyexp import TokenDataset, UserError
 from toyexp.cli import main
 from toyexp.data import batch_digest
+from toyexp.files import read_text
 from toyexp.init import stream
 from toyexp.pieces import encoded
 from toyexp.tokenizer import BPE, Bytes, Characters
@@ -184,7 +185,10 @@ def test_the_digest_of_the_data_changes_with_a_token_and_with_the_split():
 # -- the split --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=5), st.floats(0.01, 0.99))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
+
+
+@given(st.lists(TEXTS, max_size=5), st.floats(0.01, 0.99))
 @settings(deadline=None, max_examples=60)
 def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
     with tempfile.TemporaryDirectory() as folder:
@@ -392,6 +396,29 @@ def test_what_is_no_utf8_is_refused_with_the_byte_and_the_remedy(tmp_path, raw, 
     with pytest.raises(UserError, match=r"t\.txt: not UTF-8 text") as error:
         opened(tmp_path / "t.txt")
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "place", "words"),
+    [
+        ("naïve text".encode("utf-16-le"), 1, "it looks like UTF-16: iconv -f UTF-16LE -t UTF-8"),
+        ("naïve text".encode("utf-16-be"), 0, "it looks like UTF-16: iconv -f UTF-16BE -t UTF-8"),
+        (b"\0" * 2000, 0, "if it is UTF-16"),
+        (b"fine text \0 and more of it", 10, "tr -d '\\0'"),
+        (b"a" * 9_000 + b"\0", 9_000, "tr -d '\\0'"),
+    ],
+    ids=["UTF-16LE", "UTF-16BE", "all NUL", "one NUL", "the last byte"],
+)
+def test_a_text_with_a_nul_is_refused_with_its_place_or_skipped(tmp_path, monkeypatch, raw, place, words):
+    monkeypatch.setattr(reading, "CHUNK", 4096)
+    (tmp_path / "t.txt").write_bytes(raw)
+    for read in (opened, read_text):
+        with pytest.raises(UserError, match=rf"t\.txt: no text \(byte {place} is NUL\)") as error:
+            read(tmp_path / "t.txt")
+        assert words in str(error.value)
+    (tmp_path / "u.txt").write_text("good text")
+    dataset = opened(tmp_path, on_error="skip")
+    assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.left_out()[0]
 
 
 def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tmp_path, monkeypatch):

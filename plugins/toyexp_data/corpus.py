@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from toyexp import UserError
-from toyexp.files import START, cause, not_text, open_file
+from toyexp.files import START, cause, made_up, not_text, open_file
+from toyexp.terminal import status
 from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once
@@ -37,6 +38,8 @@ def chunks(path: Path) -> Iterator[str]:
     with open_file(path) as file:
         # What is written to it meanwhile is not read, and nothing of a file of /proc, some of which have no end.
         size, done, start = os.fstat(file.fileno()).st_size, 0, b""
+        if made_up(path, size):
+            raise UserError(f"{path}: the system makes it up as it is read (/proc); it is no text file on a disk")
         while done < size:
             try:
                 raw = file.read(min(CHUNK, size - done))
@@ -113,6 +116,7 @@ class Corpus:
     @cached_property
     def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
         """The facts, and every document with the number of its characters that are taken."""
+        status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
         documents: list[tuple[Path, int]] = []
         taken, size, skipped = 0, sum(found.size for found in self._stats.values()), list[str]()

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from toyexp import UserError
 from toyexp.files import cause, misfit, require
+from toyexp.terminal import status
 
+EACH = 500  # folders after which a person is told how far the search is
 ALL = "*"  # among the suffixes: files of every name
 
 
@@ -69,8 +71,11 @@ def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
     def unreadable(error: OSError) -> None:
         found.strange.append(f"{error.filename}: {cause(error)}")
 
-    inside = []
-    for place, folders, names in os.walk(folder, onerror=unreadable):  # Path.rglob hides what it may not read
+    inside: list[Path] = []
+    walked = os.walk(folder, onerror=unreadable)  # Path.rglob hides what it may not read
+    for number, (place, folders, names) in enumerate(walked, 1):
+        if number % EACH == 0:
+            status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
         links = [os.path.join(place, f) for f in folders if os.path.islink(os.path.join(place, f))]  # noqa: PTH114, PTH118
         found.strange += [f"{link}: is a link to a folder" for link in links]
         chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122

@@ -26,6 +26,7 @@ from toyexp.pieces import encoded
 from toyexp.tokenizer import BPE, Bytes, Characters
 from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
+from toyexp_data import found as finding
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
@@ -510,13 +511,25 @@ def test_a_folder_where_a_file_is_wanted_and_the_other_way_round(no_files):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.timeout(20)
-def test_files_that_a_system_makes_up_are_empty_and_never_waited_for(tmp_path):
-    with pytest.raises(UserError, match="there is no text to learn from"):
-        opened("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/status")
+def test_files_that_a_system_makes_up_are_named_as_that_and_never_waited_for(tmp_path):
+    for name in ("kmsg" if os.access("/proc/kmsg", os.R_OK) else "stat", "cpuinfo", "self/mem"):
+        with pytest.raises(UserError, match=rf"/proc/{name}: the system makes it up .* no text file on a disk"):
+            opened(f"/proc/{name}")
     with pytest.raises(UserError, match="no file in there ends in"):
         opened("/proc/self/net")
-    with pytest.raises(UserError, match="there is no text to learn from"):
+    with pytest.raises(UserError, match=r"there is no text to learn from .*the system makes it up"):
         opened("/proc/sys/kernel", suffixes="*", on_error="skip")
+
+
+def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(finding, "EACH", 2)
+    monkeypatch.setattr(finding, "status", told.append)
+    for name in "abc":
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "t.txt").write_text("text")
+    opened(tmp_path / "in")
+    assert [line.rpartition("in ")[2] for line in told] == ["2 folders", "4 folders"]
 
 
 @pytest.mark.parametrize("vocab", [257, 1_000_000_000])

@@ -6,18 +6,18 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose, printable
-from toyexp.files import read_file, require
+from toyexp.files import open_file, read_file, require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
 from toyexp_data.text import check_split, few_batches
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
-MAGIC = b"TOYC"
+MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
 MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
@@ -71,27 +71,35 @@ class Tokens(Data):
         return TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
 
 
+class Held(NamedTuple):
+    """A file's ids, how many its header says there are (0: it says nothing), and whether it names their type."""
+
+    ids: np.ndarray
+    declared: int = 0
+    typed: bool = True
+
+
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
-    declared, ids = _numpy(path) if path.suffix == ".npy" else _packed(path, dtype)
+    ids, declared, typed = _numpy(path, dtype) if path.suffix == ".npy" else _packed(path, dtype)
+    hint = "" if typed else "; is it uint16? data.dtype=uint16"
     if ids.min() < 0:
-        raise UserError(f"{path}: the id at position {int(ids.argmin())} is negative; is it uint16? data.dtype=uint16")
+        raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
     if top > MOST_IDS:
         raise UserError(
-            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense; "
-            "are its ids of another size? data.dtype=uint16"
+            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense{hint}"
         )
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
     return ids.astype(np.int32, copy=False), declared or top
 
 
-def _packed(path: Path, dtype: str) -> tuple[int, np.ndarray]:
-    """How many different ids a file's header says there are (0: it has none), and the ids."""
+def _packed(path: Path, dtype: str) -> Held:
+    """The int32 ids of a file with the original's header, or none."""
     raw = read_file(path)
-    declared, body = 0, raw
-    if raw[:4] == MAGIC:
+    declared, body, typed = 0, raw, raw[:4] == MAGIC
+    if typed:
         if len(raw) < 16:
             raise UserError(f"{path}: a TOYC header has 16 bytes, the file {len(raw)}")
         version, declared, _ = struct.unpack("<III", raw[4:16])
@@ -101,15 +109,26 @@ def _packed(path: Path, dtype: str) -> tuple[int, np.ndarray]:
             raise UserError(f"{path}: is a TOYC file, whose ids are int32; leave data.dtype=uint16 out")
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
-    if not body or len(body) % kind.itemsize:
-        raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; try data.dtype=")
+    if not body:
+        raise UserError(f"{path}: holds 0 bytes of ids")
+    if len(body) % kind.itemsize:
+        guess = "it is cut off, or holds none" if typed or len(body) % 2 else "is it uint16? data.dtype=uint16"
+        raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MOST_IDS:
         raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")
-    return declared, np.frombuffer(body, kind).astype(np.int32)
+    return Held(np.frombuffer(body, kind).astype(np.int32), declared, typed)
 
 
-def _numpy(path: Path) -> tuple[int, np.ndarray]:
+def _numpy(path: Path, dtype: str) -> Held:
     """The same of numpy's format, whose header names the type of its integers and not how many ids there are."""
+    with open_file(path) as file:
+        begins = file.read(len(NUMPY))
+    if begins != NUMPY and not begins.startswith(b"PK"):  # an archive of numpy's, which is told as that
+        raise UserError(
+            f"{path}: is no .npy file; packed ids that numpy.save has not written are named {path.stem}.bin"
+        )
+    if dtype != "auto":
+        raise UserError(f"{path}: is an .npy file, which says its own type; leave data.dtype={dtype} out")
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, a header cannot claim more than is there
     except (OSError, ValueError, EOFError) as error:  # numpy's words for whatever is wrong with a file
@@ -118,4 +137,4 @@ def _numpy(path: Path) -> tuple[int, np.ndarray]:
         raise UserError(f"{path}: is an archive of arrays; token ids are one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids are one list of integers")
-    return 0, np.array(ids)
+    return Held(np.array(ids))

@@ -483,7 +483,7 @@ TOYC = struct.Struct("<4sIII")
         (None, "data=tokens data.path=missing.bin", ["data.path=missing.bin: not found"]),
         (b"abcde", "data=tokens data.path=file", ["file", "5 bytes", "4-byte ids"]),
         (b"", "data=tokens data.path=file", ["file", "0 bytes"]),
-        (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["position 1 is negative", "data.dtype=uint16"]),
+        (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["1 holds the id -2", "data.dtype=uint16"]),
         (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["TOYC version 2"]),
         (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["says 5 ids", "holds 7"]),
         (b"TOYC\1", "data=tokens data.path=file", ["TOYC header has 16 bytes"]),

@@ -832,10 +832,12 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "dtype", "words"),
     [
-        (INT32[:-1], "auto", "39 bytes are no whole number of 4-byte ids"),
-        (UINT16[:-1], "uint16", "19 bytes are no whole number of 2-byte ids"),
+        (INT32[:-1], "auto", "39 bytes are no whole number of 4-byte ids; it is cut off, or holds none"),
+        (INT32[:-2], "auto", "38 bytes are no whole number of 4-byte ids; is it uint16? data.dtype=uint16"),
+        (UINT16[:-1], "uint16", "19 bytes are no whole number of 2-byte ids; it is cut off, or holds none"),
+        (toyc(IDS)[:-2], "auto", "38 bytes are no whole number of 4-byte ids; it is cut off, or holds none"),
         (b"", "auto", "0 bytes"),
-        (struct.pack("<3i", 1, -2, 3), "auto", "the id at position 1 is negative; is it uint16? data.dtype=uint16"),
+        (struct.pack("<3i", 1, -2, 3), "auto", "position 1 holds the id -2; ids begin at 0; is it uint16? data.dtype="),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; at most 16777216 make sense"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; leave data.dtype=uint16 out"),
@@ -850,6 +852,30 @@ def test_files_that_hold_no_tokens_are_refused_with_the_cause(tmp_path, raw, dty
     with pytest.raises(UserError) as error:
         read_tokens(path, dtype)
     assert words in str(error.value) and str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "words"),
+    [
+        (np.array([1, -1, 3], np.int64), "auto", "position 1 holds the id -1; ids begin at 0"),
+        (np.array([1, 2**24], np.int64), "auto", "position 1 holds the id 16777216; at most 16777216 make sense"),
+        (
+            np.array([1, 2], np.uint16),
+            "uint16",
+            "is an .npy file, which says its own type; leave data.dtype=uint16 out",
+        ),
+        (b"a text", "auto", "is no .npy file; packed ids that numpy.save has not written are named ids.bin"),
+        (b"", "auto", "is no .npy file; packed ids that numpy.save has not written are named ids.bin"),
+        (toyc([1, -1, 3]), "auto", "position 1 holds the id -1; ids begin at 0"),
+    ],
+    ids=["negative", "too large", "its type typed", "a text", "empty", "TOYC"],
+)
+def test_files_that_name_their_own_type_are_told_no_other(tmp_path, ids, dtype, words):
+    path = tmp_path / ("ids.bin" if isinstance(ids, bytes) and ids[:4] == b"TOYC" else "ids.npy")
+    path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
+    with pytest.raises(UserError) as error:
+        read_tokens(path, dtype)
+    assert str(error.value) == f"{path}: {words}"
 
 
 def test_ids_beyond_the_tokenizer_are_refused(tmp_path):

@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
-from toyexp.gguf.model import file_of
-from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp.gguf.model import file_of, require_model
+from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo
 from toyexp.init import opened
 from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
@@ -136,8 +136,11 @@ class Warm(Recipe):
 
 
 def donor_embed_width(path: Path) -> int:
-    """The donor's embedding width, from `<architecture>.embedding_length`; raises DonorError."""
-    return _width(_open(path))
+    """The donor's embedding width, from `<architecture>.embedding_length`; DonorError for a file with no embedding."""
+    file = _open(path)
+    width = _width(file)
+    _table(file)
+    return width
 
 
 def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
@@ -156,7 +159,10 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 def _open(path: Path) -> GGUFFile:
     try:
-        return opened(str(path))
+        file = opened(str(path))
+        if TABLE not in file.tensors:  # what has the rows is a donor, whatever else it is
+            require_model(file)
+        return file
     except GGUFError as error:
         raise DonorError(f"donor {error}") from None
 
@@ -169,14 +175,19 @@ def _width(file: GGUFFile) -> int:
     return width
 
 
+def _table(file: GGUFFile) -> TensorInfo:
+    """The donor's embedding; raises DonorError for a file without one, such as a model of images."""
+    if TABLE not in file.tensors:
+        raise DonorError(f"{file.path}: the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
+    return file.tensors[TABLE]
+
+
 def _check_table(file: GGUFFile, vocab: int, width: int) -> None:
     """Raises DonorError unless the donor's table has `vocab` rows of `width`."""
     got = _width(file)
     if got != width:
         raise DonorError(f"{file.path}: width mismatch: expected {width}, the donor's embedding_length is {got}")
-    info = file.tensors.get(TABLE)
-    if info is None:
-        raise DonorError(f"{file.path}: the donor has no {TABLE}")
+    info = _table(file)
     if len(info.shape) != 2 or info.shape[1] != width:
         raise DonorError(f"{file.path}: {TABLE} has the shape {list(info.shape)}, expected rows of {width}")
     if info.shape[0] < vocab:

@@ -149,10 +149,11 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
 
     from gguf import GGUFWriter
 
-    def bare(name, **keys):
-        writer = GGUFWriter(tmp_path / name, "llama")
+    def bare(name, arch="llama", kind="model", **keys):
+        writer = GGUFWriter(tmp_path / name, arch)
+        writer.add_type(kind)
         for key, value in keys.items():
-            writer.add_uint32(f"llama.{key}", value)
+            writer.add_uint32(f"{arch}.{key}", value)
         writer.add_tensor("other.weight", np.zeros((4, 4), np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -161,7 +162,10 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
         return str(tmp_path / name)
 
     assert "the donor has no llama.embedding_length" in error(donor=bare("nokey.gguf"))
-    assert "the donor has no token_embd.weight" in error(donor=bare("notable.gguf", embedding_length=48))
+    images = bare("images.gguf", "toyexp-vit", embedding_length=48)
+    with pytest.raises(DonorError, match=r"no token_embd\.weight; its architecture is toyexp-vit"):
+        Warm(donor=images).check()  # before the data is opened, which would ask for its tokenizer
+    assert "holds no model (general.type is adapter)" in error(donor=bare("adapter.gguf", kind="adapter"))
 
 
 def test_a_donor_that_changed_under_the_run_is_refused(tmp_path, donor):

@@ -55,10 +55,16 @@ def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None)
         return model_in(file, registry, reads)
 
 
+def require_model(file: GGUFFile) -> None:
+    """Raises GGUFError for an open file that holds something else than a model, such as a LoRA adapter."""
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise file.error(f"holds no model (general.type is {printable(str(kind))})")
+
+
 def class_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = None) -> type[Model]:
     """Who has the architecture of an open file's model; see `model_of`."""
-    if file.metadata.get("general.type", "model") != "model":
-        raise file.error(f"holds no model (general.type is {printable(str(file.metadata['general.type']))})")
+    require_model(file)
     offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
     known = {cls().architecture: cls for cls in offered if reads is None or cls.reads in reads}
     if file.architecture not in known:

@@ -30,6 +30,14 @@ class Broken(Unavailable):
         super().__init__(f"{fact}; {remedy}" if remedy else fact)
 
 
+class UnknownCharacter(UserError):
+    """A text holds a character that a tokenizer has no token for."""
+
+    def __init__(self, character: str, kind: str):
+        self.character = character
+        super().__init__(f"the character {character!r} is not in this {kind}")
+
+
 class SessionError(ToyexpError):
     """A session used out of order or with a wrong tensor: names what was expected and what came."""
 

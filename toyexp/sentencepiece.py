@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import UserError
+from toyexp.errors import UnknownCharacter
 from toyexp.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
 
 BLANK = "\u2581"  # how a blank is written in a token
@@ -57,7 +57,7 @@ class SentencePiece(Tokenizer):
         return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """int32 ids; UserError for a character that has neither a token nor byte tokens."""
+        """int32 ids; UnknownCharacter for a character that has neither a token nor byte tokens."""
         return [
             np.array([i for word in self._words(text, start) for i in self._ids_of(word)], np.int32)
             for text, start in zip(texts, starts, strict=True)
@@ -123,7 +123,7 @@ class SentencePiece(Tokenizer):
         spelled = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
         known = [i for i in spelled if i is not None]
         if len(known) < len(spelled):
-            raise UserError(f"the character {symbol!r} is not in this tokenizer")
+            raise UnknownCharacter(symbol, "tokenizer")
         return known
 
     def _bytes_of(self, i: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.errors import UserError
+from toyexp.errors import UnknownCharacter, UserError
 from toyexp.literals import WHITE, cut
 from toyexp.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -320,11 +320,11 @@ class Characters(Tokenizer):
         return cls(sorted(set().union(*map(set, texts))))
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """One id per character; UserError for a character the corpus did not have."""
+        """One id per character; UnknownCharacter for a character the corpus did not have."""
         found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         for text, ids in zip(texts, found, strict=True):
             if (ids < 0).any():
-                raise UserError(f"the character {text[int(np.argmin(ids))]!r} is not in this character tokenizer")
+                raise UnknownCharacter(text[int(np.argmin(ids))], "character tokenizer")
         return found
 
     def _places(self, text: str) -> Iterator[int]:
@@ -385,7 +385,7 @@ class BPE(Tokenizer):
         return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """BPE ids, of several texts on all cores; UserError for a byte that has no token."""
+        """BPE ids, of several texts on all cores; UnknownCharacter for a byte that has no token."""
         if self._missing:
             self._check(texts)
         if len(texts) == 1:
@@ -421,7 +421,7 @@ class BPE(Tokenizer):
         for text in texts:
             if not self._missing.isdisjoint(text.encode()):
                 lost = next(c for c in text if not self._missing.isdisjoint(c.encode()))
-                raise UserError(f"the character {lost!r} is not in this tokenizer")
+                raise UnknownCharacter(lost, "tokenizer")
 
     def _rules(self) -> dict[str, Any]:
         rules = super()._rules()

@@ -153,6 +153,13 @@ class Corpus:
         """The last part of each document, in chunks."""
         return (between(chunks(path), self._cut(count), count) for path, count in self._survey[1])
 
+    def first_with(self, character: str) -> Path | None:
+        """The first file whose text, as far as it is taken, holds the character."""
+        for (path, _), text in zip(self._survey[1], self.texts(), strict=True):
+            if any(character in chunk for chunk in text):
+                return path
+        return None
+
     def train_size(self) -> int:
         """The characters of all first parts."""
         return sum(self._cut(count) for _, count in self._survey[1])

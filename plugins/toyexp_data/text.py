@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, changed, choose
+from toyexp.errors import UnknownCharacter
 from toyexp.files import require
 from toyexp.gguf.read import GGUFFile
 from toyexp.gguf.tokenizer import read_tokenizer
@@ -119,9 +120,11 @@ class TextData(TokenizedData):
             raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
         digest = tokenizer.fingerprint()
-        ids = packed(
-            f"{text.digest}-{digest}-{self.val_fraction!r}", tokenizer.vocab, partial(_encoded, corpus, tokenizer)
-        )
+        key = f"{text.digest}-{digest}-{self.val_fraction!r}"
+        try:
+            ids = packed(key, tokenizer.vocab, partial(_encoded, corpus, tokenizer))
+        except UnknownCharacter as error:
+            raise self._unknown(error.character, corpus, vocabulary) from None
         facts = {
             "documents": text.documents,
             "text_sha256": text.digest,
@@ -134,6 +137,15 @@ class TextData(TokenizedData):
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out,
             self.few_learned(tokenizer),
         )  # fmt: skip
+
+    def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
+        """That the tokenizer of another file has no token for a character, and which file of the text holds it."""
+        corpus.check_unchanged()  # a tokenizer made from this text has them all
+        file = corpus.first_with(character) or "its text"  # where a tokenizer writes it otherwise, as a blank
+        return UserError(
+            f"data={self.name}: {file} holds the character {character!r}, which is not in the tokenizer of "
+            f"{self.source(vocabulary)}; give text of the characters that it knows: data=text data.path=..."
+        )
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[Tokenizer, list[str]]:
         """The tokenizer, and what of the text it was not made from; one that is made from a text is made once."""

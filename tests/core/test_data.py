@@ -436,6 +436,25 @@ def test_empty_text_is_refused(tmp_path):
         opened(tmp_path / "t.txt")
 
 
+def test_a_character_that_the_tokenizer_of_a_file_lacks_is_told_with_both_files(tmp_path):
+    from toyexp.gguf.write import write_model
+    from toyexp_models.gpt2 import GPT2
+
+    characters = Characters(sorted("abc"))
+    model = GPT2(d_model=16, n_layers=1, n_heads=2, d_ff=32, context=8, vocab=characters.vocab)
+    values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_model(tmp_path / "own.gguf", model, values, characters)
+    (tmp_path / "in").mkdir()
+    for name, text in {"a.txt": "abcabc", "b.txt": "abcé", "c.txt": "é"}.items():
+        (tmp_path / "in" / name).write_text(text)
+    for data, file in (
+        (Text(path=str(tmp_path / "in"), val_fraction=0.5), r"\S*b\.txt"),
+        (Stdlib(max_mb=0.01), r"\S*\.py"),
+    ):
+        with pytest.raises(UserError, match=rf"data={data.name}: {file} holds the character '.', .* of \S*own\.gguf"):
+            data.open(tmp_path / "own.gguf")
+
+
 def test_the_standard_library_is_the_same_text_every_time():
     data = Stdlib(max_mb=0.05, tokenizer="byte")
     data.check()

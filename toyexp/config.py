@@ -180,7 +180,7 @@ def build(cfg: DictConfig, registry: Registry, allowed_plugins: Sequence[str] = 
     ]
     return Config(
         **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
-        suited=suited(parts["recipe"], parts["model"], registry), left_out=left_out,
+        suited=suited(_lines(typed), parts["recipe"], parts["model"], type(parts["data"]), registry), left_out=left_out,
     )  # fmt: skip
 
 
@@ -266,6 +266,10 @@ def _given(cfg: DictConfig) -> list[Override]:
     return parse(typing.cast("list[str]", OmegaConf.to_container(cfg.hydra.overrides.task)))
 
 
+def _lines(typed: Sequence[Override]) -> dict[str, str]:
+    return {o.key_or_group: str(o.input_line) for o in typed}
+
+
 def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) -> Model | None:
     """The model of the recipe's base file, if it has one; its settings then stand in `cfg.model`.
 
@@ -279,7 +283,8 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
     recipe: Recipe = make(cls, _typed(cls, node, "recipe"))
     model = class_of("model", cfg.model, registry)()
     if unfit := misfit(recipe, model):
-        raise UserError(f"{unfit}{suited(recipe, model, registry)}")
+        data = typing.cast("type[Data]", class_of("data", cfg.data, registry))
+        raise UserError(f"{unfit}{suited(_lines(typed), recipe, model, data, registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:

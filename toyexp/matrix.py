@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
+from toyexp.data import Data
 from toyexp.engine import Engine
 from toyexp.errors import UserError
 from toyexp.model import Model
 from toyexp.plan import InputSpec
 from toyexp.recipe import Recipe, Setup
-from toyexp.registry import Registry
+from toyexp.registry import Offer, Registry
 
 
 def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
@@ -33,15 +36,31 @@ def misfit(recipe: Recipe, model: Model) -> str | None:
     return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
 
 
-def suited(recipe: Recipe, model: Model, registry: Registry) -> str:
-    """What to type for this recipe: this model where it can train it, else one that it can, and data for it."""
+def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry) -> str:
+    """What to type instead: data that was typed stays, with a recipe and a model for it; else the recipe stays.
+
+    `typed` has what was typed by its key. A recipe that nobody typed stays where the kind of data is its first, one
+    that was typed where it takes that kind.
+    """
+    own_data = [shlex.quote(typed[key]) for key in sorted(typed) if key.partition(".")[0] == "data"]
     kind = model.reads if model.reads in recipe.reads else recipe.reads[0]
-    models = [model.name] if model.reads == kind else _reading(registry, "model", "reads", kind)
-    data = _reading(registry, "data", "gives", kind)
-    return f"; try: toyexp recipe={recipe.name} model={models[0]} data={data[0]}" if models and data else ""
+    if "data" in typed:
+        kind = data.gives
+    fits = kind in (recipe.reads if "recipe" in typed else recipe.reads[:1])
+    recipes = [recipe.name] if fits else [r for r, offer in registry.offers["recipe"].items() if _first(offer) == kind]
+    models = [model.name] if model.reads == kind else _of_kind(registry, "model", "reads", kind)
+    other_data = [f"data={name}" for name in _of_kind(registry, "data", "gives", kind)][:1]
+    words = own_data if "data" in typed else other_data
+    if not (recipes and models and words):
+        return ""
+    return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}"
 
 
-def _reading(registry: Registry, part: str, attribute: str, kind: str) -> list[str]:
+def _first(offer: Offer) -> str:
+    return cast("type[Recipe]", offer.cls).reads[0]
+
+
+def _of_kind(registry: Registry, part: str, attribute: str, kind: str) -> list[str]:
     return [name for name, offer in registry.offers[part].items() if getattr(offer.cls, attribute) == kind]
 
 

@@ -211,7 +211,7 @@ BOUNDS = [
 
 CHOICES = [
     ("recipe=vit_tiny", "model=llama reads tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
-    ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
+    ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=scratch model=llama data=stdlib"),
     ("recipe=warm model=vit", "model=vit reads images", "try: toyexp recipe=warm model=llama data=stdlib"),
     ("recipe=lora recipe.base=x.gguf model=vit", "reads images", "try: toyexp recipe=lora model=llama data=stdlib"),
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
@@ -436,6 +436,21 @@ def test_parity_on_an_engine_that_is_not_here_says_why(refused):
 )
 def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line, words):
     refused([*BOOK, *line.split(" ")], *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("data=digits", "recipe=vit_tiny model=vit data=digits"),
+        ("data.path=. data=images", "recipe=vit_tiny model=vit data=images data.path=."),
+        ("data=digits recipe=scratch", "recipe=scratch model=vit data=digits"),
+        ("data=digits recipe=vit_tiny model=small", "recipe=vit_tiny model=vit data=digits"),
+        ("data=digits recipe=lora recipe.base=x.gguf model=vit", "recipe=vit_tiny model=vit data=digits"),
+        ("data=text data.path=book.txt recipe=vit_tiny model=gpt2", "recipe=scratch model=gpt2 data=text data.path=b"),
+    ],
+)
+def test_data_that_was_typed_stays_in_the_command_that_is_suggested(refused, line, words):
+    refused(line.split(), f"; try: toyexp {words}")
 
 
 def test_of_two_values_for_a_key_the_wrong_one_is_named(refused):

@@ -365,7 +365,7 @@ def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, ca
 
     assert main([*line, "steps=2", "seed=1", "hydra.sweep.dir=warm"]) == 0  # what is loaded once, is
     before = process()
-    assert main([*line, "steps=3,0", "callbacks.leaky.fails=false,true,false", "seed=1", "hydra.sweep.dir=s"]) == 1
+    assert main([*line, "steps=3,0", "callbacks.leaky.fails=false,true,0", "seed=1", "hydra.sweep.dir=s"]) == 1
     assert statuses("s") == ["completed", "failed", "completed"] + ["refused"] * 3
     assert process() == before
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state
@@ -527,7 +527,7 @@ def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
         found, ahead = lookahead("seed=1,2", fixed=("data=random", fixed))
         with pytest.raises(UserError, match=told):
             first_look(found, ahead)
-    found, ahead = lookahead("steps=-1,5,-1")
+    found, ahead = lookahead("steps=-1,5,-2")
     assert set(first_look(found, ahead)) == {0, 2}
 
 

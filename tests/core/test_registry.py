@@ -383,8 +383,17 @@ def test_finding_the_shipped_plugins_imports_nothing_heavy():
 # Where core may import which framework: at the head of the file, or only inside a function.
 AT_HEAD = {
     "pluggy": {"hooks.py", "registry.py", "bus.py"},
-    "hydra": {"schema.py", "mistakes.py", "config.py", "cli.py", "commands.py", "sweeps.py", "lookahead.py"},
-    "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py", "lookahead.py"},
+    "hydra": {
+        "schema.py",
+        "mistakes.py",
+        "config.py",
+        "cli.py",
+        "commands.py",
+        "sweeps.py",
+        "lookahead.py",
+        "chosen.py",
+    },
+    "omegaconf": {"schema.py", "mistakes.py", "config.py", "cli.py", "lookahead.py", "chosen.py"},
     "yaml": {
         "foreign.py",
         "named.py",

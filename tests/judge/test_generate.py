@@ -75,9 +75,10 @@ def test_llama_cpp_takes_the_adapter_and_every_cut(generated, tmp_path):
     plain = generated(*words[:2], "--temperature=0", "--engine=cpu:threads=1")["ids"]
     assert ours[0] == ours[1] != plain
     # However flat the temperature makes it, each of these leaves the likeliest token alone.
-    for cut in ("--top-k=1", "--top-p=0.000001", "--min-p=1"):
-        flat = ["--top-k=0", "--top-p=1", "--min-p=0", "--temperature=50"]
-        assert generated(*words, *flat, cut, LLAMA_CPP)["ids"] == ours[0], cut
+    flat = {"--top-k": "0", "--top-p": "1", "--min-p": "0", "--temperature": "50"}
+    for cut, value in (("--top-k", "1"), ("--top-p", "0.000001"), ("--min-p", "1")):
+        options = [f"{name}={given}" for name, given in {**flat, cut: value}.items()]
+        assert generated(*words, *options, LLAMA_CPP)["ids"] == ours[0], cut
 
 
 def test_llama_cpp_is_asked_by_the_adapters_template(generated, tokenizer, tmp_path):

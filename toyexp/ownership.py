@@ -29,7 +29,8 @@ def require_empty(path: Path, key: str) -> None:
     """Raises UserError, which says what to type, unless `path` is missing or empty; `key` is what chose it."""
     other = f"choose another directory: {key}=..."
     try:
-        found = sorted(entry.name for entry in os.scandir(path) if not _is_nothing(entry))
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        found = [entry.name for entry in entries if not _is_nothing(entry)]
     except FileNotFoundError:
         if (link := dangling(path)) is not None:
             raise UserError(f"{link}: is a link to {link.readlink()}, which is not there; {other}") from None
@@ -38,7 +39,8 @@ def require_empty(path: Path, key: str) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
     if "sweep.json" in found:
         raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
-    if any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found):
+    begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
+    if begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found):
         saved = any((path / "checkpoints").glob("step-*"))
         go_on = f"go on with it: resume={path}, or" if saved else "without a checkpoint to go on from; remove it, or"
         raise UserError(f"{path} already holds a run{';' if saved else ''} {go_on} {other}")

@@ -117,6 +117,13 @@ def test_output_that_goes_to_what_the_run_would_write_is_refused(name):
             os.close(kept)
 
 
+def test_a_directory_in_which_another_process_has_just_begun_holds_a_run():
+    put("D/run.lock", "1234 on host\n")
+    put("D/log.txt", "")
+    with pytest.raises(UserError, match="already holds a run"):
+        require_empty(Path("D"), "hydra.run.dir")
+
+
 def test_a_lock_that_a_full_disk_cut_short_leaves_an_empty_directory():
     for text in ("", "12", "1234 on", "1234 on host"):
         put("D/run.lock", text)

@@ -25,7 +25,7 @@ class Words:
     """What was typed, told apart."""
 
     switches: set[str]
-    values: dict[str, str]  # by option
+    values: dict[str, str]  # by option; of one given twice the last, as everywhere on command lines
     rest: list[str]  # files and settings
 
 
@@ -51,9 +51,7 @@ def read_options(
         elif flag in values:
             if not equals and (not left or left[0] in switches or left[0] in values):
                 raise UserError(f"{flag} needs a value, such as {flag} {values[flag]}")
-            given = value if equals else left.pop(0)
-            if found.values.setdefault(flag, given) != given:
-                raise UserError(f"{flag} {given}: was given already, as {found.values[flag]}; leave one of them out")
+            found.values[flag] = value if equals else left.pop(0)
         elif word.startswith("-"):
             raise UserError(f"{command} {word}: there is no such option; {choose(flag, (*switches, *values))}")
         else:

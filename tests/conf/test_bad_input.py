@@ -343,7 +343,6 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("-m seed=0,1,0", ["seed=0,1,0: names 0 twice"]),
         ("-m model=llama,llama", ["model=llama,llama: names llama twice"]),
         ("resume=a resume=b", ["resume=b", "given already, as resume=a"]),
-        ("parity --loss 1 --loss=2", ["--loss 2: was given already, as 1"]),
         ("-m seed=1,2 optim.beta1=2", ["optim.beta1=2.0: must be at least 0"]),
         ("-m seed=1,2 stesp=5", ["unknown key stesp;", "did you mean steps?"]),
         ("-m hydra/launcher=ray", ["sweep.launcher=serial, joblib, submitit"]),

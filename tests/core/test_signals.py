@@ -214,7 +214,15 @@ def sent(tmp_path, monkeypatch, capsys):
     return send
 
 
-def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent):
+@pytest.fixture
+def heard():
+    """SIGHUP as a terminal has it, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent, heard):
     code, saved, (_, err) = sent("SIGHUP")
     assert (code, saved) == (129, [2])
     assert err.startswith("toyexp: interrupted by SIGHUP; 2 of 6 steps are saved; go on: toyexp resume=run")

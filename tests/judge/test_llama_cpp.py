@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from requantised import requantised
+from requantised import q4_k, requantised
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
@@ -342,27 +342,6 @@ def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
     assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1
     assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
     assert_agrees(lora, lora.path, "f32")
-
-
-def q4_k(values: np.ndarray) -> np.ndarray:
-    """A matrix [out, in] in the blocks of Q4_K, which gguf-py reads and does not write; rounded plainly."""
-    x = values.reshape(-1, 8, 32)  # eight runs of 32 share a block of 256
-    low = np.minimum(x.min(axis=-1), 0)
-    steps = (x.max(axis=-1) - low) / 15
-    d, d_min = (np.float16(v.max(axis=-1) / 63) for v in (steps, -low))
-    wide, wide_min = (np.maximum(v.astype(np.float32), 1e-8)[:, None] for v in (d, d_min))
-    scale, minimum = np.round(steps / wide).astype(np.uint8), np.round(-low / wide_min).astype(np.uint8)
-    step = np.maximum(wide * scale, 1e-8)[..., None]
-    q = np.clip(np.round((x + (wide_min * minimum)[..., None]) / step), 0, 15).astype(np.uint8)
-    packed = np.concatenate([
-        scale[:, :4] | scale[:, 4:] >> 4 << 6,
-        minimum[:, :4] | minimum[:, 4:] >> 4 << 6,
-        (scale[:, 4:] & 15) | (minimum[:, 4:] & 15) << 4,
-    ], axis=1)  # fmt: skip
-    pairs = q.reshape(-1, 4, 2, 32)
-    quants = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
-    heads = [np.frombuffer(v.tobytes(), np.uint8).reshape(-1, 2) for v in (d, d_min)]
-    return np.concatenate([*heads, packed, quants], axis=1).reshape(len(values), -1)
 
 
 def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):

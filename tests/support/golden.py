@@ -1,0 +1,178 @@
+"""Runs whose numbers are recorded: what a change that should change no number is held against.
+
+`make golden` records them anew, which only a change of numbers that is meant, and stands in the CHANGELOG, may do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import quantize
+from requantised import q4_k, requantised
+
+from toyexp.cli import main
+
+RECORD = Path(__file__).parents[1] / "golden.json"
+ENGINES = ("cpu", "ggml")
+Q8_0, Q4_K = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K
+
+BOOK = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 80
+TEXT = "data=text data.path=book.txt data.tokenizer=byte data.val_fraction=0.1 data.eval_batches=2 model.context=16"
+SMALL = "model.d_model=32 model.n_layers=2 batch_size=4 steps=6 eval_every=3 callbacks.cosine.warmup=2"
+BASED = "data=text data.path=book.txt data.val_fraction=0.1 data.eval_batches=2 model.context=16 batch_size=4 steps=6"
+WIDE = "model.d_model=256 model.d_ff=512 model.n_layers=1 model.n_heads=4 batch_size=2 steps=1 eval_every=0"
+
+
+def train(words: str, run: str = "run") -> dict[str, Any]:
+    """Trains, and returns the losses of the steps, those of the held-out data, and a digest of the weights."""
+    command([*words.split(), f"hydra.run.dir={run}"])
+    return outcome(Path(run))
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a run has left."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return {
+        "losses": [e["loss"] for e in events if e["kind"] == "step"],
+        "held_out": [e["loss"] for e in events if e["kind"] == "eval"],
+        "weights": weights(run / "model.gguf"),
+    }
+
+
+def weights(path: Path) -> str:
+    """A digest of all tensors of a GGUF file, with their names and shapes."""
+    digest = hashlib.sha256()
+    for tensor in sorted(GGUFReader(path).tensors, key=lambda t: t.name):
+        digest.update(f"{tensor.name} {tensor.shape.tolist()}".encode() + tensor.data.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def command(words: list[str]) -> str:
+    """What a command line prints; AssertionError with its words where it fails."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    assert code == 0, err.getvalue()
+    return out.getvalue()
+
+
+def trained(words: str) -> Callable[[str], dict[str, Any]]:
+    return lambda engine: train(f"{words} {engine}")
+
+
+def on_base(model: str, words: str, kind: GGMLQuantizationType | None = None) -> Callable[[str], dict[str, Any]]:
+    """A recipe that starts from a file, which is trained first, and may have its matrices in another type."""
+
+    def run(engine: str) -> dict[str, Any]:
+        train(f"model={model} {TEXT} {WIDE} engine=ggml engine.threads=1", "base")
+        base = Path("base/model.gguf")
+        if kind is not None:
+            base = requantised(base, Path("base.gguf"), kind, q4_k if kind == Q4_K else lambda x: quantize(x, Q8_0))
+        return train(f"{words} recipe.base={base} {BASED} {engine}")
+
+    return run
+
+
+def from_chats(engine: str) -> dict[str, Any]:
+    """Conversations and completions, of which the answers alone are learned."""
+    lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
+             for i in range(30)]  # fmt: skip
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"prompt": "a", "completion": "b"}])))
+    data = "data=jsonl data.path=chats.jsonl data.tokenizer=char data.val_fraction=0.3 model.context=24"
+    return train(f"model=llama {data} {SMALL} {engine}")
+
+
+def resumed(engine: str) -> dict[str, Any]:
+    """Three steps, and three more in another process's place."""
+    train(f"model=llama {TEXT} {SMALL} steps=3 checkpoint_every=3 {engine}")
+    command(["resume=run", "steps=6"])
+    return outcome(Path("run"))
+
+
+def swept(engine: str) -> dict[str, Any]:
+    """Two jobs."""
+    words = f"-m model=llama {TEXT} {SMALL} lr=0.003,0.01 sweep.isolate=false hydra.sweep.dir=sweep {engine}"
+    command([*words.split()])
+    jobs = [outcome(path.parent) for path in sorted(Path("sweep").glob("*/events.jsonl"))]
+    assert len(jobs) == 2
+    return {key: [job[key] for job in jobs] for key in jobs[0]}
+
+
+def evaluated(engine: str) -> dict[str, Any]:
+    """A model in a file, on other text than its own."""
+    train(f"model=qwen3 {TEXT} {SMALL} engine=ggml engine.threads=1")
+    Path("tale.txt").write_text("Once upon a time there was a queen who counted clocks. " * 60)
+    return {"held_out": [json.loads(command(["eval", "run", "--data", "tale.txt", *engine.split(), "--json"]))["loss"]]}
+
+
+def generated(engine: str) -> dict[str, Any]:
+    """Tokens by temperature, from a seed."""
+    train(f"model=llama {TEXT} {SMALL} lr=0.02 engine=ggml engine.threads=1")
+    name, _, threads = engine.removeprefix("engine=").partition(" engine.")
+    words = ["generate", "run", "--prompt", "It was", "--tokens", "12", "--temperature", "0.8", "--seed", "5"]
+    return {"ids": json.loads(command([*words, "--engine", f"{name}:{threads}", "--json"]))["ids"]}
+
+
+CASES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "scratch llama": trained(f"model=llama {TEXT} {SMALL}"),
+    "scratch gpt2, accumulated, clipped": trained(f"model=gpt2 {TEXT} {SMALL} optim.accumulate=2 optim.grad_clip=.5"),
+    "scratch qwen2, tied": trained(f"model=qwen2 {TEXT} {SMALL} model.tied=true optim.weight_decay=0.1"),
+    "scratch qwen3, grouped heads": trained(f"model=qwen3 {TEXT} {SMALL} model.n_heads=4 model.n_kv_heads=2"),
+    "scratch gemma": trained(f"model=gemma {TEXT} {SMALL}"),
+    "warm llama": trained(f"recipe=warm model=llama {SMALL} data=text data.path=book.txt model.context=16"),
+    "scratch gpt2, toy init": trained(f"recipe.init=toy model=gpt2 {TEXT} {SMALL}"),
+    "vit_tiny": trained(f"recipe=vit_tiny model=vit data=digits data.augment=shift model.patch=4 {SMALL}"),
+    "chats": from_chats,
+    "full gpt2": on_base("gpt2", "recipe=full lr=0.01"),
+    "lora with dropout": on_base("llama", "recipe=lora recipe.rank=4 recipe.dropout=0.1 recipe.targets=[*] lr=0.02"),
+    "lora on Q8_0": on_base("qwen2", "recipe=lora recipe.rank=4 lr=0.02", Q8_0),
+    "lora on Q4_K": on_base("llama", "recipe=lora recipe.rank=4 recipe.targets=[q,v,ffn_*] lr=0.02", Q4_K),
+    "resume": resumed,
+    "sweep": swept,
+    "eval": evaluated,
+    "generate": generated,
+}  # fmt: skip
+
+
+def measured(case: str, engine: str) -> dict[str, Any]:
+    """The numbers of a case on an engine, made in the working directory."""
+    return CASES[case](f"engine={engine} engine.threads=1")
+
+
+def machine() -> str:
+    """What the last bits of a number depend on: the processor, and what computes."""
+    cpu = Path("/proc/cpuinfo")
+    told = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    named = [line for line in told if line.startswith(("model name", "flags"))][:2]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "ggml-python")]
+    facts = [platform.machine(), platform.system(), *named, *versions]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def record() -> None:
+    """Writes golden.json."""
+    found: dict[str, Any] = {"machine": machine(), "runs": {}}
+    os.environ["TOYEXP_CACHE"] = tempfile.mkdtemp()
+    for case in CASES:
+        for engine in ENGINES:
+            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+                Path("book.txt").write_text(BOOK)
+                found["runs"][f"{case}, {engine}"] = measured(case, engine)
+            print(f"{case}, {engine}", file=sys.stderr)
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()

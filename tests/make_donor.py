@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 ASSET = Path(__file__).parent.parent / "plugins" / "toyexp_recipes" / "assets" / "donor.gguf"
 LIMIT = 400_000  # bytes that may travel in the package

@@ -8,7 +8,7 @@ import environments
 import pytest
 from cells import CELLS, ticked
 
-from toyexp.hooks import Registration, RunHooks
+from toyexp.contract.hooks import Registration, RunHooks
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

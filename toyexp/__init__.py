@@ -4,28 +4,37 @@ This is what plugin authors import. Each name is loaded when it is first asked f
 on the screen before numpy is there. It loads numpy and pluggy, and no framework.
 """
 
-import toyexp.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
+import toyexp.base.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toyexp.bus import Bus, Callback, Run, Schedule
-    from toyexp.data import Batches, Data, Dataset, TokenBatches, TokenDataset
-    from toyexp.decoder import Decoder
-    from toyexp.engine import Batch, Engine, Session, State, StepMetrics
-    from toyexp.errors import RunFailed, SessionError, ToyexpError, Unavailable, UserError, choose, nearest, printable
-    from toyexp.hooks import Register, hookimpl
-    from toyexp.images import ImageBatches, ImageDataset
-    from toyexp.init import Constant, FromGGUF, Given, Normal
-    from toyexp.model import Model, TensorSpec
-    from toyexp.ops import Adapted, LowRank, Ops, Params, Rotary
-    from toyexp.optim import AdamW
-    from toyexp.packages import needed
-    from toyexp.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
-    from toyexp.planned import Planned, changed
-    from toyexp.recipe import Recipe, Setup
-    from toyexp.tokenizer import Tokenizer
+    from toyexp.base.errors import (
+        RunFailed,
+        SessionError,
+        ToyexpError,
+        Unavailable,
+        UserError,
+        choose,
+        nearest,
+        printable,
+    )
+    from toyexp.base.packages import needed
+    from toyexp.contract.data import Batches, Data, Dataset, TokenBatches, TokenDataset
+    from toyexp.contract.decoder import Decoder
+    from toyexp.contract.engine import Batch, Engine, Session, State, StepMetrics
+    from toyexp.contract.hooks import Register, hookimpl
+    from toyexp.contract.model import Model, TensorSpec
+    from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary
+    from toyexp.contract.optimiser import AdamW
+    from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+    from toyexp.contract.planned import Planned, changed
+    from toyexp.contract.recipe import Recipe, Setup
+    from toyexp.contract.values import Constant, FromGGUF, Given, Normal
+    from toyexp.datasets.images import ImageBatches, ImageDataset
+    from toyexp.text.tokenizer import Tokenizer
+    from toyexp.training.bus import Bus, Callback, Run, Schedule
 
 __version__ = "0.1.0"
 
@@ -84,22 +93,22 @@ __all__ = [
 
 # Where each of them lives, once more for the running program; a test holds it against the imports above.
 _HOMES = {
-    "toyexp.bus": "Bus Callback Run Schedule",
-    "toyexp.data": "Batches Data Dataset TokenBatches TokenDataset",
-    "toyexp.decoder": "Decoder",
-    "toyexp.engine": "Batch Engine Session State StepMetrics",
-    "toyexp.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
-    "toyexp.hooks": "Register hookimpl",
-    "toyexp.images": "ImageBatches ImageDataset",
-    "toyexp.init": "Constant FromGGUF Given Normal",
-    "toyexp.model": "Model TensorSpec",
-    "toyexp.ops": "Adapted LowRank Ops Params Rotary",
-    "toyexp.optim": "AdamW",
-    "toyexp.packages": "needed",
-    "toyexp.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
-    "toyexp.planned": "Planned changed",
-    "toyexp.recipe": "Recipe Setup",
-    "toyexp.tokenizer": "Tokenizer",
+    "toyexp.training.bus": "Bus Callback Run Schedule",
+    "toyexp.contract.data": "Batches Data Dataset TokenBatches TokenDataset",
+    "toyexp.contract.decoder": "Decoder",
+    "toyexp.contract.engine": "Batch Engine Session State StepMetrics",
+    "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
+    "toyexp.contract.hooks": "Register hookimpl",
+    "toyexp.datasets.images": "ImageBatches ImageDataset",
+    "toyexp.contract.values": "Constant FromGGUF Given Normal",
+    "toyexp.contract.model": "Model TensorSpec",
+    "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary",
+    "toyexp.contract.optimiser": "AdamW",
+    "toyexp.base.packages": "needed",
+    "toyexp.contract.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
+    "toyexp.contract.planned": "Planned changed",
+    "toyexp.contract.recipe": "Recipe Setup",
+    "toyexp.text.tokenizer": "Tokenizer",
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -2,9 +2,9 @@
 
 import sys
 
-from toyexp.errors import ToyexpError
-from toyexp.signals import hidden_interrupt, stop_signals
-from toyexp.terminal import complain, status
+from toyexp.base.errors import ToyexpError
+from toyexp.base.signals import hidden_interrupt, stop_signals
+from toyexp.base.terminal import complain, status
 
 
 def main() -> int:
@@ -13,7 +13,9 @@ def main() -> int:
     signals = None
     try:
         with stop_signals() as signals:
-            from toyexp.cli import main as run  # deferred: numpy takes longer than a person waits for a sign of life
+            from toyexp.commands.line import (
+                main as run,  # deferred: numpy takes longer than a person waits for a sign of life
+            )
     except ToyexpError as error:
         complain(f"error: {error}")
         return error.exit_code
@@ -23,7 +25,7 @@ def main() -> int:
         if interrupted is not None:
             complain(str(interrupted))
             return interrupted.exit_code
-        from toyexp.packages import broken_requirement
+        from toyexp.base.packages import broken_requirement
 
         broken = broken_requirement(error)
         if broken is None:

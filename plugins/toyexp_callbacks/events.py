@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, hookimpl
-from toyexp.data import batch_digest
-from toyexp.run import dump_json, write_synced
+from toyexp.contract.data import batch_digest
+from toyexp.training.rundir import dump_json, write_synced
 
 log = logging.getLogger("toyexp")
 

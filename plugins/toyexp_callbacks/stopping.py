@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Dataset, Plan, Planned, Run, RunFailed, UserError, choose, hookimpl, printable
-from toyexp.model import falls
+from toyexp.contract.model import falls
 
 
 def require_looks(name: str, config: Mapping[str, Any]) -> None:

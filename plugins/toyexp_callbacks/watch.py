@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Planned, Run, UserError, changed, hookimpl
-from toyexp.checkpoint import rebuilt
+from toyexp.training.checkpoint import rebuilt
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
 LOOKS = 2  # at the held-out data in a row that have to be high

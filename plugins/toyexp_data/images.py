@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from toyexp import Data, ImageDataset, Planned, UserError, choose, needed, printable
-from toyexp.files import read_text, require, require_folder
-from toyexp.images import AUGMENTATIONS, NORMALISATIONS
+from toyexp.base.files import read_text, require, require_folder
+from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS
 
 if TYPE_CHECKING:
     from PIL.Image import Image

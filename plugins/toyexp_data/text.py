@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, changed, choose
-from toyexp.errors import UnknownCharacter
-from toyexp.files import require
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.pieces import cut_up, encoded
-from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.signals import interruptible
-from toyexp.terminal import complain
-from toyexp.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
+from toyexp.base.errors import UnknownCharacter
+from toyexp.base.files import require
+from toyexp.base.signals import interruptible
+from toyexp.base.terminal import complain
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.text.pieces import cut_up, encoded
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, spread
 from toyexp_data.found import Found, find, meant

@@ -11,9 +11,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose, printable
-from toyexp.files import open_file, read_file, require
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.base.files import open_file, read_file, require
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp_data.text import check_split, few_batches
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}

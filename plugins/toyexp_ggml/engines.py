@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
-from toyexp.threads import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
+from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"

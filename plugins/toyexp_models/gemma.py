@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import Ops, UserError
-from toyexp.conversion import Conversion
-from toyexp.huggingface import Layout
-from toyexp.ops import Tensor
+from toyexp.contract.ops import Tensor
+from toyexp.formats.conversion import Conversion
+from toyexp.formats.huggingface import Layout
 from toyexp_models.rotary import RotaryModel
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from toyexp import Dataset, Model, UserError, printable
-from toyexp.gguf.read import GGUFFile
+from toyexp.formats.gguf.read import GGUFFile
 
 
 @dataclass

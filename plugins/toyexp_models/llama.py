@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Rotary, UserError
-from toyexp.bounds import require_float32
-from toyexp.conversion import Conversion
-from toyexp.huggingface import Layout
+from toyexp.contract.bounds import require_float32
+from toyexp.formats.conversion import Conversion
+from toyexp.formats.huggingface import Layout
 from toyexp_models.language import Keys, decimal
 from toyexp_models.rotary import RotaryModel
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import UserError
-from toyexp.conversion import Conversion
-from toyexp.huggingface import Layout
+from toyexp.formats.conversion import Conversion
+from toyexp.formats.huggingface import Layout
 from toyexp_models.rotary import ATTENTION, RotaryModel
 
 

@@ -28,9 +28,9 @@ from toyexp import (
     choose,
     printable,
 )
-from toyexp.gguf.read import GGUFFile
-from toyexp.huggingface import Layout, Place
-from toyexp.ops import Tensor
+from toyexp.contract.ops import Tensor
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.huggingface import Layout, Place
 
 ARCHITECTURE = "toyexp-vit"
 # form of the blocks: the GGUF key of its norms' eps

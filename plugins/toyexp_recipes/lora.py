@@ -25,8 +25,8 @@ from toyexp import (
     UserError,
     choose,
 )
-from toyexp.bounds import require_positive
-from toyexp.plan import lora_names
+from toyexp.contract.bounds import require_positive
+from toyexp.contract.plan import lora_names
 from toyexp_recipes.base import FromBase
 
 SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",

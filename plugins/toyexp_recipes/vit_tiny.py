@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from toyexp import Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
-from toyexp.bounds import require_positive
+from toyexp.contract.bounds import require_positive
 
 
 @dataclass

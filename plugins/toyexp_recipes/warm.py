@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
-from toyexp.gguf.model import file_of, require_model
-from toyexp.gguf.read import GGUFError, GGUFFile, TensorInfo
-from toyexp.init import opened
+from toyexp.contract.values import opened
+from toyexp.formats.gguf.open_model import file_of, require_model
+from toyexp.formats.gguf.read import GGUFError, GGUFFile, TensorInfo
 from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR

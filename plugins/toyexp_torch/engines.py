@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, choose, needed
-from toyexp.threads import available_cores, calm_threads, check_threads, counted, crowding
+from toyexp.base.threads import available_cores, calm_threads, check_threads, counted, crowding
 
 if TYPE_CHECKING:
     import types

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
-from toyexp.threads import available_cores
+from toyexp.base.threads import available_cores
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
@@ -220,7 +220,7 @@ def _host(tensor: Tensor | None) -> np.ndarray:
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hp: Sequence[float]) -> None:
-    """AdamW in place on flat tensors, from the seven numbers of toyexp.optim, through torch's fused kernel.
+    """AdamW in place on flat tensors, from the seven numbers of toyexp.contract.optimiser, through torch's fused kernel.
 
     The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
     and the slots are folded into its other numbers:

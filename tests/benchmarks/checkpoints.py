@@ -11,9 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from toyexp import config, schema
-from toyexp.experiment import execute, prepare
-from toyexp.registry import load
+from toyexp.config import build as config
+from toyexp.config import schema
+from toyexp.contract.registry import load
+from toyexp.training.experiment import execute, prepare
 
 STEPS = 150
 

@@ -19,9 +19,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as toyexp sets it, for both s
 
 import torch
 
-from toyexp import config, schema
-from toyexp.experiment import execute, prepare
-from toyexp.registry import load
+from toyexp.config import build as config
+from toyexp.config import schema
+from toyexp.contract.registry import load
+from toyexp.training.experiment import execute, prepare
 from toyexp_torch.ops import TorchOps
 
 ROUNDS = 9

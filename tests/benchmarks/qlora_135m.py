@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from toyexp import AdamW, Setup, TokenBatches
-from toyexp.gguf.write import write_model
-from toyexp.init import draw
-from toyexp.recipe import start
-from toyexp.threads import calm_threads
+from toyexp.base.threads import calm_threads
+from toyexp.contract.recipe import start
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.write import write_model
 from toyexp_models.llama import Llama
 
 SHAPE = {"d_model": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_ff": 1536, "vocab": 49152}

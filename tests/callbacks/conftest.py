@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 MODEL = [
     "model=llama", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1", "model.d_ff=32",

@@ -8,9 +8,9 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from toyexp import checkpoint
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
 from toyexp_callbacks.events import Lines, go_back
 

@@ -3,9 +3,9 @@ import sys
 import numpy as np
 import pytest
 
-from toyexp.gguf.encode import pieces_of
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import Writer
+from toyexp.formats.gguf.encode import pieces_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import Writer
 
 # Largest error relative to the largest number of a block of 32: half a unit in the last place of the type; Q8_0 also
 # rounds each block's scale to an F16.

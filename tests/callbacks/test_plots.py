@@ -35,7 +35,7 @@ def test_curves_with_holes_are_drawn_too(train, words):
 
 def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):
     words = settings(engine="noop")
-    program = f"import sys, toyexp.cli as c; c.main({words!r}); print('matplotlib' in sys.modules)"
+    program = f"import sys, toyexp.commands.line as c; c.main({words!r}); print('matplotlib' in sys.modules)"
     out, _ = spawn("-c", program).communicate(timeout=60)
     assert out.splitlines()[-1] == "False", out
 
@@ -49,7 +49,7 @@ def test_without_matplotlib_the_run_is_refused_with_what_to_install(train, monke
 
 
 def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train, monkeypatch):
-    monkeypatch.setattr("toyexp.packages._broken", {})
+    monkeypatch.setattr("toyexp.base.packages._broken", {})
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = train("callbacks=[plots,events,gguf_export]", engine="noop")
     assert run.code == 2 and run.err.count("\n") == 1

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from toyexp import loop
+from toyexp.training import loop
 from toyexp_callbacks.progress import Bar, duration
 
 NUMBER = r"\d+\.\d{4}"
@@ -99,7 +99,7 @@ def test_every_sets_the_steps_between_lines(train):
 
 
 SLOW_START = """
-import toyexp.loop
+import toyexp.training.loop
 from dataclasses import dataclass
 from toyexp import Callback, hookimpl
 
@@ -109,7 +109,7 @@ class SlowStart(Callback):
     name = "slow_start"
     @hookimpl
     def lr(self, step):
-        toyexp.loop.time.now += 0.5 if step == 0 else 0.004
+        toyexp.training.loop.time.now += 0.5 if step == 0 else 0.004
 
 @hookimpl
 def register_callbacks(register):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 # A wandb that misbehaves as it is told; it stands first on the path of the child process.
 FAKE = """
@@ -38,7 +38,7 @@ def init(**options):
 PROGRAM = """
 import json, os, sys, time
 import toyexp_callbacks.wandb as ours
-from toyexp.cli import main
+from toyexp.commands.line import main
 ours.FINISH_SECONDS = 0.5
 ours.QUEUE_LIMIT = int(os.environ["QUEUE_LIMIT"])
 began = time.monotonic()

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.cli import main
-from toyexp.commands import COMMANDS
+from toyexp.commands.line import main
+from toyexp.commands.registered import COMMANDS
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]

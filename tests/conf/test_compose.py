@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from toyexp import Unavailable
-from toyexp.cli import main
-from toyexp.config import build, compose, sweep_of
-from toyexp.mistakes import valid_choices
-from toyexp.registry import KINDS, load, settings_of
-from toyexp.schema import PARTS, Settings, Source, conf_dir, store_schemas
+from toyexp.commands.line import main
+from toyexp.config.build import build, compose, sweep_of
+from toyexp.config.mistakes import valid_choices
+from toyexp.config.schema import PARTS, Settings, Source, conf_dir, store_schemas
+from toyexp.contract.registry import KINDS, load, settings_of
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
@@ -228,7 +228,7 @@ def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tm
 
 def test_help_lists_every_choice_and_imports_no_framework(registry):
     code = (
-        "import sys; from toyexp.cli import main; code = main(['--help']); "
+        "import sys; from toyexp.commands.line import main; code = main(['--help']); "
         "print('imported:', *sorted({'torch', 'ggml', 'wandb', 'matplotlib', 'tokenizers'} & set(sys.modules))); "
         "sys.exit(code)"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 TINY = ["model.d_model=16", "data=random", "engine=ggml", "engine.threads=1", "steps=1", "callbacks=[]"]
 HEADER = "# @package _global_\n"

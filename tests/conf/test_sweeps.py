@@ -19,20 +19,20 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-import toyexp.lookahead as lookahead_module
-from toyexp.cli import main
-from toyexp.config import compose, setting
-from toyexp.errors import UserError
-from toyexp.experiment import config_hash
-from toyexp.jobs import Runner
-from toyexp.lookahead import Lookahead, first_look
-from toyexp.mistakes import parse
-from toyexp.registry import load
-from toyexp.run import lock
-from toyexp.schema import Source, Sweep, store_schemas
-from toyexp.sweepdir import Ended, Job, Status, SweepDir
-from toyexp.sweeps import combinations, swept
-from toyexp.threads import CORES, available_cores, machine_cores
+import toyexp.sweep.lookahead as lookahead_module
+from toyexp.base.errors import UserError
+from toyexp.base.threads import CORES, available_cores, machine_cores
+from toyexp.commands.line import main
+from toyexp.config.build import compose, setting
+from toyexp.config.mistakes import parse
+from toyexp.config.schema import Source, Sweep, store_schemas
+from toyexp.contract.registry import load
+from toyexp.sweep.directory import Ended, Job, Status, SweepDir
+from toyexp.sweep.lookahead import Lookahead, first_look
+from toyexp.sweep.request import combinations, swept
+from toyexp.sweep.runner import Runner
+from toyexp.training.experiment import config_hash
+from toyexp.training.rundir import lock
 
 # What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.
 MISHAP = """

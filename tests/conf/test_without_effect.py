@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from toyexp import Planned, PlanTensor
-from toyexp.cli import main
-from toyexp.config import build, compose
-from toyexp.experiment import prepare
-from toyexp.init import FromGGUF
-from toyexp.registry import load
-from toyexp.schema import Source, store_schemas
+from toyexp.commands.line import main
+from toyexp.config.build import build, compose
+from toyexp.config.schema import Source, store_schemas
+from toyexp.contract.registry import load
+from toyexp.contract.values import FromGGUF
+from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from toyexp import checkpoint
-from toyexp.cli import main
+from toyexp.commands.line import main
+from toyexp.training import checkpoint
 
 PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import Callback, Engine, PlanTensor, Recipe, RunFailed, UserError, hookimpl
-from toyexp.data import TokenBatches, TokenDataset
-from toyexp.model import Model
+from toyexp.contract.data import TokenBatches, TokenDataset
+from toyexp.contract.model import Model
 from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.noise import Random
 from toyexp_models.llama import Llama

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 COUNTER = itertools.count()
 

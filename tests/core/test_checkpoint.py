@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toyexp import checkpoint
-from toyexp.checkpoint import (
+from toyexp.base.errors import UserError
+from toyexp.training import checkpoint
+from toyexp.training.checkpoint import (
     ARRAYS,
     MANIFEST,
     STATE,
@@ -29,7 +30,6 @@ from toyexp.checkpoint import (
     steps,
     write,
 )  # fmt: skip
-from toyexp.errors import UserError
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
 

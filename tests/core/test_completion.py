@@ -9,13 +9,13 @@ import sys
 import pytest
 import shells
 
-from toyexp import schema
-from toyexp.cli import FLAGS, main
-from toyexp.commands import COMMANDS, TAKES
-from toyexp.completion import SHELLS, complete, tables, top_level, values_of
-from toyexp.optim import MODES, Optim
-from toyexp.registry import load, settings_of
-from toyexp.shells import read_line
+from toyexp.commands.completion import SHELLS, complete, tables, top_level, values_of
+from toyexp.commands.line import FLAGS, main
+from toyexp.commands.registered import COMMANDS, TAKES
+from toyexp.commands.shells import read_line
+from toyexp.config import schema
+from toyexp.contract.optimiser import MODES, Optim
+from toyexp.contract.registry import load, settings_of
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_script_is_printed_by_its_name_and_in_hydras_words(capsys, shell):
 
 def test_a_tab_imports_neither_a_framework_nor_hydra(tmp_path):
     program = (
-        "import sys; from toyexp.cli import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
+        "import sys; from toyexp.commands.line import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
         "print('LOADED', *({'torch', 'ggml', 'hydra', 'omegaconf', 'tokenizers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program, "recipe.base="], capture_output=True, text=True, cwd=tmp_path)

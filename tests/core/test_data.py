@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
-from toyexp.cli import main
-from toyexp.data import batch_digest
-from toyexp.files import read_text
-from toyexp.init import stream
-from toyexp.pieces import encoded
-from toyexp.tokenizer import BPE, Bytes, Characters
+from toyexp.base.files import read_text
+from toyexp.commands.line import main
+from toyexp.contract.data import batch_digest
+from toyexp.contract.values import stream
+from toyexp.text.pieces import encoded
+from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
 from toyexp_data import found as finding
@@ -437,7 +437,7 @@ def test_empty_text_is_refused(tmp_path):
 
 
 def test_a_character_that_the_tokenizer_of_a_file_lacks_is_told_with_both_files(tmp_path):
-    from toyexp.gguf.write import write_model
+    from toyexp.formats.gguf.write import write_model
     from toyexp_models.gpt2 import GPT2
 
     characters = Characters(sorted("abc"))
@@ -898,7 +898,7 @@ def test_files_that_name_their_own_type_are_told_no_other(tmp_path, ids, dtype, 
 
 
 def test_ids_beyond_the_tokenizer_are_refused(tmp_path):
-    from toyexp.gguf.write import write_model
+    from toyexp.formats.gguf.write import write_model
     from toyexp_models.llama import Llama
 
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=257)

@@ -18,17 +18,17 @@ from kinds import VIT, write_foreign, write_lora, write_vit
 from safetensors.numpy import save_file
 from tiny import MODELS, SIZES, VOCAB, write_base
 
-from toyexp import mistakes
-from toyexp.cli import main
-from toyexp.describe import describe
-from toyexp.gguf.write import Writer, write_model
-from toyexp.init import draw
-from toyexp.listing import Line, Listing, ShapeOps, Traced, listing
-from toyexp.ops import Params, Rotary
-from toyexp.registry import Registry, load
-from toyexp.testing.reference import ReferenceOps
-from toyexp.tokenizer import BPE, Bytes
-from toyexp.uses import pasted, setting, shell
+from toyexp.commands.describe import describe
+from toyexp.commands.forward_listing import Line, Listing, ShapeOps, Traced, listing
+from toyexp.commands.line import main
+from toyexp.commands.uses import pasted, setting, shell
+from toyexp.config import mistakes
+from toyexp.contract.ops import Params, Rotary
+from toyexp.contract.registry import Registry, load
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.reference.engine import ReferenceOps
+from toyexp.text.tokenizer import BPE, Bytes
 
 GPT2 = """\
 op            tensor                     shape    type  result              parameters  operations
@@ -553,10 +553,10 @@ def test_a_gigabyte_with_128k_tokens_takes_a_second_and_little_memory():
     write_large_vocabulary("big.gguf")
     assert Path("big.gguf").stat().st_size > 1e9
     program = (
-        "import sys; from toyexp.cli import main; main(['describe', 'big.gguf']);"
+        "import sys; from toyexp.commands.line import main; main(['describe', 'big.gguf']);"
         "names = {m.partition('.')[0] for m in sys.modules};"
         "print(*names & {'hydra', 'omegaconf', 'torch', 'ggml', 'gguf', 'tokenizers', 'jinja2', 'transformers'});"
-        "from toyexp.stepper import memory_bytes; print(memory_bytes()[1])"
+        "from toyexp.commands.bench_stepper import memory_bytes; print(memory_bytes()[1])"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

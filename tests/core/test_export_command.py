@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tiny import MODELS, split, write_base
 
-from toyexp.cli import main
-from toyexp.gguf.encode import FILE_TYPES, K_QUANTS
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import Writer, write_model
-from toyexp.tokenizer import Bytes
+from toyexp.commands.line import main
+from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.text.tokenizer import Bytes
 
 OWN = ("general.file_type", "general.quantization_version")
 
@@ -197,7 +197,7 @@ def test_force_replaces_the_file_in_one_piece(source):
 FULL_DISK = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write past it fails, as on a full disk
-from toyexp.cli import main
+from toyexp.commands.line import main
 sys.exit(main(["export", "model.gguf", "--type", "f16", "--to", "there.gguf", "--force"]))
 """
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tiny import plan, write_base
 
 from toyexp import Decoder, RunFailed
-from toyexp.cli import main
-from toyexp.generate import Scribe
-from toyexp.gguf.write import write_adapter, write_model
-from toyexp.init import draw, stream
-from toyexp.sampling import Sampling, continuation, endless, likeliest
+from toyexp.commands.generate import Scribe
+from toyexp.commands.line import main
+from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
+from toyexp.contract.values import draw, stream
+from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
-from toyexp.tokenizer import BPE, Bytes
+from toyexp.text.tokenizer import BPE, Bytes
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 
@@ -357,7 +357,7 @@ def adapter_with(files, change):
     """adapter.gguf with some of its tensors or keys changed."""
     from gguf import GGUFWriter
 
-    from toyexp.gguf.read import GGUFFile
+    from toyexp.formats.gguf.read import GGUFFile
 
     with GGUFFile(files / "adapter.gguf") as file:
         keys, arrays = dict(file.metadata), {name: file.read(name) for name in file.tensors}
@@ -397,7 +397,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(change, said, files, ca
 
 
 def start(files, *words):
-    program = "from toyexp.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    program = "from toyexp.commands.line import main; import sys; sys.exit(main(sys.argv[1:]))"
     return subprocess.Popen([sys.executable, "-c", program, "generate", *words, *NOOP], cwd=files,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
@@ -428,7 +428,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
 
 
 def test_help_names_every_option(capsys):
-    from toyexp.generate import SWITCHES, VALUES
+    from toyexp.commands.generate import SWITCHES, VALUES
 
     assert main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
@@ -436,6 +436,6 @@ def test_help_names_every_option(capsys):
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.llamacpp.PACKAGES", ())
+    monkeypatch.setattr("toyexp.commands.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err

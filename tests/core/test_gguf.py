@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, FromGGUF, Model, Normal, Setup, TensorSpec, UserError
-from toyexp.data import sequence_inputs
-from toyexp.errors import RunFailed
-from toyexp.gguf.model import model_of
-from toyexp.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
-from toyexp.gguf.tokenizer import has_text, read_tokenizer
-from toyexp.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
-from toyexp.init import draw
-from toyexp.registry import load
-from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp.base.errors import RunFailed
+from toyexp.contract.data import sequence_inputs
+from toyexp.contract.registry import load
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
+from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
+from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
+from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
 from toyexp_callbacks.export import GGUFExport
 from toyexp_models.llama import Llama
 
@@ -858,9 +858,9 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from test_gguf import Tiny, weights
-from toyexp.errors import RunFailed
-from toyexp.gguf.write import write_model
-from toyexp.tokenizer import Bytes
+from toyexp.base.errors import RunFailed
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.tokenizer import Bytes
 
 limit = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # a write past it fails, as on a full disk

@@ -18,7 +18,7 @@ def told(file, name):
 def read():
     return told("io", "rchar")
 began = time.process_time()
-from toyexp.gguf.read import GGUFFile
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp_models.llama import Llama
 imported, before = time.process_time(), read()
 with GGUFFile(sys.argv[1]) as file:

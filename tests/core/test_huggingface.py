@@ -14,13 +14,13 @@ from texts import write_untrained
 from tiny import MODELS, split, write_base
 
 from toyexp import Rotary, RunFailed, UserError
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import write_model
-from toyexp.huggingface import notes, write_folder
-from toyexp.init import draw
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizer import BPE, SYMBOLS, Bytes, Characters
+from toyexp.commands.line import main
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_model
+from toyexp.formats.huggingface import notes, write_folder
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BPE, SYMBOLS, Bytes, Characters
 from toyexp_models.scaling import rope_scaling
 from toyexp_models.vit import ViT
 
@@ -213,7 +213,7 @@ def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
 def test_a_directory_is_whole_or_not_there(monkeypatch):
     """The disk fills up at each file in turn; an earlier directory of that name stays as it was."""
     model = write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
-    import toyexp.huggingface as module
+    import toyexp.formats.huggingface as module
 
     with GGUFFile("m.gguf") as file:
         for count in range(len(FILES) - 1):

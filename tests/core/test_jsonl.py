@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.data import batch_digest
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_chat_template, read_tokenizer
-from toyexp.gguf.write import write_model
+from toyexp.contract.data import batch_digest
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
+from toyexp.formats.gguf.write import write_model
 from toyexp.testing import DataSuite
-from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain, tokenize
 from toyexp_data.jsonl import Jsonl, parse, rows_of, spread
 from toyexp_data.template import ChatTemplate

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
-from toyexp.data import batch_digest
-from toyexp.loop import SKIPPED_IN_A_ROW, Outcome, Saver, Training
-from toyexp.plan import PlanTensor
+from toyexp.contract.data import batch_digest
+from toyexp.contract.plan import PlanTensor
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
+from toyexp.training.loop import SKIPPED_IN_A_ROW, Outcome, Saver, Training
 
 BASE_LR = 0.25
 GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)

@@ -6,10 +6,10 @@ from typing import ClassVar
 import pytest
 
 from toyexp import Recipe, UserError
-from toyexp.matrix import cells, refusal, table
-from toyexp.registry import Offer, Registry
+from toyexp.contract.compatibility import cells, refusal, table
+from toyexp.contract.registry import Offer, Registry
+from toyexp.reference.opmodel import OpModel
 from toyexp.testing import NullEngine
-from toyexp.testing.opmodel import OpModel
 
 
 @dataclass

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, UserError
-from toyexp.optim import FROM_SCRATCH, LORA, MODES, Optim
-from toyexp.registry import load
+from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Optim
+from toyexp.contract.registry import load
 
 
 def test_from_scratch_feeds_the_constant_betas_at_every_step():

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from toyexp import Unavailable, UserError, needed
-from toyexp.config import facts_of, pick_engine
-from toyexp.errors import Broken
-from toyexp.packages import told_by, why, why_not_apart
-from toyexp.registry import Offer, load
-from toyexp.signals import Interrupted
+from toyexp.base.errors import Broken
+from toyexp.base.packages import told_by, why, why_not_apart
+from toyexp.base.signals import Interrupted
+from toyexp.config.build import facts_of, pick_engine
+from toyexp.contract.registry import Offer, load
 from toyexp.testing.null import NullEngine
 
 COUNTER = itertools.count()

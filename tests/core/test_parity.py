@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from toyexp.cli import main
-from toyexp.parity import Measured, loss_difference, tensor_differences
+from toyexp.commands.line import main
+from toyexp.commands.parity import Measured, loss_difference, tensor_differences
 
 
 def measured(start, gradients, weights, losses=(1.0,)):

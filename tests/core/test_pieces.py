@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from texts import NASTY, PROSE, scrambled
 
-from toyexp import UserError, pieces
-from toyexp.pieces import cut_up, encoded
-from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, Bytes, Characters
+from toyexp import UserError
+from toyexp.text import pieces
+from toyexp.text.pieces import cut_up, encoded
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, Bytes, Characters
 
 NAME_OF = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
 RUNS = [

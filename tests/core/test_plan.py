@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.plan import one_alpha
+from toyexp.contract.plan import one_alpha
 from toyexp.testing import OpModel, op_batch, op_plan
 
 TOKENS, TARGETS, WEIGHTS = InputSpec((5,), "int32"), InputSpec((5,), "int32"), InputSpec((5,), "float32")

@@ -10,10 +10,10 @@ import pytest
 
 import toyexp
 from toyexp import UserError
-from toyexp.cli import main
-from toyexp.hooks import Registration, RunHooks
-from toyexp.registry import KINDS, load, settings_of
-from toyexp.schema import conf_dir
+from toyexp.commands.line import main
+from toyexp.config.schema import conf_dir
+from toyexp.contract.hooks import Registration, RunHooks
+from toyexp.contract.registry import KINDS, load, settings_of
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -370,7 +370,7 @@ def test_every_hook_is_documented_and_registration_hooks_share_one_shape():
 
 def test_finding_the_shipped_plugins_imports_nothing_heavy():
     program = (
-        "import sys; from toyexp.registry import load; registry = load(); "
+        "import sys; from toyexp.contract.registry import load; registry = load(); "
         "assert 'cpu' in registry.offers['engine'] and 'wandb' in registry.offers['callbacks']; "
         f"print(sorted(set({FOREIGN!r}) & set(sys.modules)))"
     )

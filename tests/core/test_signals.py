@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from toyexp import checkpoint
-from toyexp.cli import main
-from toyexp.signals import stop_signals
+from toyexp.base.signals import stop_signals
+from toyexp.commands.line import main
+from toyexp.training import checkpoint
 
 DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
@@ -63,12 +63,12 @@ def reached(marker):
 BUSY = """
 import ctypes, sys
 from pathlib import Path
-from toyexp.tokenizer import BPE, Bytes
+from toyexp.text.tokenizer import BPE, Bytes
 def busy(*_):
     Path("there").touch()
     ctypes.CDLL(None).usleep(900_000); ctypes.CDLL(None).sleep(60)
 BPE.train, Bytes.encode_pieces = busy, busy
-from toyexp.cli import main
+from toyexp.commands.line import main
 sys.exit(main())
 """
 
@@ -139,13 +139,13 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
 SLOW_TEXT = """
 import sys, time
 from pathlib import Path
-import toyexp.generate
+import toyexp.commands.generate
 def slow(*_):
     yield 1
     Path("there").touch()
     time.sleep(60)
-toyexp.generate.continuation = slow
-from toyexp.cli import main
+toyexp.commands.generate.continuation = slow
+from toyexp.commands.line import main
 sys.exit(main())
 """
 
@@ -288,7 +288,7 @@ EARLY = """
 import os, sys
 class KillsWhileLoading:
     def find_spec(self, name, path=None, target=None):
-        if name == "toyexp.cli":
+        if name == "toyexp.commands.line":
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, KillsWhileLoading())
 from toyexp.__main__ import main
@@ -315,7 +315,7 @@ def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, m
         finally:
             print(old)  # which has no value yet, as where OmegaConf puts its flags back
 
-    monkeypatch.setattr("toyexp.config.compose_raw", compose)
+    monkeypatch.setattr("toyexp.config.build.compose_raw", compose)
     assert main(["steps=1"]) == 128 + number
     assert capsys.readouterr().err == f"toyexp: interrupted by {signal.Signals(number).name}\n"
 
@@ -326,6 +326,6 @@ def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
             os.kill(os.getpid(), signal.SIGTERM)
         raise ImportError("_multiarray failed to import")  # as NumPy's C API says, without what it was raised by
 
-    monkeypatch.setattr("toyexp.config.compose_raw", compose)
+    monkeypatch.setattr("toyexp.config.build.compose_raw", compose)
     assert main(["steps=1"]) == 143
     assert capsys.readouterr().err == "toyexp: interrupted by SIGTERM\n"

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from toyexp import UserError
-from toyexp.chat import BadChat, Template
-from toyexp.gguf.write import write_model
-from toyexp.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.chat import BadChat, Template
+from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes
 from toyexp_data.chat import BadExample, Message, Part, tokenize
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.template import ChatTemplate

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import toyexp
-from toyexp.cli import main
-from toyexp.home import expanded, with_home, with_quotes
-from toyexp.mistakes import parse
-from toyexp.terminal import complain, fit_encoding, say
+from toyexp.base.home import expanded, with_home, with_quotes
+from toyexp.base.terminal import complain, fit_encoding, say
+from toyexp.commands.line import main
+from toyexp.config.mistakes import parse
 
 
 def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
@@ -143,8 +143,8 @@ def test_a_missing_gguf_is_told_with_the_command_that_lists_those_that_are_here(
 
 def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("toyexp.threads._running", lambda: 2)
-    monkeypatch.setattr("toyexp.threads.machine_cores", lambda: 2)
+    monkeypatch.setattr("toyexp.base.threads._running", lambda: 2)
+    monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 2)
     tiny = ["model.d_model=8", "model.n_heads=2", "model.n_kv_heads=1", "model.context=8", "model.n_layers=1"]
     run = ["engine=cpu", "engine.threads=2", "steps=1", "eval_every=0", "hydra.run.dir=run", *tiny]
     assert main([*run, "data=random", "callbacks=[events]"]) == 0

@@ -15,15 +15,15 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.gguf.read import GGUFError, GGUFFile
-from toyexp.gguf.special import ENDS
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.gguf.write import write_model
-from toyexp.init import draw
-from toyexp.pieces import encoded
-from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizer import (
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.special_tokens import ENDS
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.pieces import encoded
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import (
     BPE,
     BYTE,
     CONTROL,

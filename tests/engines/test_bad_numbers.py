@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tiny
 
-from toyexp.checkpoint import steps
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import write_model
-from toyexp.init import draw
-from toyexp.tokenizer import Bytes
+from toyexp.commands.line import main
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.tokenizer import Bytes
+from toyexp.training.checkpoint import steps
 from toyexp_models.llama import Llama
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from tiny import batches
 
-from toyexp import AdamW, Setup, Unavailable, stepper
-from toyexp.bench import split, step_flops, take_turns, warm_up
-from toyexp.cli import main
-from toyexp.errors import RunFailed
-from toyexp.recipe import start
-from toyexp.stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
+from toyexp import AdamW, Setup, Unavailable
+from toyexp.base.errors import RunFailed
+from toyexp.commands import bench_stepper as stepper
+from toyexp.commands.bench import split, step_flops, take_turns, warm_up
+from toyexp.commands.bench_stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
+from toyexp.commands.line import main
+from toyexp.contract.recipe import start
 from toyexp.testing import DataSuite, token_dataset
 from toyexp_data.noise import Random
 from toyexp_models.gpt2 import GPT2

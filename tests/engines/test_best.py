@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from faults import TEXT, words
 
-from toyexp import checkpoint
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.restored import gguf_of
+from toyexp.commands.line import main
+from toyexp.commands.restored import gguf_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.training import checkpoint
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.
 WILD = [*words("scratch", "llama", "ggml"), "lr=0.5", "eval_every=2", "checkpoint_every=100", "steps=12"]

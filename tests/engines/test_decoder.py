@@ -8,11 +8,11 @@ import pytest
 from tiny import CONTEXT, MODELS, VOCAB, batches, plan, write_base
 
 from toyexp import AdamW, SessionError, Setup
-from toyexp.cli import main
-from toyexp.recipe import start
+from toyexp.commands.line import main
+from toyexp.contract.recipe import start
 from toyexp.testing import image_dataset
 from toyexp.testing.null import NullEngine
-from toyexp.tokenizer import Bytes
+from toyexp.text.tokenizer import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # the child is s
 from probe import Probe, float32, probe_plan
 
 from toyexp import AdamW, Constant, FromGGUF, InputSpec, LoraAdapter, PlanTensor, Rotary, ToyexpError
-from toyexp.gguf.encode import pieces_of
-from toyexp.gguf.write import Writer
+from toyexp.formats.gguf.encode import pieces_of
+from toyexp.formats.gguf.write import Writer
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ENGINES = {

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from toyexp import Setup
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import write_model
-from toyexp.recipe import start
-from toyexp.tokenizer import Bytes
+from toyexp.commands.line import main
+from toyexp.contract.recipe import start
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.tokenizer import Bytes
 from toyexp_data import jsonl
 from toyexp_data.chat import PLAIN_TEMPLATE
 from toyexp_data.jsonl import Jsonl

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from toyexp.cli import main
-from toyexp.matrix import cells
-from toyexp.registry import load
+from toyexp.commands.line import main
+from toyexp.contract.compatibility import cells
+from toyexp.contract.registry import load
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
 CELLS = {(c.recipe, c.model, c.engine): c for c in cells(load())}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from toyexp.cli import main
-from toyexp.numerics import engines, examine, expectations, gradient, table, trainings
-from toyexp.registry import load
+from toyexp.commands.doctor_numerics import engines, examine, expectations, gradient, table, trainings
+from toyexp.commands.line import main
+from toyexp.contract.registry import load
 from toyexp.testing import op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_ggml.session import GGMLSession
@@ -100,8 +100,8 @@ def test_what_is_wrong_is_found_and_nothing_else(references, fault):
 @pytest.fixture
 def known(references, monkeypatch):
     """The command then takes the references that are worked out already."""
-    monkeypatch.setattr("toyexp.numerics.expectations", lambda: references[0])
-    monkeypatch.setattr("toyexp.numerics.trainings", lambda: references[1])
+    monkeypatch.setattr("toyexp.commands.doctor_numerics.expectations", lambda: references[0])
+    monkeypatch.setattr("toyexp.commands.doctor_numerics.trainings", lambda: references[1])
 
 
 def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
@@ -161,7 +161,7 @@ def test_it_needs_neither_pytest_nor_autograd():
     program = (
         "import sys\n"
         "for name in ('pytest', '_pytest', 'autograd', 'hypothesis', 'torch'): sys.modules[name] = None\n"
-        "from toyexp.cli import main\n"
+        "from toyexp.commands.line import main\n"
         "from toyexp.testing import NullEngine, OpModel, ReferenceOps\n"
         "sys.exit(main(['doctor', '--numerics', 'engine=ggml:threads=1']))\n"
     )
@@ -182,7 +182,7 @@ def test_the_suites_are_still_offered():
 
 
 def test_expectations_hold_every_op_of_the_vocabulary(references):
-    from toyexp.ops import Ops
+    from toyexp.contract.ops import Ops
     from toyexp.testing import ReferenceOps
 
     used = set()

@@ -5,8 +5,8 @@ import pytest
 import torch
 from float64_models import FORWARD
 
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp_ggml.session import GGMLSession
 from toyexp_torch.session import TorchSession
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16",
         "engine.threads=1", "lr=1e-3"]  # fmt: skip

@@ -22,16 +22,19 @@ from pathlib import Path
 import numpy as np
 from faults import words
 
-from toyexp import ToyexpError, UserError, checkpoint, config, experiment, schema
-from toyexp.checkpoint import ARRAYS, MANIFEST, STATE
-from toyexp.cli import main
-from toyexp.gguf.model import model_of
-from toyexp.gguf.read import GGUFFile
-from toyexp.recipe import start
-from toyexp.registry import load
-from toyexp.resume import load as load_run
-from toyexp.sweepdir import Job, Status, SweepDir
-from toyexp.terminal import print_table
+from toyexp import ToyexpError, UserError
+from toyexp.base.terminal import print_table
+from toyexp.commands.line import main
+from toyexp.config import build as config
+from toyexp.config import schema
+from toyexp.contract.recipe import start
+from toyexp.contract.registry import load
+from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.sweep.directory import Job, Status, SweepDir
+from toyexp.training import checkpoint, experiment
+from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
+from toyexp.training.resume import load as load_run
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.tokens import Tokens

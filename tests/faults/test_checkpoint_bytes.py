@@ -9,9 +9,9 @@ import shutil
 import pytest
 from faults import FIGURES, words
 
-from toyexp import checkpoint
-from toyexp.checkpoint import ARRAYS, MANIFEST, STATE
-from toyexp.cli import main
+from toyexp.commands.line import main
+from toyexp.training import checkpoint
+from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 
 NAMES = (MANIFEST, STATE, ARRAYS)
 

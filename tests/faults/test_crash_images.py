@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 from faults import FIGURES, STEPS, Trace, words
 
-from toyexp import checkpoint, config, experiment, run, schema
-from toyexp.matrix import cells
-from toyexp.registry import load
-from toyexp.resume import Complete
-from toyexp.resume import load as load_run
+from toyexp.config import build as config
+from toyexp.config import schema
+from toyexp.contract.compatibility import cells
+from toyexp.contract.registry import load
+from toyexp.training import checkpoint, experiment
+from toyexp.training import rundir as run
+from toyexp.training.resume import Complete
+from toyexp.training.resume import load as load_run
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")

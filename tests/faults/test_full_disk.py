@@ -14,11 +14,14 @@ from typing import ClassVar
 import pytest
 from faults import FIGURES, STEPS, Trace, environment, python, toyexp, words
 
-from toyexp import Callback, RunFailed, ToyexpError, checkpoint, config, experiment, hookimpl, schema
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.registry import load
-from toyexp.resume import load as load_run
+from toyexp import Callback, RunFailed, ToyexpError, hookimpl
+from toyexp.commands.line import main
+from toyexp.config import build as config
+from toyexp.config import schema
+from toyexp.contract.registry import load
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.training import checkpoint, experiment
+from toyexp.training.resume import load as load_run
 
 REGISTRY = load()
 SIZE = 2_000_000  # bytes of the disk: a run of WORDS takes 0.9 MB at its most
@@ -309,7 +312,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
 def test_few_open_files(limit, engine, here):
     directory = here / "files" / f"{engine}-{limit}"
     code = (
-        "import sys, resource; from toyexp.cli import main\n"
+        "import sys, resource; from toyexp.commands.line import main\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); sys.exit(main(sys.argv[1:]))"
     )
     command = python("-c", code, *WORDS, f"engine={engine}", f"hydra.run.dir={directory}")

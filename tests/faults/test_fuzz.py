@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFError, GGUFFile
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFError, GGUFFile
 from toyexp_data.jsonl import parse
 
 FUZZ = Path(__file__).with_name("fuzz.py")

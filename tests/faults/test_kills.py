@@ -10,9 +10,9 @@ import pytest
 from faults import FIGURES, Trace, interrupted, shell_code, toyexp, words
 
 from toyexp import Unavailable
-from toyexp.checkpoint import steps
-from toyexp.cli import main
-from toyexp.registry import load
+from toyexp.commands.line import main
+from toyexp.contract.registry import load
+from toyexp.training.checkpoint import steps
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PAIRS = [

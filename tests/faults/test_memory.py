@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from faults import FIGURES, toyexp, words
 
-from toyexp import memory
-from toyexp.cli import main
-from toyexp.errors import RunFailed
+from toyexp.base import memory
+from toyexp.base.errors import RunFailed
+from toyexp.commands.line import main
 
 WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batch_size", "steps"))]
 

@@ -9,9 +9,10 @@ import warnings
 import pytest
 from faults import FIGURES, environment, python, toyexp, words
 
-from toyexp import UserError, checkpoint
-from toyexp.cli import main
-from toyexp.run import lock
+from toyexp import UserError
+from toyexp.commands.line import main
+from toyexp.training import checkpoint
+from toyexp.training.rundir import lock
 
 WORDS = [*words("scratch", "gpt2", "ggml"), "checkpoint_every=50"]
 

@@ -19,12 +19,12 @@ import pytest
 from texts import NASTY
 
 from toyexp import Model, Tokenizer
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.gguf.write import write_model
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizer import BPE, UNUSED, USER_DEFINED, Bytes, Characters
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.write import write_model
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BPE, UNUSED, USER_DEFINED, Bytes, Characters
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

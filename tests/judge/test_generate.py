@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import plan, write_base
 
-from toyexp.cli import main
-from toyexp.gguf.write import write_adapter
-from toyexp.tokenizer import BPE, Bytes
+from toyexp.commands.line import main
+from toyexp.formats.gguf.write import write_adapter
+from toyexp.text.tokenizer import BPE, Bytes
 from toyexp_recipes.lora import Lora
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]

@@ -17,17 +17,17 @@ from tiny import VOCAB
 from transformers_ids import answers
 
 from toyexp import InputSpec, Model, Setup, Tokenizer
-from toyexp.chat import Template
-from toyexp.cli import main
-from toyexp.data import sequence_inputs
-from toyexp.frozen import frozen_plan
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import write_model
-from toyexp.huggingface import write_folder
-from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.sentencepiece_model import sentencepiece_model
-from toyexp.tokenizer import BPE, Bytes, Characters
+from toyexp.commands.line import main
+from toyexp.contract.data import sequence_inputs
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_model
+from toyexp.formats.huggingface import write_folder
+from toyexp.formats.sentencepiece_model import sentencepiece_model
+from toyexp.text.chat import Template
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

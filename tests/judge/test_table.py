@@ -22,14 +22,14 @@ from gguf import GGMLQuantizationType
 from requantised import requantised
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
-from toyexp.data import TokenDataset
-from toyexp.frozen import frozen_plan
-from toyexp.gguf.encode import K_QUANTS, check_type
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import export_tensors, write_adapter, write_model
-from toyexp.init import draw
-from toyexp.recipe import start
-from toyexp.tokenizer import Bytes
+from toyexp.contract.data import TokenDataset
+from toyexp.contract.recipe import start
+from toyexp.contract.values import draw
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.encode import K_QUANTS, check_type
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import export_tensors, write_adapter, write_model
+from toyexp.text.tokenizer import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2

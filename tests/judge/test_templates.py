@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toyexp.chat import BadChat, Template
-from toyexp.gguf.special import special_tokens
-from toyexp.tokenizer import BPE, CONTROL, NORMAL, SYMBOLS
+from toyexp.formats.gguf.special_tokens import special_tokens
+from toyexp.text.chat import BadChat, Template
+from toyexp.text.tokenizer import BPE, CONTROL, NORMAL, SYMBOLS
 from toyexp_data.chat import BadExample, Message, tokenize
 from toyexp_data.template import ChatTemplate
 

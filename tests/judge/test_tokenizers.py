@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import Tokenizer
-from toyexp.gguf.read import GGUFError, GGUFFile
-from toyexp.gguf.special import family
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.pretokenizers import PRE_TOKENIZERS
-from toyexp.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
+from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.special_tokens import family
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
 from toyexp_data.chat import Message, tokenize
 from toyexp_data.template import ChatTemplate
 

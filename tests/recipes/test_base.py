@@ -11,12 +11,12 @@ from gguf import GGUFWriter
 from tiny import MODELS, split, write_base
 
 from toyexp import TensorSpec
-from toyexp.cli import main
-from toyexp.errors import UserError
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
-from toyexp.gguf.write import Writer, write_model
-from toyexp.tokenizer import Bytes
+from toyexp.base.errors import UserError
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.text.tokenizer import Bytes
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from tiny import MODELS, write_base
 
-from toyexp.gguf.write import write_model
+from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
 from toyexp_models.llama import Llama
 from toyexp_recipes.full import Full

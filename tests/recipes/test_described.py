@@ -9,15 +9,15 @@ from kinds import write_foreign, write_lora, write_vit
 from PIL import Image
 from tiny import VOCAB, write_base
 
-from toyexp import config
-from toyexp.cli import main
-from toyexp.describe import describe
-from toyexp.experiment import prepare
-from toyexp.gguf.read import TYPES, GGUFFile
-from toyexp.gguf.write import Writer
-from toyexp.registry import load
-from toyexp.schema import Source, store_schemas
-from toyexp.tokenizer import Bytes, Characters
+from toyexp.commands.describe import describe
+from toyexp.commands.line import main
+from toyexp.config import build as config
+from toyexp.config.schema import Source, store_schemas
+from toyexp.contract.registry import load
+from toyexp.formats.gguf.read import TYPES, GGUFFile
+from toyexp.formats.gguf.write import Writer
+from toyexp.text.tokenizer import Bytes, Characters
+from toyexp.training.experiment import prepare
 
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop"]
 QUICK = [*NOOP, "steps=1", "batch_size=2", "eval_every=0", "callbacks=[]"]
@@ -180,5 +180,5 @@ def test_a_type_that_is_already_there_is_not_offered_again(registry):
 def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
     path = Path("my model.gguf")
     base(spoil="blk.1.attn_v.weight", **BYTES)(path)
-    monkeypatch.setattr("toyexp.uses.LOOKED_THROUGH", 1000)
+    monkeypatch.setattr("toyexp.commands.uses.LOOKED_THROUGH", 1000)
     assert describe(path, registry).uses[0].command

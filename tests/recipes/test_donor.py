@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.tokenizer import read_tokenizer
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 ASSET = ROOT / "plugins" / "toyexp_recipes" / "assets" / "donor.gguf"

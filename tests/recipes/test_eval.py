@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toyexp.cli import main
-from toyexp.evaldata import kind_of
-from toyexp.images import held_out_mask
-from toyexp.registry import load
+from toyexp.commands.evaldata import kind_of
+from toyexp.commands.line import main
+from toyexp.contract.registry import load
+from toyexp.datasets.images import held_out_mask
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "data.val_fraction=0.2", "model.context=16"]
@@ -259,7 +259,7 @@ def test_bad_words_are_told(words, said, trained, capsys):
 
 def test_a_loss_that_is_no_number_fails(capsys, monkeypatch):
     assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
-    monkeypatch.setattr("toyexp.engine.Session.evaluate", lambda *_: float("nan"))
+    monkeypatch.setattr("toyexp.contract.engine.Session.evaluate", lambda *_: float("nan"))
     capsys.readouterr()
     assert main(["eval", "run", "engine=ggml", "engine.threads=1", "--json"]) == 1
     out, err = capsys.readouterr()

@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
 from toyexp import AdamW, Setup, UserError
-from toyexp.data import Dropout
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import export_tensors, write_adapter
-from toyexp.plan import lora_names
-from toyexp.recipe import start
+from toyexp.contract.data import Dropout
+from toyexp.contract.plan import lora_names
+from toyexp.contract.recipe import start
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import export_tensors, write_adapter
+from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.testing import given
-from toyexp.testing.reference import reference_loss as reference_ops_loss
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_recipes.full import Full
 from toyexp_recipes.lora import Lora

@@ -8,9 +8,9 @@ import pytest
 from tiny import CONTEXT, MODELS, VOCAB, batches, plan
 
 from toyexp import UserError
-from toyexp.cli import main
-from toyexp.engine import Session
-from toyexp.recipe import start
+from toyexp.commands.line import main
+from toyexp.contract.engine import Session
+from toyexp.contract.recipe import start
 from toyexp.testing import RecipeSuite, image_dataset
 from toyexp_models.vit import ViT
 from toyexp_recipes.original import LCG
@@ -184,7 +184,7 @@ def test_warm_draws_the_table_at_the_donors_width_and_then_the_lens(donor):
 
 @pytest.fixture
 def donor(tmp_path):
-    from toyexp.gguf.write import write_model
+    from toyexp.formats.gguf.write import write_model
 
     model = replace(MODELS["llama"], d_model=48, vocab=VOCAB)
     values = {t.name: np.full(t.shape, 0.25, np.float32) for t in model.tensors()}

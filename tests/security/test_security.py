@@ -15,9 +15,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from toyexp.cli import main
-from toyexp.errors import UserError
-from toyexp.foreign import NODE_LIMIT, check_file, escaped
+from toyexp.base.errors import UserError
+from toyexp.commands.line import main
+from toyexp.config.trust import NODE_LIMIT, check_file, escaped
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "toyexp").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")])
@@ -282,8 +282,8 @@ ATTACKS = [
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
     pytest.importorskip("jinja2")
-    from toyexp import chat
-    from toyexp.tokenizer import Bytes
+    from toyexp.text import chat
+    from toyexp.text.tokenizer import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     messages = [{"role": "user", "content": "hello"}]
@@ -306,8 +306,8 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
 )
 def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monkeypatch):
     pytest.importorskip("jinja2")
-    from toyexp import chat
-    from toyexp.tokenizer import Bytes
+    from toyexp.text import chat
+    from toyexp.text.tokenizer import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     began = time.process_time()
@@ -318,8 +318,8 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
 
 def test_a_chat_template_is_not_long():
     pytest.importorskip("jinja2")
-    from toyexp.chat import Template
-    from toyexp.tokenizer import Bytes
+    from toyexp.text.chat import Template
+    from toyexp.text.tokenizer import Bytes
 
     with pytest.raises(UserError, match="more than 65536 characters"):
         Template("x" * 70_000, Bytes(), "model.gguf")
@@ -345,7 +345,7 @@ def test_no_secret_of_the_environment_or_of_git_is_left_in_a_run(tmp_path, monke
 
 
 def test_wandb_has_no_setting_for_a_key():
-    from toyexp.registry import settings_of
+    from toyexp.contract.registry import settings_of
     from toyexp_callbacks.wandb import Wandb
 
     assert {s.name for s in settings_of(Wandb)} == {"mode", "project", "group", "every"}

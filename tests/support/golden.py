@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import quantize
 from requantised import q4_k, requantised
 
-from toyexp.cli import main
+from toyexp.commands.line import main
 
 RECORD = Path(__file__).parents[1] / "golden.json"
 ENGINES = ("cpu", "ggml")

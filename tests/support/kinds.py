@@ -7,8 +7,8 @@ from gguf import GGUFWriter
 from tiny import CONTEXT, VOCAB, write_base
 
 from toyexp import Setup
-from toyexp.gguf.write import write_adapter, write_model
-from toyexp.init import draw
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 

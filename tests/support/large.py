@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
-from toyexp.gguf.encode import encode, tensor_type
-from toyexp.gguf.read import TYPES
-from toyexp.gguf.write import FILE_TYPES, Writer, model_metadata
+from toyexp.formats.gguf.encode import encode, tensor_type
+from toyexp.formats.gguf.read import TYPES
+from toyexp.formats.gguf.write import FILE_TYPES, Writer, model_metadata
 from toyexp_models.llama import Llama
 
 VOCAB, MERGES = 128_000, 280_000

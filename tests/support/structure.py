@@ -144,7 +144,7 @@ class Walk:
 
 def walks() -> dict[str, tuple[int, int]]:
     """Files visited and changes of file: of a run up to what is allocated first, of a whole run, and of going on."""
-    from toyexp.cli import main
+    from toyexp.commands.line import main
 
     found = {}
     common = "model.d_model=32 model.n_layers=1 engine=ggml engine.threads=1 data=text data.path=book.txt batch_size=2"

@@ -7,8 +7,8 @@ import unicodedata
 from pathlib import Path
 
 from toyexp import Tokenizer
-from toyexp.gguf.write import write_model
-from toyexp.init import draw
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.write import write_model
 from toyexp_data.chat import Message
 from toyexp_models.llama import Llama
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from toyexp import Setup
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import Writer, write_model
-from toyexp.init import draw
+from toyexp.contract.values import draw
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.testing import token_dataset
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2

@@ -14,9 +14,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from toyexp import Setup, UserError
-from toyexp.cli import main
-from toyexp.gguf.read import GGUFFile
-from toyexp.gguf.write import write_model
+from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
 from toyexp_data.digits import Digits
 from toyexp_models.vit import ViT, load_vit

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from toyexp.testing.null import NullEngine
-from toyexp.testing.opmodel import OpModel, op_batch, op_plan
-from toyexp.testing.reference import (
+from toyexp.reference.engine import (
     ReferenceOps,
     reference_adamw,
     reference_logits,
     reference_loss,
     reference_slope,
 )
+from toyexp.reference.opmodel import OpModel, op_batch, op_plan
+from toyexp.testing.null import NullEngine
 
 if TYPE_CHECKING:
     from toyexp.testing.suites import (

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp.engine import Batch, Engine, Session, StepMetrics
-from toyexp.hooks import Register, hookimpl
-from toyexp.plan import Plan, PlanTensor
+from toyexp.contract.engine import Batch, Engine, Session, StepMetrics
+from toyexp.contract.hooks import Register, hookimpl
+from toyexp.contract.plan import Plan, PlanTensor
 
 
 @dataclass

@@ -19,23 +19,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from toyexp.bus import Bus, Callback, Run
-from toyexp.data import Data, Dataset, TokenDataset
-from toyexp.engine import Engine, Session, State, StepMetrics
-from toyexp.errors import SessionError, Unavailable, UserError
-from toyexp.gguf.write import export_tensors
-from toyexp.images import ImageDataset
-from toyexp.init import Given
-from toyexp.loop import Training
-from toyexp.model import Model
-from toyexp.optim import AdamW
-from toyexp.plan import Plan, PlanTensor
-from toyexp.recipe import Recipe, Setup, start
-from toyexp.registry import KINDS, check_class, settings_of
+from toyexp.base.errors import SessionError, Unavailable, UserError
+from toyexp.contract.data import Data, Dataset, TokenDataset
+from toyexp.contract.engine import Engine, Session, State, StepMetrics
+from toyexp.contract.model import Model
+from toyexp.contract.optimiser import AdamW
+from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.recipe import Recipe, Setup, start
+from toyexp.contract.registry import KINDS, check_class, settings_of
+from toyexp.contract.values import Given
+from toyexp.datasets.images import ImageDataset
+from toyexp.formats.gguf.write import export_tensors
+from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
+from toyexp.reference.opmodel import CASES, LENGTH, OpModel, op_batch, op_plan
 from toyexp.testing.null import NullEngine
-from toyexp.testing.opmodel import CASES, LENGTH, OpModel, op_batch, op_plan
-from toyexp.testing.reference import reference_adamw, reference_logits, reference_loss, reference_slope
-from toyexp.tokenizer import Bytes
+from toyexp.text.tokenizer import Bytes
+from toyexp.training.bus import Bus, Callback, Run
+from toyexp.training.loop import Training
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
 

@@ -1,0 +1,1 @@
+"""Python, files and words for people; no experiment in it."""

@@ -1,0 +1,68 @@
+"""Whose fault it is: what a plugin raises without meaning to, told in one line that names the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from toyexp.base.errors import PluginFailed, RunFailed, ToyexpError
+from toyexp.base.memory import running_out
+from toyexp.base.packages import broken_requirement
+from toyexp.base.signals import hidden_interrupt
+from toyexp.base.terminal import short
+
+LIMIT = 300  # characters of what an exception says
+
+
+def told(error: BaseException) -> bool:
+    """Whether an error has words of its own for the person who runs this: it was raised on purpose, or by a signal."""
+    return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
+
+
+def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
+    """The error as one of `who`, such as callbacks.sample; one with words of its own as it is.
+
+    It ends in where the traceback stands, or without a log in where it was raised. A package that cannot be loaded is
+    nobody's fault but its own.
+    """
+    if told(error) and isinstance(error, Exception):
+        return error
+    if broken := broken_requirement(error):
+        return RunFailed(str(broken))
+    words = " ".join(str(error).split())
+    said = f"{type(error).__name__}: {words[:LIMIT]}{'...' if len(words) > LIMIT else ''}".removesuffix(": ")
+    failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else _place(error)))
+    failed.__cause__ = error
+    return failed
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+@contextlib.contextmanager
+def blamed(who: str, when: str, log: Path | None = None, **others: object) -> Iterator[None]:
+    """Raises what goes wrong inside as `failure` of `who`, or of one of the `others` whose own code it was in.
+
+    Memory that ran out is told as that; a file that cannot be used names itself.
+    """
+    try:
+        with running_out():
+            yield
+    except OSError as error:
+        if error.filename is None:
+            raise failure(who, when, error, log) from error
+        raise
+    except (Exception, SystemExit) as error:
+        guilty = _guilty(error, others) or who
+        raise failure(guilty, when, error, log) from error.__cause__ if told(error) else error
+
+
+def _guilty(error: BaseException, others: dict[str, object]) -> str | None:
+    """The kind and name of whichever of `others` has the innermost frame of all in its module."""
+    modules = {type(part).__module__: f"{kind}.{getattr(part, 'name', '?')}" for kind, part in others.items()}
+    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return modules.get(str(frames[-1])) if frames else None

@@ -1,0 +1,142 @@
+"""What a person names as a file or a folder has to be one; what else stands there is never opened, or waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from toyexp.base.errors import UserError
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+START = 512  # first bytes of a file, by which is told what it is instead of text
+# How files begin that are met in the place of text, and what makes text of them.
+NOT_TEXT = {
+    b"\x1f\x8b": "it is compressed: gunzip it first",
+    b"BZh": "it is compressed: bunzip2 it first",
+    b"\xfd7zXZ": "it is compressed: unxz it first",
+    b"\x28\xb5\x2f\xfd": "it is compressed: unzstd it first",
+    b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
+    b"\xff\xfe": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+}
+
+
+def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
+    """What stands in the place of a file (or of what else is `wanted`), by its mode; None where it is one."""
+    kind = stat.S_IFMT(mode)
+    if kind == wanted:
+        return None
+    if kind == stat.S_IFIFO and wanted == stat.S_IFREG:  # as <(command) is, and /dev/stdin behind a |
+        return "is a pipe, which can be read only once; write what comes out of it to a file, and name that"
+    return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
+
+
+def absent(path: Path) -> str:
+    """That nothing is there, and where the way to it ends."""
+    if (link := dangling(path)) is not None:
+        return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
+    if not path.is_absolute():
+        return f"not found (looked in {Path.cwd()})"
+    parent = next(p for p in path.parents if p.exists())
+    return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
+
+
+def dangling(path: Path) -> Path | None:
+    """The link on the way to `path`, or at it, that leads to nothing, if one does."""
+    return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
+
+
+def require(path: str | Path, asked: str, *wanted: int) -> Path:
+    """The path, if there is a file (or one of what is `wanted`); UserError that begins with what was `asked`."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{asked}: {absent(Path(path))}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in it
+        raise UserError(f"{asked}: cannot be read: {cause(error)}") from None
+    kinds = wanted or (stat.S_IFREG,)
+    if stat.S_IFMT(mode) not in kinds:
+        raise UserError(f"{asked}: {misfit(mode, kinds[0])}")
+    return Path(path)
+
+
+def made_up(path: Path, size: int) -> bool:
+    """Whether a file lies on no disk: the system makes it up (/proc) when it is read, and says that it is empty."""
+    return not size and path.resolve().is_relative_to("/proc")
+
+
+def require_folder(path: str | Path, asked: str) -> Path:
+    """The path, if there is a folder; UserError that begins with what was `asked`."""
+    return require(path, asked, stat.S_IFDIR)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
+    try:
+        reason = misfit(path.stat().st_mode)
+        descriptor = -1 if reason else os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+    if descriptor >= 0:
+        reason = misfit(os.fstat(descriptor).st_mode)  # of what was opened, whatever has happened in between
+        if not reason:
+            return open(descriptor, "rb")
+        os.close(descriptor)
+    raise UserError(f"{path}: {reason}")
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file, no more than it says it has; UserError for what is none, or cannot be read."""
+    with open_file(path) as file:
+        try:
+            return file.read(os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+        except MemoryError:
+            raise UserError(f"{path}: is larger than the memory that there is") from None
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8, or NUL."""
+    raw = read_file(path)
+    text, nul, _ = raw.partition(b"\0")
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise not_text(path, error.start, raw[error.start], raw[:START]) from None
+    if nul:
+        raise not_text(path, len(text), 0, raw[:START])
+    return decoded
+
+
+def not_text(path: Path, place: int, byte: int, start: bytes) -> UserError:
+    """That a file is no UTF-8 text, or holds a NUL: where, and by its first START bytes, what it is instead."""
+    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None) or _half_nul(start)
+    if byte:
+        hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
+        return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
+    hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if all else is text: tr -d '\\0' takes NULs out"
+    return UserError(f"{path}: no text (byte {place} is NUL); {hint}")
+
+
+def _half_nul(start: bytes) -> str | None:
+    """What to do with UTF-16 without a mark at its beginning: of most languages' letters one byte is NUL."""
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    if max(even, odd) * 4 <= len(start) or min(even, odd) * 8 > max(even, odd):
+        return None
+    return f"it looks like UTF-16: iconv -f UTF-16{'LE' if odd > even else 'BE'} -t UTF-8"
+
+
+def cause(error: OSError | ValueError) -> str:
+    """What the system says."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

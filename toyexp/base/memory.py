@@ -1,0 +1,91 @@
+"""Memory: what this process may still take, and what a run takes at least."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.contract.engine import Engine
+from toyexp.contract.plan import Plan
+
+GROUPS = Path("/sys/fs/cgroup")
+REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
+TO_LOOK = "a smaller batch_size or model.context takes less"  # where nothing is trained
+
+
+def available_bytes() -> int | None:
+    """What the machine, a container and ulimit -v leave to this process; None where the system does not say."""
+    left = list(_left_by_groups())
+    with contextlib.suppress(OSError, KeyError):
+        known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+        left.append(1024 * (int(known["MemAvailable"]) + int(known["SwapFree"])))
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            left.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
+    if not left:
+        with contextlib.suppress(OSError, ValueError):
+            left.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(left, default=None)
+
+
+def _left_by_groups() -> Iterator[int]:
+    """What the control groups (version 2) of this process leave to it, as containers set them."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = GROUPS / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(GROUPS) and (limit := _read(group / "memory.max")) is not None:
+                cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                yield max(limit - (_read(group / "memory.current") or 0) + int(cache[1] if cache else 0), 0)
+
+
+def _read(path: Path) -> int | None:
+    """The number in a file; None for one that is not there or says `max`."""
+    text = path.read_text().strip() if path.is_file() else "max"
+    return None if text == "max" else int(text)
+
+
+def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
+    """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
+
+    That is one step's batch, and the trainable tensors with their gradients and moments in float32 (of a device with
+    memory of its own: the largest of them, which passes through the machine's). Activations come on top.
+    """
+    rows = plan.rows * plan.accumulate
+    batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
+    sizes = [4 * t.size for t in plan.trainable]
+    weights = max(sizes, default=0) if engine.own_memory else 4 * sum(sizes)
+    left = available_bytes()
+    if left is not None and batch + weights > left:
+        parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and AdamW take")]
+        most, what = max(parts)
+        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+@contextlib.contextmanager
+def running_out(remedy: str = REMEDY) -> Iterator[None]:
+    """Turns the many ways to say that memory ran out into RunFailed with the `remedy`."""
+    try:
+        yield
+    except MemoryError as error:
+        raise RunFailed(f"out of memory ({str(error) or 'no more was given'}); {remedy}") from error
+    except RuntimeError as error:  # PyTorch says it in words alone
+        if not re.search(r"out of memory|allocate memory", str(error)):
+            raise
+        told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise RunFailed(f"out of memory ({printable(told, 160)}); {remedy}") from error

@@ -1,0 +1,137 @@
+"""Packages that may be missing or broken: whoever imports one says in one line why it cannot.
+
+with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
+    from PIL import Image
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from toyexp.base.errors import Broken, Unavailable, UserError, printable
+from toyexp.base.signals import hidden_interrupt
+
+# Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
+_broken: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
+    """Stands around the imports of an optional package, and whatever shows that it works.
+
+    Raises Unavailable, with `how` to install it, when it is not there, and Broken, with the reason, when it is and
+    something in the block raised. `distribution` is what pip calls the package, if not the same.
+    """
+    title = distribution or package
+    if package in _broken:
+        raise broken(title, _broken[package])
+    try:
+        yield
+        _require_whole(package)
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            raise Unavailable(f"{title} is not installed: {how}") from None
+        raise _found_broken(package, title, error) from None
+    except (Exception, SystemExit) as error:
+        raise hidden_interrupt(error) or _found_broken(package, title, error) from None
+
+
+def _found_broken(package: str, title: str, error: BaseException) -> Broken:
+    _broken[package] = why(error)
+    return broken(title, _broken[package])
+
+
+def broken(distribution: str, reason: str) -> Broken:
+    """What to say of a package that is installed and cannot be loaded."""
+    fact = f"{distribution} is installed but cannot be loaded ({reason})"
+    return Broken(fact, f"install it again: pip install --force-reinstall {distribution}")
+
+
+def _require_whole(package: str) -> None:
+    module = sys.modules.get(package)
+    if left := _left(getattr(module, "__spec__", None)):
+        raise ImportError(left)
+
+
+def _left(spec: ModuleSpec | None) -> str:
+    """What is wrong with a package that is only a folder, which Python imports too; else empty."""
+    if not isinstance(spec, ModuleSpec) or spec.origin is not None:
+        return ""
+    return f"{next(iter(spec.submodule_search_locations or ()), spec.name)} holds no __init__.py"
+
+
+def why(error: BaseException) -> str:
+    """What went wrong while something was loaded, in one line."""
+    while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps a page of advice around it
+        error = error.__cause__
+    words = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return words
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"there is no module {error.name}{_importer(error)}"
+    owner = error.obj if isinstance(error, AttributeError) else None
+    if isinstance(owner, ModuleType) and owner.__spec__ is not None:
+        words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
+    return printable(f"{type(error).__name__}: {words}", 300)
+
+
+def _importer(error: BaseException) -> str:
+    """Which line of which file asked for a module that is not there, if one did."""
+    import traceback  # deferred: nearly every command imports this module, and few plugins are broken
+
+    asked = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    if not asked or Path(asked[-1].filename).is_relative_to(Path(__file__).parents[1]):
+        return ""
+    return f" ({Path(asked[-1].filename).name}, line {asked[-1].lineno}, imports it)"
+
+
+@contextlib.contextmanager
+def told_by(who: str) -> Iterator[None]:
+    """Says who it is that needs what is not here."""
+    try:
+        yield
+    except Unavailable as reason:
+        if str(reason).startswith(who):  # as where one of its settings asks for it
+            raise
+        raise Unavailable(f"{who}: {reason}") from None
+
+
+@functools.cache
+def why_not_apart(package: str) -> str | None:
+    """Why a process of its own cannot import a package, or None when it can: for one that may end its process."""
+    import subprocess  # deferred: every command imports this module, and few ask for it
+
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return "is not installed"
+    command = [sys.executable, "-P", "-c", f"import {package}"]
+    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if run.returncode == 0 and not _left(spec):
+        return None
+    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+    reason = _left(spec) or (lines or [f"its import ended with {run.returncode}"])[-1]
+    return f"is installed but cannot be loaded ({printable(reason, 300)})"
+
+
+def broken_requirement(error: BaseException) -> Broken | None:
+    """What to say of an error that came out of the import of a package, wherever that stood; None of any other."""
+    from importlib.metadata import entry_points, packages_distributions
+
+    plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
+    known = packages_distributions()
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and name in known and name not in plugins:
+            found = known[name][0]
+    if found is None and isinstance(error, ModuleNotFoundError) and error.name:
+        return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
+    return broken(found, why(error)) if found else None

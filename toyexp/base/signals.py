@@ -1,0 +1,188 @@
+"""Signals that end a run or have it save: noted, raised where that is safe, and heard while native code is busy.
+
+And limits of time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+from toyexp.base.errors import UserError, printable
+
+T = TypeVar("T")
+
+ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
+
+
+def ending() -> list[signal.Signals]:
+    """The signals that end a run. SIGHUP, of a terminal that is closed, is not one where it was ignored (`nohup`).
+
+    Raises UserError for an environment that says something else of SIGUSR1 than `save` or `end`.
+    """
+    asked = os.environ.get(ON_USR1, "save")
+    if asked not in ("save", "end"):
+        raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return numbers + ([signal.SIGUSR1] if asked == "end" else [])
+
+
+class Signals:
+    """The first signal that ends: raised as Interrupted, or once steps are taken, noted until the step is done.
+
+    A second one acts at once.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._count = 0
+        self._patient = False
+        self._asked_to_save = False
+        self._last_word: tuple[Interrupted | None] | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls."""
+        self._number = self._number or number
+        self._count += 1
+        if self._count > 1 or not self._patient:
+            raise Interrupted(number)
+
+    def ask_to_save(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls on SIGUSR1."""
+        self._asked_to_save = True
+
+    def should_save(self) -> bool:
+        """Whether that was asked for since the last call."""
+        asked, self._asked_to_save = self._asked_to_save, False
+        return asked
+
+    def wait_for_the_step(self) -> None:
+        """From now on a signal is only noted."""
+        self._patient = True
+
+    def caught(self) -> bool:
+        """Whether one came."""
+        return bool(self._number)
+
+    def count(self) -> int:
+        """How many came."""
+        return self._count
+
+    def last_word(self) -> Interrupted | None:
+        """The one that came before this was first asked: a later one finds the run over, and changes no more of it."""
+        if self._last_word is None:
+            self._last_word = (Interrupted(self._number) if self._number else None,)
+        return self._last_word[0]
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Signals]:
+    """Gives the signals of a run to a Signals; outside the main thread they are someone else's and are left alone."""
+    signals = Signals()
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = dict.fromkeys(ending(), signals.handle)
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+        handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)
+    previous = {}
+    try:
+        for number, handle in handlers.items():
+            previous[number] = signal.signal(number, handle)
+    except ValueError:  # not the main thread
+        yield signals
+        return
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
+    """The signal in the middle of which `error` was raised, by code whose clean-up expects to have got further."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float, error: BaseException) -> Iterator[None]:
+    """Raises `error` once this process has computed for so long in the block; outside the main thread it never does."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    try:
+        previous = signal.signal(signal.SIGVTALRM, handle)
+    except ValueError:  # not the main thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+_abandoned = False  # whether a thread still works for someone who was interrupted
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """The result of `work`, for native code that returns late: done in a thread, so that a signal acts meanwhile."""
+    global _abandoned
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="work", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)  # a signal may wake another thread than this one
+    except BaseException:
+        _abandoned = True
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def end_process(code: int) -> int:
+    """The exit code; with an abandoned thread, ends the process here.
+
+    The interpreter would end that thread wherever it asks for the lock again, which aborts the process inside Rust.
+    """
+    if _abandoned:
+        _exit_now(code)
+    return code
+
+
+def _exit_now(code: int) -> NoReturn:
+    atexit._run_exitfuncs()  # temporary directories, log files
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

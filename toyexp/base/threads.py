@@ -1,0 +1,84 @@
+"""How many threads a computation may use, and how they wait for one another."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from toyexp.base.errors import UserError
+from toyexp.commands.options import is_whole
+from toyexp.contract.bounds import MOST
+
+_CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
+
+
+MOST_THREADS = 512  # that ggml takes; of OpenMP's too many ends the process
+
+CORES = "TOYEXP_CORES"  # how many of the machine's cores a process shall use: jobs side by side each have their share
+
+
+def available_cores() -> int:
+    """Cores this process shall use: those it may run on, or fewer where TOYEXP_CORES says so; 0 and "" mean all.
+
+    Raises UserError where it says anything else.
+    """
+    given = os.environ.get(CORES, "") or "0"
+    if not is_whole(given, 0, MOST):
+        raise UserError(f"{CORES}={given}: takes how many cores to use, from 1; 0, or nothing, for all")
+    return min(int(given) or MOST, machine_cores())
+
+
+def machine_cores() -> int:
+    """Cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux can tell
+        return os.cpu_count() or 1
+
+
+def calm_threads() -> None:
+    """Lets GNU OpenMP's threads spin less at barriers, unless the user chose; call it before a library loads OpenMP.
+
+    They spin for milliseconds by default. With one other busy process on two cores that made a nano run on torch 20 to
+    50 times slower; this much spinning costs an idle machine about 5 %.
+    """
+    if not _CHOSEN_BY & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "5000"
+
+
+def check_threads(threads: int) -> None:
+    """Raises UserError for a number of threads that cannot be, where 0 means as many as there are cores."""
+    if not 0 <= threads <= MOST_THREADS:
+        raise UserError(f"engine.threads={threads}: must be from 0 (all cores) to {MOST_THREADS}")
+
+
+def counted(threads: int) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{threads} thread{'' if threads == 1 else 's'}"
+
+
+def crowding(threads: int) -> str:
+    """A short remark when so many threads would share their cores, with each other or with other processes; else empty.
+
+    ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
+    """
+    cores = machine_cores()
+    if threads > cores:
+        return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
+    busy = cores
+    for _ in range(3):  # one moment says little: only what goes on is a crowd
+        busy = min(busy, _running())
+        if threads == 1 or threads + busy <= cores:
+            return ""
+        time.sleep(0.005)
+    return f"{busy} of {cores} cores busy; engine.threads={max(1, cores - busy)} may be faster"
+
+
+def _running() -> int:
+    """Processes other than this one that run right now; 0 where the system does not tell."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return running - 1

@@ -1,0 +1,194 @@
+"""What `toyexp bench` compares: engines and bare loops, as things that take training steps.
+
+Run as a program it opens one of them alone, so that memory and the wait for the first step can be told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.threads import available_cores, counted
+from toyexp.commands.variants import Variant, prepare_variants
+from toyexp.contract.engine import Batch
+from toyexp.contract.recipe import start
+from toyexp.contract.registry import Registry, load
+
+STEPS_ALONE = 3  # the later ones may want memory that the first did not
+BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
+
+
+class Stepper(Protocol):
+    """A model and its optimiser, ready to train."""
+
+    note: str  # versions, device and threads
+
+    def step(self, batch: Batch) -> float:
+        """One training step; returns the loss, so that its work is done."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+class EngineStepper:
+    """An engine's session."""
+
+    def __init__(self, variant: Variant):
+        prepared = variant.prepared
+        self._session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
+        self._adamw = prepared.adamw
+        self._steps = 0
+        facts = self._session.describe()
+        device = prepared.config.engine_note.partition(": ")[2].split(", ")
+        threads = [counted(facts["threads"])] if "threads" in facts else []
+        # An engine may say the same twice.
+        note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
+        self.note = "; ".join((note, *prepared.config.engine.advice()))
+
+    def step(self, batch: Batch) -> float:
+        """One step, with the numbers that AdamW has for it."""
+        hp = self._adamw.hp_for_step(self._steps)
+        self._steps += 1
+        return self._session.step(batch, hp).loss
+
+    def memory(self) -> dict[str, int]:
+        """What the session tells about memory, such as that of its device."""
+        return {name: value for name, value in self._session.describe().items() if name.endswith("_bytes")}
+
+    def close(self) -> None:
+        """Closes the session."""
+        self._session.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine or a baseline, before anything of it is read or imported."""
+
+    name: str
+    settings: list[str]  # with engine=<this one>
+    modules: list[str]  # local plugins
+    file: str = ""  # of a baseline
+
+    def prepare(self, registry: Registry) -> tuple[Variant, Callable[[], Stepper]]:
+        """Reads the settings and imports what they need; what is returned beside the variant opens it."""
+        (variant,) = prepare_variants(self.settings, registry, self.modules)
+        if not self.file:
+            return variant, lambda: EngineStepper(variant)
+        make = {baseline.name: baseline for baseline in _load_file(Path(self.file)).BASELINES}[self.name]
+        prepared = variant.prepared
+        threads = getattr(prepared.config.engine, "threads", 0) or available_cores()
+        return variant, lambda: make(prepared.plan, prepared.adamw, threads)
+
+
+def baselines(settings: Sequence[str], modules: Sequence[str]) -> Iterator[tuple[str, Entry | str]]:
+    """The baselines by name, each as an entry or as the reason why there is none.
+
+    Every file in BASELINES lists its classes, whose constructors take (plan, adamw, threads), and names the engine
+    whose library it uses: the process that measures one alone must import no other.
+    """
+    if not BASELINES.is_dir():
+        raise UserError(
+            "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
+            "where they are tests/benchmarks/baselines/"
+        )
+    # Of the engines' settings only the threads mean something to all.
+    kept = [s for s in settings if not s.startswith(("engine=", "engine.")) or s.startswith("engine.threads=")]
+    for path in sorted(BASELINES.glob("*.py")):
+        try:
+            module = _load_file(path)
+        except ImportError as error:
+            yield path.stem.replace("_", " "), str(error)
+            continue
+        for baseline in module.BASELINES:
+            yield baseline.name, Entry(baseline.name, [*kept, f"engine={module.ENGINE}"], list(modules), str(path))
+
+
+def _load_file(path: Path) -> Any:
+    """The module in a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- alone in a process ---------------------------------------------------------------------------------------------
+
+
+def alone(entry: Entry) -> dict[str, float]:
+    """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
+
+    first_step_seconds count from the process's start; peak_rss_bytes are the most it held, beyond_import_bytes those
+    of them that came after everything was imported; and what the session itself tells.
+    """
+    command = [sys.executable, "-m", "toyexp.commands.bench_stepper", json.dumps(asdict(entry))]
+    with tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            try:
+                process.stdout.readline()
+                seconds = time.perf_counter() - began
+                told = process.stdout.read()
+            except BaseException:  # interrupted: nobody waits for it any more
+                process.kill()
+                raise
+        if process.returncode:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            raise RunFailed(f"{entry.name}: in a process of its own: {last}; --no-memory leaves this out")
+    return {"first_step_seconds": seconds, **json.loads(told)}
+
+
+def main(words: Sequence[str]) -> None:
+    """Opens the one entry in `words`, writes a line after its first step, and its memory at the end."""
+    from toyexp.config.schema import store_schemas
+
+    entry = Entry(**json.loads(words[0]))
+    registry = load(entry.modules)
+    store_schemas(registry)
+    variant, open_stepper = entry.prepare(registry)
+    imported, before = memory_bytes()
+    forget_peak()
+    stepper = open_stepper()
+    for k in range(STEPS_ALONE):
+        stepper.step(variant.prepared.batches.batch(k))
+        if k == 0:
+            sys.stdout.write("first step\n")
+            sys.stdout.flush()
+    _, peak = memory_bytes()
+    own = stepper.memory() if isinstance(stepper, EngineStepper) else {}
+    json.dump({"peak_rss_bytes": max(peak, before), "beyond_import_bytes": peak - imported, **own}, sys.stdout)
+    stepper.close()
+
+
+def memory_bytes() -> tuple[int, int]:
+    """What this process holds, and the most it held; where the system tells only the latter, that twice."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, whose getrusage starts at the peak of the process that started this one
+        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", status.read_text()))
+        return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, peak
+
+
+def forget_peak() -> None:
+    """Lets the peak begin anew where the system can: reading data may have needed more for a moment."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

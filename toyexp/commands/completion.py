@@ -1,0 +1,322 @@
+"""What may come next on a command line: what TAB offers.
+
+All of it is read off the tables that the command line itself goes by. Nothing is opened but toyexp's own conf/ and
+what is given with --config-dir; below the working directory files are listed, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toyexp.commands.options import PROBE, Tables
+from toyexp.contract.registry import KINDS, Registry, Setting, conf_dir, load, settings_of
+
+PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
+RUNS = 20  # the newest of them are offered
+SHELLS = ("bash", "fish", "zsh")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A word that may stand where the cursor is."""
+
+    text: str
+    help: str = ""
+    more: bool = False  # something has to follow, without a space
+    path: bool = False
+
+
+def complete(words: Sequence[str]) -> list[Candidate]:
+    """What the last of the words behind `toyexp` may become; it may be empty."""
+    *before, word = words
+    command = before[0] if before and before[0] in _commands() else None
+    line = Line(before, word)
+    found = line.of_command(command) if command else line.of_run()
+    unique: dict[str, Candidate] = {}
+    for candidate in found:
+        if candidate.text.startswith(word):
+            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run is a directory that is wanted itself
+    return sorted(unique.values(), key=lambda c: c.text)
+
+
+def _commands() -> Mapping[str, Any]:
+    from toyexp.commands.registered import COMMANDS
+
+    return COMMANDS
+
+
+def flags() -> tuple[set[str], dict[str, tuple[str, ...]]]:
+    """The flags of a run that take nothing, and those that take a value, with its choices."""
+    from toyexp.commands.line import FLAGS
+
+    values = {flag: takes for flag, takes in FLAGS.items() if takes is not None}
+    return {*(FLAGS.keys() - values.keys()), "--help", "--version"}, values
+
+
+def tables(command: str) -> Tables:
+    """The options of a sub-command, as it is about to read them; none of one that reads no options."""
+    with contextlib.redirect_stdout(None):
+        try:
+            _commands()[command]([PROBE])
+        except Tables as found:
+            return found
+        except Exception:  # it refuses the word in its own way
+            pass
+    return Tables((), {})
+
+
+class Line:
+    """The words before the cursor, and the one at it."""
+
+    def __init__(self, before: Sequence[str], word: str):
+        self.before, self.word = before, word
+        self._registry: Registry | None = None
+
+    @property
+    def registry(self) -> Registry:
+        """All plugins that are installed."""
+        self._registry = self._registry or load()
+        return self._registry
+
+    # -- which kind of word ------------------------------------------------------------------------------------------
+
+    def of_run(self) -> Iterator[Candidate]:
+        """A run or sweep: flags, settings, and at first the commands."""
+        from toyexp.commands.line import SHORT
+
+        switches, values = flags()
+        last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
+        flag, equals, value = self.word.partition("=")
+        if last in values:
+            yield from self._flag_value(last, values[last], self.word)
+        elif equals and flag in values:
+            yield from (replace(c, text=f"{flag}={c.text}") for c in self._flag_value(flag, values[flag], value))
+        elif self.word.startswith("-"):
+            yield from map(Candidate, (*switches, *values))
+        else:
+            if not self.before:
+                yield from (Candidate(n, _first_line(command)) for n, command in _commands().items())
+            yield from self.settings()
+
+    def of_command(self, command: str) -> Iterator[Candidate]:
+        """A sub-command: its options, and what it takes beside them."""
+        from toyexp.commands.registered import TAKES
+
+        options = tables(command)
+        flag, equals, _ = self.word.partition("=")
+        last = self.before[-1]
+        if last in options.values:
+            yield from self._option_value(last, options.values[last], self.word)
+        elif equals and flag in options.values:
+            given = self._option_value(flag, options.values[flag], self.word[len(flag) + 1 :])
+            yield from (replace(c, text=f"{flag}={c.text}") for c in given)
+        elif self.word.startswith("-"):
+            yield from map(Candidate, (*options.switches, *options.values, "--help"))
+        else:
+            for kind in TAKES.get(command, "file settings").split():
+                yield from self._rest(kind)
+
+    def _rest(self, kind: str) -> Iterator[Candidate]:
+        match kind:
+            case "settings":
+                yield from self.settings()
+            case "names":
+                yield from (Candidate(n, o.help) for offers in self.registry.offers.values() for n, o in offers.items())
+            case "shells":
+                yield from map(Candidate, SHELLS)
+            case "directory":
+                yield from paths(self.word, ("/",))
+            case "file":
+                yield from runs()
+                yield from paths(self.word, (".gguf",))
+
+    def _flag_value(self, flag: str, choices: Iterable[str], word: str) -> Iterator[Candidate]:
+        if choices:
+            yield from map(Candidate, choices)
+        elif flag == "--config-name":
+            yield from (Candidate(p.stem) for d in self._config_dirs() for p in d.glob("*.yaml"))
+        elif flag == "--package":
+            yield from (Candidate(key) for key in (*self._top_level(), *self._groups()))
+        else:
+            yield from paths(word, ("/",))
+
+    def _option_value(self, flag: str, example: str, word: str) -> Iterator[Candidate]:
+        """What an option takes, told by its example in the table: a file has a suffix."""
+        if flag == "--engine":
+            from toyexp.commands.generate import LLAMA_CPP
+
+            yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
+        elif flag == "--type":
+            from toyexp.commands.export import FOLDERS
+            from toyexp.formats.gguf.encode import FILE_TYPES
+
+            yield from map(Candidate, (*FILE_TYPES, *FOLDERS))
+        elif Path(example).suffix and not example[0].isdigit():
+            yield from paths(word)
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def settings(self) -> Iterator[Candidate]:
+        """`key=value`, as far as it is typed: keys, or values of the key."""
+        key, equals, value = self.word.partition("=")
+        if equals:
+            for c in self._values(key.lstrip("+~"), value):
+                yield replace(c, text=f"{key}={c.text}")
+            return
+        prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
+        found = self._dropped() if prefix == "~" else self._keys(self.word[len(prefix) :])
+        yield from (replace(c, text=prefix + c.text) for c in found)
+
+    def _keys(self, word: str) -> Iterator[Candidate]:
+        """Keys, and of those with a dot only what the part before it holds."""
+        group, dot, rest = word.partition(".")
+        if not dot:
+            for name in self._groups():
+                yield Candidate(f"{name}=", more=True)
+                if name != "experiment":
+                    yield Candidate(f"{name}.", more=True)
+            top = self._top_level()
+            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items() if "." not in key)
+            yield from (Candidate(f"{key.partition('.')[0]}.", more=True) for key in top if "." in key)
+        elif group not in self._groups():
+            top = self._top_level()
+            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items())
+        elif group == "callbacks" and "." not in rest:
+            offers = self.registry.offers["callbacks"]
+            yield from (Candidate(f"callbacks.{n}.", o.help, True) for n, o in offers.items() if settings_of(o.cls))
+        else:
+            found = self._settings_in(word.rpartition(".")[0])
+            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in found)
+
+    def _dropped(self) -> Iterator[Candidate]:
+        return (Candidate(f"callbacks.{name}", offer.help) for name, offer in self.registry.offers["callbacks"].items())
+
+    def _values(self, key: str, value: str) -> Iterator[Candidate]:
+        if key in self._groups():
+            yield from self._named(key, value)
+            return
+        for known, setting in (*self._top_level().items(), *self._settings_in(key.rpartition(".")[0])):
+            if known != key:
+                continue
+            choices, suffixes = values_of(setting)
+            yield from map(Candidate, choices)
+            if "run's directory" in setting.comment:
+                yield from runs()
+            if suffixes is not None:
+                yield from paths(value, suffixes)
+
+    def _named(self, kind: str, value: str) -> Iterator[Candidate]:
+        """Names of a group: alone, in a list, or between the commas of a sweep."""
+        head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
+        typed = re.split(r"[\[,]", head)
+        found = [c for c in self._choices(kind) if c.text not in typed]
+        for c in found:
+            if not head.startswith("["):
+                yield replace(c, text=head + c.text)
+            elif [f for f in found if (head + f.text).startswith(value)] == [c]:  # what may stand behind it
+                yield from (replace(c, text=f"{head}{c.text}{end}", more=end == ",") for end in "],")
+            else:
+                yield replace(c, text=head + c.text, more=True)
+
+    # -- the tables --------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> list[str]:
+        return [*KINDS, "optim", "experiment"]
+
+    def _config_dirs(self) -> list[Path]:
+        from toyexp.commands.line import SHORT
+
+        pairs = zip(self.before, self.before[1:], strict=False)
+        given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
+        return [*map(Path, given), conf_dir()]
+
+    def _choices(self, kind: str) -> list[Candidate]:
+        """What a group may be: plugins, and the presets of the config directories."""
+        offers = {name: offer.help for name, offer in self.registry.offers.get(kind, {}).items()}
+        extra = {"engine": {"auto": "The best engine that works here."}, "optim": {"adamw": ""}}.get(kind, {})
+        roots = [d / kind for d in self._config_dirs()]
+        presets = {p.relative_to(root).with_suffix("").as_posix(): "" for root in roots for p in root.rglob("*.yaml")}
+        return [Candidate(name, text) for name, text in {**presets, **extra, **offers}.items()]
+
+    def _top_level(self) -> dict[str, Setting]:
+        """The keys of conf/config.yaml, with those below `sweep` and `hydra`."""
+        return {key: setting for key, setting in top_level() if not key.startswith(("defaults", "hydra.output"))}
+
+    def _settings_in(self, where: str) -> list[tuple[str, Setting]]:
+        """A group's settings, of what is chosen on this line or of all that could be, by their whole keys."""
+        kind, _, name = where.partition(".")
+        if kind == "optim":
+            from toyexp.contract.optimiser import Optim
+
+            return [(f"optim.{s.name}", s) for s in settings_of(Optim)]
+        offers = self.registry.offers.get(kind, {})
+        chosen = name or next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
+        classes = [offers[chosen].cls] if chosen in offers else [] if name else [o.cls for o in offers.values()]
+        return [(f"{where}.{s.name}", s) for cls in classes for s in settings_of(cls)]
+
+
+def top_level() -> Iterator[tuple[str, Setting]]:
+    """Every key of conf/config.yaml by its whole name, with its default as it stands there, and its comment."""
+    under: list[str] = []
+    for line in (conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines():
+        key, _, comment = line.partition("#")
+        name, colon, value = key.strip().partition(":")
+        if colon and not name.startswith("-"):
+            under[(len(line) - len(line.lstrip())) // 2 :] = [name]
+            kind = "bool" if value.strip() in ("true", "false") else "str"
+            if value.strip():
+                yield ".".join(under), Setting(name, kind, value.strip(), comment.strip())
+
+
+def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
+    """What a setting takes, by its type and the comment behind it: `one | other (why) | a GGUF file`.
+
+    These are its choices, and the suffixes of the files that it takes: none for any file, None where it takes no path.
+    """
+    if setting.type.startswith("bool"):
+        return ["true", "false"], None
+    if not setting.type.startswith("str"):
+        return [], None
+    comment = re.sub(r"\(.*?\)", "", setting.comment)
+    first, *others = comment.split(" | ")
+    words = [first.split()[-1], *(other.split()[0] for other in others)] if others else []
+    choices = [word.strip(":,;.") for word in words if word != "a"]
+    kinds = set(PATH.findall(comment)) | ({"directory"} if setting.name == "dir" else set())
+    if not kinds or not (choices or setting.name == "dir" or setting.default in (None, "", "null")):
+        return choices, None
+    return choices, (".gguf",) if "GGUF" in kinds else () if "file" in kinds else ("/",)
+
+
+def _first_line(command: object) -> str:
+    return (command.__doc__ or "").strip().splitlines()[0]
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------------------
+
+
+def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
+    """What a path may become: directories, and the files with one of the suffixes, or all of them without any."""
+    folder, slash, start = word.rpartition("/")
+    with contextlib.suppress(OSError), os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+        for entry in entries:
+            if not entry.name.startswith(start) or entry.name.startswith(".") > start.startswith("."):
+                continue
+            if entry.is_dir():
+                yield Candidate(f"{folder}{slash}{entry.name}/", more=True, path=True)
+            elif not suffixes or entry.name.endswith(tuple(suffixes)):
+                yield Candidate(folder + slash + entry.name, path=True)
+
+
+def runs() -> list[Candidate]:
+    """The newest runs below outputs/."""
+    with contextlib.suppress(OSError):
+        found = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
+        newest = sorted(found, key=lambda p: p.name, reverse=True)[:RUNS]
+        return [Candidate(str(path), f"a run of {path.parent.name}", path=True) for path in newest]
+    return []

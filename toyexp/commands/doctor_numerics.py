@@ -1,0 +1,215 @@
+"""A device's self-test: each op's values and gradients, and a short training, against float64 on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from toyexp.base.errors import Unavailable, UserError, choose
+from toyexp.contract.engine import Batch, Engine
+from toyexp.contract.optimiser import AdamW
+from toyexp.contract.plan import Plan
+from toyexp.contract.registry import Registry
+from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss
+from toyexp.reference.opmodel import CASES, op_batch, op_plan
+
+Arrays = Mapping[str, np.ndarray]
+
+# By the type that an engine's products round to: the largest relative error of values, and of gradients. Where weights
+# have moved to may be off by ten times as much: AdamW makes steps of one size from small gradients and large ones.
+TOLERANCES = {
+    "float64": (1e-6, 1e-6),  # what is compared is handed over in float32
+    "float32": (1e-4, 5e-4),
+    "tf32": (5e-3, 5e-3),
+    "float16": (1e-2, 1e-2),
+    "bfloat16": (5e-2, 5e-2),
+}
+ADAPTED = (("matmul", "lens"), ("bias", "lora"))
+STEPS, CLIP = 3, 0.5
+TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an op should compute, in float64."""
+
+    name: str
+    plan: Plan
+    batch: Batch
+    loss: float
+    logits: np.ndarray
+    gradients: Arrays
+
+
+@dataclass(frozen=True)
+class Line:
+    """How far an engine was off."""
+
+    name: str
+    values: float  # relative to the largest
+    gradients: float  # of the worst tensor, in norm; of a training, the weights, relative to how far they moved
+    tolerances: tuple[float, float]
+    failure: str = ""  # what it raised instead
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was within the tolerances; what is no number was not."""
+        return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
+
+
+def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
+    """The engines that the labels name; without any, all that work here, and the first other one that is emulated."""
+    from toyexp.config.build import engine_of
+
+    if labels:
+        return [(label, engine_of(label, registry)) for label in labels]
+    found: list[tuple[str, Engine]] = []
+    emulated = False
+    for offer in registry.engines():
+        try:
+            found.append((offer.name, engine_of(offer.name, registry)))
+        except Unavailable:
+            if not emulated and "emulate" in getattr(offer.cls, "__dataclass_fields__", {}):
+                emulated, label = True, f"{offer.name}:emulate=true"
+                found.append((label, engine_of(label, registry)))
+    if not found:
+        raise UserError("doctor --numerics: no engine works here; `toyexp doctor` says why and what to install")
+    return found
+
+
+def expectations() -> list[Expected]:
+    """Of every op, and of the adapters."""
+    return [_expected(case, adapter) for case, adapter in [*((c, None) for c in CASES), *ADAPTED]]
+
+
+def _expected(case: str, adapter: str | None) -> Expected:
+    plan, batch = op_plan(case, adapter), op_batch(case=case)
+    values = {t.name: plan.initial(t) for t in plan.tensors}
+    gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
+    loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
+    return Expected(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients)
+
+
+def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
+    """The loss's gradient by one tensor, number by number, by central differences in float64."""
+    moved = values[name].astype(np.float64)
+    wide = {**values, name: moved}
+    found = np.empty(moved.shape)
+    for i, value in enumerate(moved.flat):
+        moved.flat[i] = value + h
+        above = reference_loss(plan, wide, batch)
+        moved.flat[i] = value - h
+        below = reference_loss(plan, wide, batch)
+        moved.flat[i] = value
+        found.flat[i] = (above - below) / (2 * h)
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A short training as it should go, in float64."""
+
+    name: str
+    plan: Plan
+    adamw: AdamW
+    losses: Sequence[float]
+    start: Arrays
+    end: Arrays
+
+
+def trainings() -> list[Trained]:
+    """In both modes of AdamW, with a gradient that is clipped and weights that decay."""
+    return [_trained(replace(mode, lr=0.01, weight_decay=0.1)) for mode in (AdamW.for_from_scratch(), AdamW.for_lora())]
+
+
+def _trained(adamw: AdamW) -> Trained:
+    plan = op_plan(TRAINED, grad_clip=CLIP)
+    start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
+    weights = dict(start)
+    moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
+    losses = []
+    for step in range(STEPS):
+        batch, hp = op_batch(seed=step, case=TRAINED), adamw.hp_for_step(step)
+        losses.append(reference_loss(plan, weights, batch))
+        gradients = {n: gradient(plan, weights, batch, n) for n in weights}
+        clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
+        for name, g in gradients.items():
+            weights[name], *pair = reference_adamw(weights[name], clip * g, *moments[name], hp)
+            moments[name] = pair[0], pair[1]
+    return Trained(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
+
+
+def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) -> Iterator[Line]:
+    """One line for each op and training; what an engine raises fails its line and no other."""
+    precision = engine.rounds_to()
+    if precision not in TOLERANCES:
+        raise UserError(f"engine={engine.name}: rounds_to() is {precision!r}; {choose(precision, TOLERANCES)}")
+    values, gradients = TOLERANCES[precision]
+    for op in ops:
+        yield _line(op.name, (values, gradients), partial(_op_errors, engine, op))
+    for run in runs:
+        yield _line(run.name, (values, 10 * gradients), partial(_training_errors, engine, run))
+
+
+def _line(name: str, tolerances: tuple[float, float], measure: Callable[[], tuple[float, float]]) -> Line:
+    try:
+        return Line(name, *measure(), tolerances)
+    except Exception as error:  # whatever an engine raises, the other lines are still worth reading
+        return Line(name, math.inf, math.inf, tolerances, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _op_errors(engine: Engine, one: Expected) -> tuple[float, float]:
+    with engine.realize(one.plan) as session:
+        session.build()
+        logits, loss = session.logits(one.batch), session.evaluate([one.batch])
+        gradients = session.gradients(one.batch)
+    scale = norm(*one.gradients.values())
+    return (
+        worst(np.abs(logits - one.logits).max() / np.abs(one.logits).max(), abs(loss - one.loss) / abs(one.loss)),
+        # A tensor whose true gradient is next to nothing is held against the whole.
+        worst(*(norm(gradients[n] - g) / max(norm(g), 1e-3 * scale) for n, g in one.gradients.items())),
+    )
+
+
+def _training_errors(engine: Engine, run: Trained) -> tuple[float, float]:
+    with engine.realize(run.plan) as session:
+        session.build()
+        losses = [
+            session.step(op_batch(seed=step, case=TRAINED), run.adamw.hp_for_step(step)).loss for step in range(STEPS)
+        ]
+        weights = {name: session.download(name) for name in run.start}
+    return (
+        worst(*(abs(a - b) / abs(b) for a, b in zip(losses, run.losses, strict=True))),
+        worst(*(norm(weights[n] - w) / norm(w - run.start[n]) for n, w in run.end.items())),
+    )
+
+
+def norm(*arrays: np.ndarray) -> float:
+    """The Euclidean norm of all numbers together."""
+    return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
+
+
+def worst(*errors: float) -> float:
+    """The largest; NaN when one is."""
+    return float(np.max(np.array(errors, np.float64)))
+
+
+def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
+    """For a person."""
+    passed = sum(line.passed for line in lines)
+    width = max(len(line.name) for line in lines)
+    rows = [
+        f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}",
+        f"  {'op':<{width}}  {'values':>7}  {'at most':>7}  {'gradients':>9}  {'at most':>7}",
+    ]
+    for line in lines:
+        verdict = "PASS" if line.passed else f"FAIL  {line.failure}".rstrip()
+        most = [f"{tolerance:.0e}" for tolerance in line.tolerances]
+        rows.append(
+            f"  {line.name:<{width}}  {line.values:7.1e}  {most[0]:>7}  {line.gradients:9.1e}  {most[1]:>7}  {verdict}"
+        )
+    return rows

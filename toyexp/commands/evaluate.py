@@ -1,0 +1,205 @@
+"""The held-out loss of a model in a GGUF file, on any engine: what `toyexp eval` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError
+from toyexp.base.memory import TO_LOOK, check_plan, running_out
+from toyexp.commands.evaldata import Trained, kind_of, trained_on
+from toyexp.commands.restored import origin
+from toyexp.contract.data import Dataset
+from toyexp.contract.model import Model
+from toyexp.contract.recipe import Setup
+from toyexp.contract.registry import Registry
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.open_model import file_of, model_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import has_text
+
+if TYPE_CHECKING:
+    from toyexp.config.build import Config
+
+HELP = """\
+usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
+
+How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
+MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200).
+  toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
+                                                          on the run's own data, as the run looked at it
+  toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
+  toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
+  toyexp eval digits.gguf data=digits
+
+A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
+of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is looked at, in a few
+batches; for all that can be: data.val_fraction=0.999 data.eval_batches=1000000 (of images data.eval_images=0).
+Sizes and tokenizer come from the model's file. model.context=N takes windows of N tokens, batch_size=N so many at a
+time; beside these go data.*, engine, engine.* and plugins=[...]."""
+
+SHARE = ("val_fraction", "eval_batches", "eval_images")
+TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below them
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model scored."""
+
+    file: str
+    model: str
+    engine: str
+    data: str
+    path: str | None  # of the data, where it has one
+    left_out: list[str]  # what of the data is not looked at, and which key changes that
+    share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that looked at
+    own: bool  # whether it is what the model's run was trained on
+    targets: int  # tokens predicted, or images classified
+    loss: float  # nats a target
+    perplexity: float | None  # of text
+    bits_per_byte: float | None  # of text whose tokens are known
+    scores: Mapping[str, float]  # what else the model reports, such as accuracy
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        found = [f"loss {self.loss:.4f}"]
+        if self.perplexity is not None:
+            found.append(f"perplexity {self.perplexity:.2f}")
+        if self.bits_per_byte is not None:
+            found.append(f"{self.bits_per_byte:.3f} bits per byte")
+        found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
+        named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
+        data = "; ".join((named, *self.left_out))
+        share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
+        return [
+            f"model   {self.file}, {self.model}",
+            f"engine  {self.engine}",
+            f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
+            " · ".join(found),
+        ]
+
+
+def evaluate(
+    what: Path, settings: Sequence[str], registry: Registry, modules: Sequence[str], data: str | None = None
+) -> Evaluation:
+    """Evaluates the model in a file or a run's directory on held-out data; UserError for what does not fit together.
+
+    That is what the `settings` or the path `data` say, or else the run's own.
+    """
+    from toyexp.config import build as config
+    from toyexp.config.schema import Source
+
+    typed = _check_taken(settings)
+    path, trained = file_of(what, registry=registry), trained_on(what, modules)
+    model = model_of(path, registry)
+    chosen = _data(model, path, typed, registry, trained, data)
+    own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
+    batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
+    rest = [s for s in settings if not s.startswith("model.context=")]
+    cfg = config.compose([*chosen, *batch_size, *rest], registry, Source.of())
+    built = config.build(cfg, registry, modules)
+    window = _window(settings, model, trained.context if trained else None)
+    dataset = _opened(built, model, path)
+    fitted = dataclasses.replace(model, **({"context": window} if window else {}))
+    batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
+    plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
+    check_plan(plan, built.engine, TO_LOOK)
+    built.engine.check_plan(plan)
+    with running_out(TO_LOOK), built.engine.realize(plan) as session:
+        session.build()
+        held_out = batches.held_out()
+        loss, scores = session.evaluate(held_out), model.scores(session, held_out)
+    weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
+    text = model.reads == "tokens"
+    return Evaluation(
+        file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
+        data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()),
+        share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
+        targets=round(weights), loss=loss,
+        perplexity=math.exp(min(loss, 700)) if text else None,
+        bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,
+    )  # fmt: skip
+
+
+def _check_taken(settings: Sequence[str]) -> list[str]:
+    """The keys that were typed; UserError for one that changes nothing here."""
+    typed = [s.partition("=")[0].lstrip("+~") for s in settings]
+    for key in typed:
+        if key.split(".")[0] not in TAKEN and key != "model.context":
+            raise UserError(
+                f"eval {key}: the model comes from its file and nothing is trained; eval takes model.context, "
+                f"{', '.join(TAKEN)}"
+            )
+    return typed
+
+
+def _data(
+    model: Model, path: Path, typed: Sequence[str], registry: Registry, trained: Trained | None, data: str | None
+) -> list[str]:
+    """Which data, as typed, before what was typed."""
+    if data is not None and "data" in typed:
+        raise UserError(f"--data {data}: goes without data=..., which says the same")
+    with GGUFFile(path) as file:
+        own = trained.settings(path, has_text(file)) if trained else []
+    if data is not None:
+        from toyexp.config.build import setting
+
+        kind, given = f"data={kind_of(Path(data), model, registry)}", setting("data.path", data)
+        return [*(own if kind in own else [kind]), given]
+    if "data" in typed:
+        return []
+    return own or ([] if model.reads == "tokens" else ["data=digits"])
+
+
+def _opened(built: Config, model: Model, path: Path) -> Dataset:
+    """The data; UserError for what the file's model cannot read."""
+    if built.data.gives != model.reads:
+        raise UserError(f"{path} reads {model.reads}; data={built.data.name} gives {built.data.gives}")
+    if model.reads != "tokens":
+        dataset = built.data.open(None)
+        with GGUFFile(path) as file:
+            keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
+            written = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+        try:
+            dataset.see_as(written)
+            model.fit(dataset)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        return dataset
+    dataset = built.data.open(path)
+    if dataset.vocab > model.vocab:  # type: ignore[attr-defined]
+        raise UserError(f"{path}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
+    return dataset
+
+
+def _window(settings: Sequence[str], model: Any, trained: int | None) -> int | None:
+    """Tokens of a window: as typed, as trained, or the model's own up to 512: longer ones gain little and cost much."""
+    if model.reads != "tokens":
+        return None
+    given = [s.partition("=")[2] for s in settings if s.startswith("model.context=")]
+    if not given:
+        return min(int(model.context), trained or 512)
+    if not given[-1].isdigit() or not 1 <= int(given[-1]) <= model.context:
+        raise UserError(f"model.context={given[-1]}: must be a whole number from 1 to {model.context}, the file's own")
+    return int(given[-1])
+
+
+def _bits_per_byte(loss: float, held_out: Sequence[Mapping[str, Any]], dataset: Any) -> float | None:
+    """The loss of all targets over the bytes that they stand for."""
+    tokenizer = getattr(dataset, "tokenizer", None)
+    if tokenizer is None:
+        return None
+    lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
+    kept = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
+    total = int(lengths[kept].sum())
+    return loss * len(kept) / total / math.log(2) if total else None

@@ -1,0 +1,290 @@
+"""A model's forward pass as a listing: its own function, run over ops that compute nothing but shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from toyexp.contract.model import Model
+from toyexp.contract.ops import Ops, Params, Rotary, Tensor
+from toyexp.training.experiment import count
+
+Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
+BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What stands for a tensor: its shape, and of a weight its name and type."""
+
+    shape: tuple[Size, ...]
+    name: str = ""
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One op of the forward pass."""
+
+    op: str
+    weights: tuple[Traced, ...]  # the tensors of the file that it reads
+    result: tuple[Size, ...]
+    detail: str = ""  # what else it is told
+    operations: int = 0  # multiplications and additions, times `per`; of matrix products and attention
+    per: tuple[str, ...] = ()
+    results: int = 1
+
+    @property
+    def block(self) -> int | None:
+        """The block whose tensors it reads."""
+        found = [BLOCK.search(w.name) for w in self.weights]
+        return next((int(m[1]) for m in found if m), None)
+
+    def anywhere(self, types: bool) -> Line:
+        """The same without the number of its block, and without the types of its weights unless `types`."""
+        return replace(
+            self,
+            weights=tuple(replace(w, name=inside(w.name), type=w.type if types else "") for w in self.weights),
+        )
+
+
+def inside(name: str) -> str:
+    """A tensor's name inside its block: attn_q.weight of blk.3.attn_q.weight."""
+    found = BLOCK.search(name)
+    return name[found.end() :] if found else name
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A forward pass in three parts."""
+
+    before: Sequence[Line]
+    blocks: Mapping[int, Sequence[Line]]
+    after: Sequence[Line]
+    once: frozenset[str] = frozenset()  # the letters of an example: a token's B and T, an image's B
+
+    def all(self) -> list[Line]:
+        """Every op, in order."""
+        return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
+
+    def operations(self) -> dict[str, int]:
+        """Operations of one token or image by what they are multiplied with: {"": 2.1e8, "T": 69120}."""
+        total: dict[str, int] = {}
+        for line in self.all():
+            if line.operations:
+                factor = " ".join(self._beside(line))
+                total[factor] = total.get(factor, 0) + line.operations
+        return total
+
+    def lines(self) -> list[str]:
+        """For a person: one block written out, the others in a line."""
+        shown: set[str] = set()
+        rows = self._rows(self.before, shown)
+        written: dict[tuple[Line, ...], int] = {}
+        for first, last in self._runs():
+            form = tuple(line.anywhere(types=False) for line in self.blocks[first])
+            if form in written:
+                rows.append([self._alike(first, last, written[form])])
+                continue
+            written[form] = first
+            rows += [[f"block {first}"], *self._rows(self.blocks[first], shown, "  ")]
+            if last > first:
+                rows.append([self._alike(first + 1, last, first)])
+        rows += self._rows(self.after, shown)
+        heads = ["op", "tensor", "shape", "type", "result", "parameters", "operations"]
+        return columns([heads, *rows], right=(5, 6))
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """The first and last number of blocks after one another that are alike but for types."""
+        runs: list[tuple[int, int]] = []
+        previous = None
+        for i, block in self.blocks.items():
+            form = [line.anywhere(types=False) for line in block]
+            if form == previous:
+                runs[-1] = (runs[-1][0], i)
+            else:
+                runs.append((i, i))
+            previous = form
+        return runs
+
+    def _alike(self, first: int, last: int, model: int) -> str:
+        which, are = (f"block {first}", "is like it") if first == last else (f"blocks {first}..{last}", "are alike")
+        if first != model + 1:
+            are = f"{'is' if first == last else 'are'} like block {model}"
+        varied: dict[str, set[str]] = {}
+        for i in (model, *range(first, last + 1)):
+            for line in self.blocks[i]:
+                for w in line.weights:
+                    varied.setdefault(inside(w.name), set()).add(w.type)
+        mixed = [f"{name} {' or '.join(sorted(types))}" for name, types in varied.items() if len(types) > 1]
+        return f"{which} {are}" + (f", but for types: {', '.join(mixed)}" if mixed else "")
+
+    def _rows(self, lines: Sequence[Line], shown: set[str], indent: str = "") -> list[list[str]]:
+        rows = []
+        for line in lines:
+            new = [w for w in line.weights if w.name not in shown]
+            shown.update(w.name for w in new)
+            main = line.weights[0] if line.weights else None
+            name = inside(main.name) if main else line.detail
+            name += " + bias" if len(line.weights) > 1 else ""
+            name += " again" if main and not new else ""
+            result = f"[{', '.join(map(str, line.result))}]"
+            numbers = sum(math.prod(int(n) for n in w.shape) for w in new)
+            rows.append([
+                indent + line.op,
+                name,
+                " x ".join(map(str, main.shape)) if main else "",
+                main.type if main else "",
+                f"{line.results} times {result}" if line.results > 1 else result,
+                count(numbers) if numbers else "",
+                " ".join([count(line.operations), *self._beside(line)]) if line.operations else "",
+            ])  # fmt: skip
+        return rows
+
+    def _beside(self, line: Line) -> list[str]:
+        """The letters of the line's operations that are left for one token or image."""
+        left = list(line.per)
+        for letter in self.once.intersection(left):  # what reads tensors alone is done once for all of them
+            left.remove(letter)
+        return left
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
+    table = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  ".join(cells).rstrip() if len(row) > 1 else row[0])
+    return lines
+
+
+def listing(model: Model, weights: Iterable[Traced]) -> Listing:
+    """Runs the model's forward function over shapes; `weights` are all its tensors."""
+    ops = ShapeOps()
+    inputs = model.inputs()
+    batch = {name: Traced(("B", *shape)) for name, shape in inputs.items()}
+    model.forward(ops, Params({w.name: w for w in weights}), batch)
+    letters = {n for shape in inputs.values() for n in shape if isinstance(n, str)}
+    return _cut(ops.lines, frozenset({"B", *letters}))
+
+
+def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
+    """Cuts where a block's first tensor is read; the last block is as long as the one before it, if that fits."""
+    starts: dict[int, int] = {}
+    for at, line in enumerate(lines):
+        if line.block is not None:
+            starts.setdefault(line.block, at)
+    if not starts:
+        return Listing(lines, {}, [], once)
+    ends = [*list(starts.values())[1:], len(lines)]
+    blocks = {i: lines[at:end] for (i, at), end in zip(starts.items(), ends, strict=True)}
+    *_, previous, last = [None, *blocks]
+    after = next((n for n, line in enumerate(blocks[last]) if line.weights and line.block is None), len(blocks[last]))
+    if previous is not None:
+        size, form = len(blocks[previous]), [line.anywhere(types=False) for line in blocks[previous]]
+        if [line.anywhere(types=False) for line in blocks[last][:size]] == form:
+            after = size
+    end = starts[last] + after
+    return Listing(lines[: min(starts.values())], {**blocks, last: lines[starts[last] : end]}, lines[end:], once)
+
+
+@dataclass
+class ShapeOps(Ops):
+    """The op vocabulary, which writes a line for each op; see toyexp/ops.py for the shapes."""
+
+    lines: list[Line] = field(default_factory=list)
+
+    def _line(
+        self, op: str, reads: Sequence[Traced], result: tuple[Size, ...], detail: str = "", cost: Sequence[Size] = (),
+        results: int = 1,
+    ) -> Traced:  # fmt: skip
+        numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
+        weights = tuple(t for t in reads if t.name)
+        operations = math.prod(numbers) if cost else 0
+        self.lines.append(Line(op, weights, result, detail, operations, tuple(letters), results))
+        return Traced(result)
+
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """See Ops.rows."""
+        return self._line("rows", [table], (*ids.shape, table.shape[1]))
+
+    def first_rows(self, table: Tensor, n: Size) -> Tensor:
+        """See Ops.first_rows."""
+        return self._line("first_rows", [table], (n, table.shape[1]))
+
+    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Ops.matmul."""
+        reads = [w] if bias is None else [w, bias]
+        return self._line("matmul", reads, (*x.shape[:-1], w.shape[0]), cost=(2, *x.shape, w.shape[0]))
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """See Ops.add."""
+        return self._line("add", [a, b], a.shape)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """See Ops.mul."""
+        return self._line("mul", [a, b], a.shape)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """See Ops.scale."""
+        return self._line("scale", [x], x.shape, f"times {factor:g}")
+
+    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        """See Ops.rms_norm."""
+        return self._line("rms_norm", [w], x.shape)
+
+    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+        """See Ops.layer_norm."""
+        return self._line("layer_norm", [w, b], x.shape)
+
+    def heads(self, x: Tensor, n: int) -> Tensor:
+        """See Ops.heads."""
+        return self._line("heads", [], (*x.shape[:-1], n, x.shape[-1] // n))
+
+    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        """See Ops.split."""
+        return (self._line("split", [], (*x.shape[:-1], x.shape[-1] // n), results=n),) * n
+
+    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
+        """See Ops.prepend."""
+        rows, length, width = x.shape
+        return self._line("prepend", [token], (rows, length + 1 if isinstance(length, int) else f"{length}+1", width))
+
+    def select(self, x: Tensor, i: int) -> Tensor:
+        """See Ops.select."""
+        return self._line("select", [], (x.shape[0], x.shape[2]), f"position {i}")
+
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """See Ops.rope."""
+        words = [f"base {rotary.base:g}"]
+        words += [f"scale {rotary.scale:g}"] if rotary.scale != 1 else []
+        words += ["factors"] if rotary.factors else []
+        words += ["halves"] if rotary.halves else []
+        return self._line("rope", [], x.shape, ", ".join(words))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        """See Ops.attention; its two products count every position, hidden ones too."""
+        rows, length, heads, size = q.shape
+        shared = "" if k.shape[2] == heads else f", {heads} heads on {k.shape[2]}"
+        detail = ("causal" if causal else "all positions") + shared
+        return self._line("attention", [], (rows, length, heads * size), detail, (4, *q.shape, length))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See Ops.gelu."""
+        return self._line("gelu", [], x.shape)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """See Ops.silu."""
+        return self._line("silu", [], x.shape)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See Ops.swiglu."""
+        return self._line("swiglu", [], gate.shape)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """See Ops.cross_entropy."""
+        return self._line("cross_entropy", [], ())

@@ -1,0 +1,378 @@
+"""Text from a model in a file, as it comes: what `toyexp generate` writes."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.memory import check_plan, running_out
+from toyexp.base.threads import MOST_THREADS
+from toyexp.commands.options import is_whole, read_options, real, refuse_settings, take_plugins, whole
+from toyexp.commands.restored import origin
+from toyexp.contract.data import sequence_inputs
+from toyexp.contract.recipe import Setup
+from toyexp.contract.registry import Registry
+from toyexp.contract.sampling import Sampling, continuation
+from toyexp.contract.values import stream
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.open_model import file_of, model_of
+from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
+from toyexp.text.chat import Template
+from toyexp.text.tokenizer import Tokenizer
+
+LLAMA_CPP = "llama.cpp"
+LESS = "fewer --tokens take less"
+# Why it ends.
+END, LIMIT, FULL = "end of text", "token limit", "context full"
+
+HELP = """\
+usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
+
+Text from a language model, printed as it comes. MODEL is a GGUF file, the directory of a run that
+left a model.gguf, or a checkpoint (run/checkpoints/step-200).
+  toyexp generate model.gguf --prompt 'def ' --tokens 100
+  echo -n 'Once upon a time' | toyexp generate model.gguf --prompt - --temperature 0 > tale.txt
+  toyexp generate model.gguf --chat --prompt 'Why is the sky blue?'
+  toyexp generate base.gguf --adapter adapter.gguf --prompt 'def ' --engine ggml:threads=1
+
+options
+  --prompt TEXT      what to continue; - reads it from standard input
+  --ids 1,2,3        token ids in its place; a file without a tokenizer answers in ids too
+  --chat             the prompt is a user's message, written by the file's chat template, or by the adapter's own
+  --tokens N         tokens to write at most (64)
+  --temperature X    logits are divided by it; 0: always the likeliest token (0.8)
+  --top-k N          choose among the N likeliest tokens; 0: all (40)
+  --top-p X          and among the fewest that together have this probability; 1: all (0.95)
+  --min-p X          and among those with this share of the likeliest one's probability; 0: all (0)
+  --seed N           another text for the same prompt (0)
+  --adapter FILE     a LoRA adapter on the model, such as adapter.gguf of recipe=lora
+  --engine NAME      auto (the best engine here), any engine with its settings (cpu:dtype=float64:threads=1), or
+                     llama.cpp, through the Python package xllamacpp or llama-cpp-python (llama.cpp:threads=1)
+  --json             one JSON object at the end in place of the text
+
+It ends at an end token, after --tokens, or when the model's context is full. The same seed draws by the same numbers on
+every engine; llama.cpp has its own. seconds count from reading the prompt, with the model in memory."""
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    model: str
+    prompt: str | None = None
+    ids: list[int] | None = None
+    chat: bool = False
+    tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.0
+    seed: int = 0
+    adapter: str | None = None
+    engine: str = "auto"
+    json: bool = False
+    plugins: list[str] = field(default_factory=list)  # local modules
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+SWITCHES = ("--chat", "--json")
+TEXTS = {"--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3"}
+# The least and the most that a number can be.
+WHOLE = {"--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1)}
+REAL = {"--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0)}
+VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
+
+
+def split(words: Sequence[str]) -> Options:
+    """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
+    modules, rest = take_plugins("generate", words)
+    given = read_options("generate", rest, SWITCHES, VALUES)
+    files = given.rest
+    refuse_settings("generate", files, "options, and plugins=[...]")
+    if len(files) != 1:
+        more = f" {files[1]}" if files else ""
+        raise UserError(f"generate{more}: takes one GGUF file or run directory")
+    named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in given.values.items()}
+    named |= {flag[2:]: flag in given.switches for flag in SWITCHES}
+    options = Options(files[0], plugins=modules, **named)
+    if (options.prompt is None) == (options.ids is None):
+        raise UserError("generate: give --prompt TEXT (- reads it from standard input), or --ids 1,2,3 in its place")
+    if options.chat and options.ids is not None:
+        raise UserError("generate --chat: takes its message from --prompt; ids go without it")
+    return options
+
+
+def _value(flag: str, text: str) -> Any:
+    if flag == "--ids":
+        parts = text.replace(",", " ").split()
+        if not parts or not all(is_whole(part, 0, 2**31 - 1) for part in parts):
+            raise UserError(f"--ids {text}: takes token ids with commas between them, such as 1,2,3")
+        return [int(part) for part in parts]
+    if flag in WHOLE:
+        return whole(flag, text, *WHOLE[flag])
+    return real(flag, text, *REAL[flag]) if flag in REAL else text
+
+
+# -- what is found ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote."""
+
+    file: str
+    engine: str
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str | None  # of a file with a tokenizer
+    ids: list[int]  # without an end token
+    tokens: int  # how many they are; of llama.cpp's ids only --json knows all
+    reason: str
+    seconds: float
+    seed: int
+    template: str | None = None  # with --chat: the file whose chat template wrote the prompt
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written a second, the reading of the prompt included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+    def line(self) -> str:
+        """For a person."""
+        speed = f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
+        template = f" · chat template of {self.template}" if self.template else ""
+        return f"{speed} · {self.reason} · {self.engine}{template}"
+
+
+class Scribe:
+    """The tokens so far, and their text: `write` gets each part as soon as it is whole characters.
+
+    Without a tokenizer the text is the ids with commas between them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
+        self._tokenizer, self._write = tokenizer, write
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.ids: list[int] = []
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        """The next token."""
+        self.ids.append(token)
+        if self._tokenizer is None:
+            self.put(f"{',' if len(self.ids) > 1 else ''}{token}")
+        else:
+            self.put(self._decode(self._tokenizer.bytes_of(token)))
+
+    def put(self, text: str) -> None:
+        """Text as it is."""
+        self.text += text
+        if text:
+            self._write(text)
+
+    def finish(self) -> None:
+        """No token follows: what is left of a character is none."""
+        self.put(self._decode(b"", final=True))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def generate(options: Options, registry: Registry, write: Callable[[str], None]) -> Generated:
+    """Lets the model write; `write` gets the text as it comes. UserError for whatever does not fit together."""
+    name, *own = options.engine.split(":")
+    engines = {*registry.offers["engine"], "auto", LLAMA_CPP}
+    if name not in engines:
+        raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
+    if not all("=" in setting and "," not in setting for setting in own):
+        raise UserError(f"--engine {options.engine}: an engine's settings are written {name}:threads=1")
+    path, prompt = file_of(Path(options.model), registry=registry), _read_prompt(options.prompt)
+    with GGUFFile(path) as file:
+        if file.metadata.get("general.type") == "adapter":
+            raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
+    if name == LLAMA_CPP:
+        return _by_llama_cpp(path, prompt, options, own, write)
+    return _by_engine(path, prompt, options, [f"engine={name}", *(f"engine.{s}" for s in own)], registry, write)
+
+
+def _read_prompt(given: str | None) -> str | None:
+    raw = sys.stdin.buffer.read() if given == "-" else os.fsencode(given or "")
+    try:
+        return None if given is None else raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
+
+
+def _by_engine(
+    path: Path,
+    prompt: str | None,
+    options: Options,
+    settings: Sequence[str],
+    registry: Registry,
+    write: Callable[[str], None],
+) -> Generated:
+    from toyexp.config import build as config
+    from toyexp.config.schema import Source
+
+    model: Any = model_of(path, registry)
+    if model.reads != "tokens":
+        raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
+    tokenizer, template = _language(path, options), chat_template(path, options)
+    ids = _prompt_ids(path, prompt, options, tokenizer, template)
+    vocab = min(tokenizer.vocab, model.vocab) if tokenizer else model.vocab
+    beyond = [i for i in ids if i >= vocab]
+    if beyond:
+        raise UserError(f"{path}: the prompt's id {beyond[0]} is not one of its 0..{vocab - 1}")
+    _require_room(path, len(ids), model.context)
+    # The window holds what is asked for and no more: an engine of static graphs computes all of it for every token.
+    inputs = sequence_inputs(min(model.context, len(ids) + options.tokens))
+    inputs["tokens"] = dataclasses.replace(inputs["tokens"], below=model.vocab)
+    plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
+    built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
+    scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
+    check_plan(plan, built.engine, LESS)
+    built.engine.check_plan(plan)
+    with running_out(LESS), built.engine.realize(plan) as session:
+        session.build()
+        decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()
+        tokens = continuation(decoder, ids, options.sampling, words, vocab)
+        reason = _write(tokens, last, options.tokens, scribe)
+        seconds = time.perf_counter() - began
+    return Generated(
+        str(origin(path)), built.engine_note, prompt, ids, scribe.text if tokenizer else None, scribe.ids,
+        len(scribe.ids), reason, seconds, options.seed, template and template.file,
+    )  # fmt: skip
+
+
+def _write(tokens: Iterator[int], last: frozenset[int], limit: int, scribe: Scribe) -> str:
+    """Writes the tokens down, up to one of `last` or the limit; returns why they end."""
+    reason = FULL
+    for token in tokens:
+        if token in last:
+            reason = END
+            break
+        scribe.add(token)
+        if len(scribe.ids) == limit:
+            reason = LIMIT
+            break
+    scribe.finish()
+    return reason
+
+
+def _language(path: Path, options: Options) -> Tokenizer | None:
+    """The file's tokenizer, if it has one and it is needed."""
+    with GGUFFile(path) as file:
+        if not has_text(file):
+            return None
+        try:
+            return read_tokenizer(file)
+        except GGUFError:
+            if options.ids is None:
+                raise
+            return None
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template, and which file has it."""
+
+    text: str
+    file: str
+
+
+def chat_template(path: Path, options: Options) -> ChatTemplate | None:
+    """What writes a chat's prompt: the template that the adapter was trained with, or the model's.
+
+    None without --chat; UserError where there is none.
+    """
+    if not options.chat:
+        return None
+    for asked in filter(None, (options.adapter, str(path))):
+        with GGUFFile(asked) as file:
+            if text := read_chat_template(file):
+                return ChatTemplate(text, asked)
+    raise UserError(f"{path}: has no chat template; leave --chat out")
+
+
+def _prompt_ids(
+    path: Path, prompt: str | None, options: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> list[int]:
+    if options.ids is not None:
+        return options.ids
+    if tokenizer is None:
+        raise UserError(f"{path}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
+    assert prompt is not None
+    if template is None:
+        return tokenizer.prompt(prompt).tolist()
+    question = [{"role": "user", "content": prompt}]
+    text = Template(template.text, tokenizer, template.file).render(question, answer=True).text
+    begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
+
+
+def _require_room(path: Path, count: int, context: int) -> None:
+    if count > context:
+        raise UserError(f"{path}: the prompt has {count} tokens, the model's context is {context}")
+
+
+def _by_llama_cpp(
+    path: Path, prompt: str | None, options: Options, settings: Sequence[str], write: Callable[[str], None]
+) -> Generated:
+    from toyexp.commands import llamacpp
+
+    threads = 0
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key != "threads" or not is_whole(value, 0, MOST_THREADS):
+            usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")
+        threads = int(value)
+    with GGUFFile(path) as file:
+        context = file.metadata.get(f"{file.architecture}.context_length")
+        if not isinstance(context, int):
+            raise file.error("holds no language model")
+        if not has_text(file):
+            raise file.error("has no tokenizer, and llama.cpp does not write without one")
+    if options.adapter:
+        GGUFFile(options.adapter).close()  # which says what is wrong with a file that is none
+    template, asked = chat_template(path, options), options.ids
+    if template and template.file != str(path):  # which llama.cpp does not know of
+        asked = _prompt_ids(path, prompt, options, _language(path, options), template)
+    package = llamacpp.installed()
+    most = len(asked) if asked is not None else len((prompt or "").encode()) + llamacpp.MARGIN
+    request = {
+        "package": package, "file": str(path), "adapter": options.adapter, "threads": threads, "ids": asked,
+        "text": prompt, "chat": options.chat, "context": context, "n_ctx": min(context, most + options.tokens),
+        "tokens": options.tokens, "sampling": {**asdict(options.sampling), "seed": options.seed % (2**32 - 1)},
+        "stream": not options.json,
+    }  # fmt: skip
+    text, told, began = "", dict[str, Any](), time.perf_counter()
+    for answer in llamacpp.stream(request):
+        told |= answer
+        if "prompt_ids" in answer:
+            began = time.perf_counter()
+            _require_room(path, len(answer["prompt_ids"]), context)
+        elif answer.get("text"):
+            text += answer["text"]
+            write(answer["text"])
+    reason = END if told["stopped"] == "eos" else LIMIT if told["count"] >= options.tokens else FULL
+    return Generated(
+        str(path), f"{LLAMA_CPP} ({package})", prompt, told["prompt_ids"], text, told["ids"], told["count"], reason,
+        time.perf_counter() - began, options.seed, template and template.file,
+    )  # fmt: skip

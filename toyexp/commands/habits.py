@@ -1,0 +1,64 @@
+"""What is typed from the habit of other tools (`--lr 0.1`, `lr = 0.1`, `train`), and how it is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Sequence
+
+from toyexp.base.errors import UserError, choose
+
+VERBS = ("train", "run", "fit", "start", "sweep")
+# What other tools call our settings, where the value means the same.
+ELSEWHERE = {
+    "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "device": "engine",
+    "dataset": "data", "optimizer": "optim", "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
+}  # fmt: skip
+EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")
+
+
+def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
+    """An error about a word with dashes that is no flag, by what comes `after` it."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        value = _value(after)
+    if setting := _setting(name.lstrip("-"), value):
+        return UserError(f"{word}: a setting has no dashes: {setting}")
+    if equals:
+        return UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
+    return UserError(f"{word}: there is no such option; {choose(word, flags)}")
+
+
+def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
+    """An error about a word that is neither a command nor a setting, by what stands around it."""
+    if word in VERBS:
+        many = "-m seed=1,2" if word == "sweep" else "recipe=warm"
+        hint = f"settings alone make a run: toyexp {many}"
+    elif before and before[-1].endswith("="):
+        hint = f"did you mean {before[-1]}{word}? there is no space around ="
+    elif setting := _setting(*word.split(":", 1)) if ":" in word else _setting(word, _value(after)):
+        hint = f"did you mean {setting}?"
+    elif near := difflib.get_close_matches(word, commands, n=1):
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = f"commands: {', '.join(commands)}; settings: key=value"
+    return UserError(f"{word!r} is neither a command nor a setting; {hint}")
+
+
+def _value(after: Sequence[str]) -> str:
+    """The value that stands behind a key with a space between, or dots where none does."""
+    words = [word for word in after[:2] if not word.startswith("-")]
+    text = "".join(words if words[:1] == ["="] else words[:1])
+    return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."
+
+
+def _setting(name: str, value: str) -> str | None:
+    """The setting that is meant, such as lr=0.1, if there is one of that name."""
+    from toyexp.config.schema import GROUPS, Settings  # deferred: Hydra takes a third of a second
+
+    key = name.replace("-", "_")
+    if key in EPOCHS:
+        return "steps=... (a run's length is in optimiser steps)"
+    key = ELSEWHERE.get(key, key)
+    known = {*GROUPS, *ELSEWHERE.values(), *(f.name for f in dataclasses.fields(Settings))}
+    return f"{key}={value or '...'}" if key in known or key.partition(".")[0] in GROUPS else None

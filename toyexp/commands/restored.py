@@ -1,0 +1,114 @@
+"""A checkpoint as a model: what training changed, put together with what it started from, as a GGUF file."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.blame import blamed
+from toyexp.base.errors import UserError, printable
+from toyexp.contract.plan import Plan
+from toyexp.contract.recipe import Setup, start
+from toyexp.contract.registry import Registry, load
+from toyexp.contract.values import FromGGUF, opened
+from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.write import export_tensors, inherited, write_model
+from toyexp.training import checkpoint
+
+_written: dict[tuple[Path, int], Path] = {}  # by a checkpoint's manifest and when it was written; for this process
+_origins: dict[Path, Path] = {}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is the directory of a checkpoint."""
+    return re.fullmatch(r"step-\d+", path.name) is not None and (path / checkpoint.MANIFEST).is_file()
+
+
+def newest_in(path: Path) -> Path | None:
+    """The newest checkpoint of a run's directory, or of the folder of its checkpoints, whole or not."""
+    for folder in (path / "checkpoints", path):
+        if found := checkpoint.steps(folder):
+            return next(iter(found.values()))
+    return None
+
+
+def origin(path: Path) -> Path:
+    """The checkpoint that a file was made of, or the file itself."""
+    return _origins.get(path, path)
+
+
+def gguf_of(path: Path, registry: Registry | None = None) -> Path:
+    """The checkpoint's model in a GGUF file in float32, which is there as long as this process is.
+
+    UserError for a checkpoint that is damaged, and for a run whose data or base is no longer what it was.
+    """
+    manifest = (path / checkpoint.MANIFEST).resolve()
+    key = manifest, manifest.stat().st_mtime_ns
+    if key not in _written:
+        place = Path(tempfile.mkdtemp(prefix="toyexp-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        _written[key] = place / f"{path.name}.gguf"
+        try:
+            _write(path, _written[key], registry or load())
+        except BaseException:
+            del _written[key]
+            raise
+        _origins[_written[key]] = path
+    return _written[key]
+
+
+def _write(path: Path, target: Path, registry: Registry) -> None:
+    found = checkpoint.read(path, moments=False)
+    plain = found.state.get("config")
+    if not isinstance(plain, dict):
+        raise UserError(f"{path / checkpoint.STATE}: holds no configuration")
+    try:
+        plan, recipe, dataset = _planned(plain, registry)
+    except UserError as error:
+        raise UserError(f"{path}: its run cannot be set up again: {error}") from None
+    _check_fit(path, plan, found)
+    from toyexp.testing.null import NullEngine  # which holds tensors, and computes nothing
+    from toyexp.training.experiment import config_hash
+
+    with start(recipe, NullEngine(), plan) as session:
+        values = {t.name: session.download(t.name) for t in plan.tensors}
+    values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
+    bases = {t.values.path for t in plan.tensors if isinstance(t.values, FromGGUF)}
+    general = {
+        "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": found.step,
+        "config_sha256": config_hash(plain), **(inherited(opened(bases.pop())) if len(bases) == 1 else {}),
+    }  # fmt: skip
+    keys = dataset.gguf_metadata()
+    write_model(target, plan.model, export_tensors(plan, values), dataset.tokenizer, "f32", general, keys)
+
+
+def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]:
+    """The run's plan, recipe and data, from its configuration; a plan that nothing will be trained by."""
+    from toyexp.config.build import saved_parts
+
+    model, data, recipe = saved_parts(plain, registry)
+    base = recipe.base_file()
+    with blamed(f"data.{data.name}", "while it was opened"):
+        dataset = data.open(recipe.vocabulary())
+    fitted = model.fit(dataset)
+    inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
+    whole = model_of(base, registry, recipe.reads) if base else fitted
+    with blamed(f"recipe.{recipe.name}", "while it planned"):
+        return recipe.plan(whole, Setup(inputs, rows=1, seed=int(plain["seed"]))), recipe, dataset
+
+
+def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:
+    wanted = {t.name: t.shape for t in plan.trainable}
+    there = {name: array.shape for name, array in found.arrays.items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise UserError(
+                f"{path}: its {printable(name)} is {list(there.get(name) or ())}, and the run's configuration says "
+                f"{list(wanted.get(name) or ())}: its data or base is no longer what it was"
+            )

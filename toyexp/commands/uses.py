@@ -1,0 +1,243 @@
+"""What toyexp does with a GGUF file, by the rules of those who do it, each with the command to type."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+from toyexp.base.errors import UserError, printable
+from toyexp.commands.export import PLAIN, choose_target
+from toyexp.contract.compatibility import misfit
+from toyexp.contract.data import sequence_inputs
+from toyexp.contract.model import Model
+from toyexp.contract.recipe import Recipe, Setup
+from toyexp.contract.registry import Registry
+from toyexp.formats.file_plan import check_adapter
+from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.text.tokenizer import Tokenizer
+
+PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
+TRAINING_WINDOW = 64  # the default of model.context, which must not be longer than the file's
+LOOKED_THROUGH = 256 << 20  # bytes of a file whose numbers are all looked at; of a larger one a run says
+PROMPT = "Once upon a time"
+SMALL = 2000  # tokens of a vocabulary that may lack characters
+ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
+EXPORTS = ("q8_0", "f16", "f32")
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing that toyexp does with models, and how to ask for it with this file, or why not."""
+
+    what: str
+    command: str | None
+    reason: str | None = None
+
+
+class Offers:
+    """An open file as those see it who train on it, look at it or write it again.
+
+    Reads the tokenizer, and of files of up to `LOOKED_THROUGH` bytes the numbers too.
+    """
+
+    def __init__(self, file: GGUFFile, path: Path, registry: Registry):
+        self._file, self._path, self._registry = file, path, registry
+        self.model, self.refused = find_model(file, registry)
+
+    @cached_property
+    def _tokenizer_or_reason(self) -> Tokenizer | str:
+        if "tokenizer.ggml.tokens" not in self._file.metadata:
+            return "it has no tokenizer"
+        try:
+            return read_tokenizer(self._file)
+        except UserError as error:
+            return _reason(error, self._file).partition(";")[0]
+
+    @property
+    def untokenized(self) -> str | None:
+        """Why the file knows ids alone; None where its tokenizer works."""
+        return self._tokenizer_or_reason if isinstance(self._tokenizer_or_reason, str) else None
+
+    @cached_property
+    def _no_numbers(self) -> str | None:
+        """Which tensor holds numbers that are none, as far as was looked."""
+        if self._file.size > LOOKED_THROUGH:
+            return None
+        try:
+            for info in self._file.tensors.values():
+                if info.type in QUICKLY_TOLD:
+                    self._file.check_finite(info.name)
+        except GGUFError as error:
+            return _reason(error, self._file)
+        return None
+
+    def all(self) -> list[Use]:
+        """Everything, in the order of a work."""
+        if self._file.metadata.get("general.type") == "adapter":
+            return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
+        found = [self._training("lora", "lr=1e-3"), self._training("full", "lr=1e-4")]
+        found = found if any(use.command for use in found) else found[:1]
+        if self.model is None or self.model.reads == "tokens":
+            found.append(self._donor())
+        if self.model is not None:
+            found.append(self._eval(self.model))
+            found += [self._generate(self.model)] if self.model.reads == "tokens" else []
+            found.append(self._export())
+        return found
+
+    @cached_property
+    def _data(self) -> str:
+        """The data to name where the standard library's text, which is read by default, is not for this file."""
+        tokenizer = self._tokenizer_or_reason
+        if not isinstance(tokenizer, Tokenizer):
+            return " data=tokens data.path=IDS.bin"
+        try:
+            if tokenizer.vocab <= SMALL:
+                tokenizer.encode(ANY_TEXT)
+        except UserError:
+            return " data=text data.path=TEXT.txt"
+        return ""
+
+    def _training(self, recipe: str, lr: str) -> Use:
+        if self.model is None:
+            return Use("train on", None, self.refused)
+        own = int(self.model.settings().get("context", TRAINING_WINDOW))
+        context = f" model.context={own}" if own < TRAINING_WINDOW else ""
+        command = f"toyexp recipe={recipe} {setting('recipe.base', self._path)}{self._data}{context} {lr}"
+        base = {"base": str(self._file.path)}
+        return _use("train on", command, self._no_numbers or self._refusal(recipe, base, self.model, own))
+
+    def _donor(self) -> Use:
+        command = f"toyexp recipe=warm {setting('recipe.donor', self._path)}{self._data}"
+        return _use("donor", command, self.unfit_donor(whole=True))
+
+    def unfit_donor(self, whole: bool = False) -> str | None:
+        """Why recipe=warm cannot take the file's embedding for the default model; None where it can.
+
+        With `whole` the tokenizer has to fit too, and the numbers that are taken, unless the file is large.
+        """
+        offer = self._registry.offers["model"].get("llama")
+        if offer is None:
+            return "there is no model=llama to warm"
+        tokenizer, table = self._tokenizer_or_reason if whole else "", self._file.tensors.get("token_embd.weight")
+        rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
+        if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
+            rows = 1
+        model = offer.cls(vocab=rows)
+        return self._refusal("warm", {"donor": str(self._file.path)}, model, TRAINING_WINDOW)
+
+    def _refusal(self, name: str, settings: dict[str, str], model: Model, context: int) -> str | None:
+        """Why a recipe refuses to plan a run of one step; None where it does not."""
+        offer = self._registry.offers["recipe"].get(name)
+        if offer is None:
+            return f"there is no recipe={name}"
+        recipe = cast("Recipe", offer.cls(**settings))
+        if unread := misfit(recipe, model):
+            return unread
+        try:
+            recipe.check()
+            recipe.plan(model, Setup(sequence_inputs(context), rows=1))
+        except UserError as error:
+            return _reason(error, self._file)
+        return None
+
+    def _eval(self, model: Model) -> Use:
+        data = self._data
+        if model.reads != "tokens":
+            sizes = model.settings()
+            data = " data=images data.path=FOLDER"
+            data += f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
+            data += " data.color=false" * (sizes.get("channels") == 1)
+        return _use("eval", f"toyexp eval {shell(str(self._path))}{data}", self._no_numbers)
+
+    def _generate(self, model: Model) -> Use:
+        return _use("generate", f"toyexp generate {shell(str(self._path))} {self._prompt(model)}", self._no_numbers)
+
+    def _prompt(self, model: Model) -> str:
+        """What the file's tokenizer and context can take."""
+        settings, tokenizer = model.settings(), self._tokenizer_or_reason
+        context, vocab = int(settings.get("context", TRAINING_WINDOW)), int(settings.get("vocab", 2))
+        if isinstance(tokenizer, Tokenizer):
+            if tokenizer.vocab > SMALL and context > 2 * len(PROMPT):
+                return f"--prompt '{PROMPT}'"
+            with contextlib.suppress(UserError):
+                if len(tokenizer.prompt(PROMPT)) <= context:
+                    return f"--prompt '{PROMPT}'"
+            vocab = min(vocab, tokenizer.vocab)
+        return f"--ids {','.join(map(str, range(min(3, vocab, context))))}"
+
+    def _export(self) -> Use:
+        quantised = any(t.type not in PLAIN for t in self._file.tensors.values())
+        reason = None
+        for kind in ("f32",) if quantised else EXPORTS:
+            try:
+                choose_target(self._file, kind)
+            except UserError as error:
+                reason = reason or _reason(error, self._file)
+            else:
+                return Use("export", f"toyexp export {shell(str(self._path))} --type {kind}")
+        return Use("export", None, reason)
+
+    def _on_a_base(self) -> Use:
+        command = f"toyexp generate BASE.gguf --adapter {shell(str(self._path))} --prompt '{PROMPT}'"
+        known = {cast("Model", o.cls()).architecture: o.cls for o in self._registry.offers["model"].values()}
+        try:
+            check_adapter(self._file)
+            base = known.get(self._file.architecture)
+        except UserError as error:
+            return Use("generate", None, _reason(error, self._file))
+        unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
+        return _use("generate", command, unknown or self._no_numbers)
+
+
+def _use(what: str, command: str, reason: str | None) -> Use:
+    return Use(what, None, reason) if reason else Use(what, command)
+
+
+def _reason(error: UserError, file: GGUFFile) -> str:
+    text = str(error)
+    for start in (f"donor {file.path}: ", f"{file.path}: "):
+        text = text.removeprefix(start)
+    return text
+
+
+def find_model(file: GGUFFile, registry: Registry) -> tuple[Model | None, str | None]:
+    """The file's model, or why it is none that toyexp can compute."""
+    try:
+        return model_in(file, registry), None
+    except UserError as error:
+        return None, _reason(error, file)
+    except Exception as error:  # whatever a plugin raises, the header can still be shown
+        return None, f"{type(error).__name__}: {printable(str(error))}"
+
+
+# -- what is to be typed ----------------------------------------------------------------------------------------------
+
+
+def shell(path: str) -> str:
+    """A path to be pasted into a shell; one with control characters can only be shown."""
+    path = f"./{path}" if path.startswith("-") else path  # or it would be an option
+    return shlex.quote(path) if path.isprintable() else printable(path, 200)
+
+
+def setting(key: str, path: Path) -> str:
+    """`key=path` to be pasted: quoted for Hydra where it would read more than a word, and for the shell."""
+    return f"{key}={pasted(path)}"
+
+
+def pasted(path: Path) -> str:
+    """What stands behind `recipe.base=`, for a shell; one with control characters can only be shown."""
+    text = str(path)
+    if not text.isprintable():
+        return printable(text, 200)
+    if PLAIN_WORD.fullmatch(text):
+        return shlex.quote(text)
+    quoted = "'" + text.replace("${", "\\${").replace("'", "\\'") + "'"
+    return shlex.quote(quoted) if re.search(r'["$`\\!]', quoted) else f'"{quoted}"'

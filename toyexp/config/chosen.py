@@ -1,0 +1,69 @@
+"""The configuration files that a command line chose, and what in one of them makes it of no use: told by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toyexp.base.errors import UserError, printable
+from toyexp.config.schema import Source, load_yaml
+
+HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
+RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what to go on with is said by who types
+
+
+def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> None:
+    """Raises UserError for files whose settings stand in no place, and for one that says what to go on with."""
+    if "experiment" in cfg:
+        raise misplaced(parsed, source)
+    given = {o.key_or_group for o in parsed}
+    for key, typed in RESUMES.items():
+        if key not in given and _is_set(cfg, key):
+            where = next((path for path in _files(parsed, source) if _holds(load_yaml(path), key)), "the config")
+            raise UserError(f"{where}: {key} is not taken from a file; give it on the command line: {typed}")
+
+
+def includes_itself(parsed: Sequence[Override], source: Source) -> UserError:
+    """An error about defaults lists that lead in a circle."""
+    path = next(_files(parsed, source))
+    return UserError(f"{path}: includes itself; take its own name out of its defaults list, or of a file's named there")
+
+
+def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
+    """An error about an experiment whose settings stand under the key `experiment`."""
+    path = next(_files(parsed, source))
+    held = load_yaml(path)
+    if held is None:
+        return UserError(f"{path}: holds no settings, such as steps: 100 below a first line '{HEADER}'")
+    if not isinstance(held, dict):
+        return UserError(f"{path}: holds {printable(str(held))}, and no keys with values, such as steps: 100")
+    if path.parent.name != "experiment":
+        return UserError(f"{path}: has a key experiment, which is none; choose one by experiment=NAME")
+    return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")
+
+
+def _files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
+    """The experiment's file, where one is chosen, and the main one."""
+    names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    places = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
+              for folder in source.directories]  # fmt: skip
+    yield from [path for path in places if path.is_file()][:1]
+    yield source.directory / f"{source.name}.yaml"
+
+
+def _is_set(cfg: DictConfig, key: str) -> bool:
+    try:
+        return OmegaConf.select(cfg, key) is not None
+    except OmegaConfBaseException:  # it refers to another key
+        return True
+
+
+def _holds(node: Any, key: str) -> bool:
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node is not None

@@ -1,0 +1,87 @@
+"""What a name stands for: the settings of a plugin, of optim, of engine=auto, and of a preset in conf/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from toyexp.base.errors import UserError, choose
+from toyexp.config.schema import AUTO, AutoEngine, conf_dir
+from toyexp.contract.optimiser import Optim
+from toyexp.contract.registry import KINDS, Registry, settings_of
+
+
+def lines_about(name: str, registry: Registry) -> list[str]:
+    """A head and a line for each setting of everything that has this name; UserError where nothing has."""
+    found = [*_plugins(name, registry), *_own(name), *_presets(name, registry)]
+    if not found:
+        known = {n for offers in registry.offers.values() for n in offers} | {"optim", AUTO}
+        presets = {path.stem for kind in (*KINDS, "experiment") for path in (conf_dir() / kind).glob("*.yaml")}
+        raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, known | presets)}")
+    return [line for block in found for line in block]
+
+
+def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
+    for kind, offers in registry.offers.items():
+        if name in offers:
+            offer = offers[name]
+            head = f"{kind}={name}  {offer.help}  [{offer.plugin}, {offer.package}]"
+            yield [head, *_settings(f"callbacks.{name}" if kind == "callbacks" else kind, offer.cls)]
+
+
+def _own(name: str) -> Iterator[list[str]]:
+    """What no plugin offers."""
+    for names, head, kind, cls in (
+        (("optim", "adamw"), "optim=adamw", "optim", Optim),
+        ((AUTO,), f"engine={AUTO}", "engine", AutoEngine),
+    ):
+        if name in names:
+            yield [f"{head}  {(cls.__doc__ or '').splitlines()[0]}", *_settings(kind, cls)]
+
+
+def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
+    for path in sorted(conf_dir().glob(f"*/{name}.yaml")):
+        kind, text = path.parent.name, path.read_text(encoding="utf-8")
+        body = yaml.safe_load(text)
+        chosen = body.pop("defaults", [])
+        comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        about = " ".join(line for line in comments if not line.startswith("toyexp "))
+        head = f"{kind}={name}  {about}  [conf/{kind}/{path.name}]"
+        base = next((part for part in chosen if isinstance(part, str) and part != "_self_"), "")
+        if kind == "callbacks":
+            yield [head, f"  callbacks=[{','.join(chosen)}]"]
+        elif base in registry.offers.get(kind, {}):
+            yield [head, f"  {kind}={base}, with", *_settings(kind, registry.get(kind, base), body)]
+        else:
+            commands = (line for line in comments if line.startswith("toyexp "))
+            yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flat(body)))]
+
+
+def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
+    """The settings of a class with their defaults, or the `values` that take their place."""
+    shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
+    return [f"  {f'{prefix}.{s.name}={_written(value)}':<34} {s.comment}" for s, value in shown]
+
+
+def _written(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _choices(defaults: list[Any]) -> Iterator[str]:
+    for part in defaults:
+        for key, value in part.items() if isinstance(part, dict) else ():
+            yield f"{str(key).rpartition('/')[2]}={_written(value)}"
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={_written(value)}"

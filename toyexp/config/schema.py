@@ -1,0 +1,390 @@
+"""The schema that Hydra composes against: the top-level keys, every plugin's dataclass, and where presets lie."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import math
+import operator
+import os
+import re
+import shutil
+import tempfile
+import types
+import typing
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.files import read_text, require, require_folder
+from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
+from toyexp.contract.bounds import require_float32
+from toyexp.contract.optimiser import Optim
+from toyexp.contract.planned import changed
+from toyexp.contract.registry import Registry, conf_dir
+from toyexp.training.checkpoint import Interval
+
+AUTO = "auto"
+PARTS = ("model", "data", "recipe", "engine", "optim")
+NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
+LAUNCHERS = ("serial", "joblib", "submitit")
+GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
+
+
+@functools.cache
+def shipped() -> Mapping[str, Any]:
+    """conf/config.yaml as it stands."""
+    return load_yaml(conf_dir() / "config.yaml")
+
+
+def default(key: str) -> Any:
+    """A field whose default, and what it means, stands in conf/config.yaml under this key and nowhere else."""
+    return field(default_factory=lambda: copy.deepcopy(functools.reduce(operator.getitem, key.split("."), shipped())))
+
+
+@dataclass
+class Submitit:
+    """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
+
+    cluster: str | None = default("sweep.submitit.cluster")
+    partition: str | None = default("sweep.submitit.partition")
+    timeout_min: int = default("sweep.submitit.timeout_min")
+    gpus: int = default("sweep.submitit.gpus")
+    cpus: int | None = default("sweep.submitit.cpus")
+    mem_gb: float | None = default("sweep.submitit.mem_gb")
+
+
+@dataclass
+class Sweep:
+    """How -m runs its jobs. No number of a run depends on it."""
+
+    launcher: str = default("sweep.launcher")
+    jobs: int = default("sweep.jobs")
+    isolate: bool = default("sweep.isolate")
+    fail_fast: bool = default("sweep.fail_fast")
+    resume: str | None = default("sweep.resume")
+    retry: bool = default("sweep.retry")
+    submitit: Submitit = field(default_factory=Submitit)
+
+    def check(self) -> None:
+        """Raises UserError for what cannot work together."""
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
+        if self.jobs < 0:
+            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
+        if self.jobs > 1 and self.launcher == "serial":
+            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
+        if not self.isolate and self.launcher != "serial":
+            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
+        if self.retry and self.resume is None:
+            raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
+        if asked and self.launcher != "submitit":
+            raise UserError(
+                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
+            )
+        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
+        for name, least in limits.items():
+            value = getattr(given, name)
+            if value is not None and not least <= value < 2**31:
+                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least} to {2**31 - 1}")
+
+
+@dataclass
+class Settings:
+    """The top-level keys; what they mean stands in conf/config.yaml, which shows them all."""
+
+    name: str = default("name")
+    seed: int = default("seed")
+    steps: int = default("steps")
+    batch_size: int = default("batch_size")
+    lr: float = default("lr")
+    eval_every: int = default("eval_every")
+    checkpoint_every: str = default("checkpoint_every")
+    checkpoint_keep: int = default("checkpoint_keep")
+    checkpoint_best: str | None = default("checkpoint_best")
+    nonfinite: str = default("nonfinite")
+    resume: str | None = default("resume")
+    plugins: list[str] = default("plugins")  # noqa: RUF009 - a field, whose value is made anew each time
+    sweep: Sweep = field(default_factory=Sweep)
+    model: Any = MISSING
+    data: Any = MISSING
+    recipe: Any = MISSING
+    engine: Any = MISSING
+    optim: Any = MISSING
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises UserError for numbers that cannot work."""
+        for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("eval_every", 0)):
+            value = getattr(self, name)
+            if not least <= value < 2**63:
+                most = f" to {2**63 - 1}" if value > least else ""
+                raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
+        Interval.parse(self.checkpoint_every, "checkpoint_every")
+        if self.checkpoint_keep < 1:
+            raise UserError(
+                f"checkpoint_keep={self.checkpoint_keep}: must be at least 1; checkpoint_every=0 writes none"
+            )
+        if self.checkpoint_best is not None and not self.eval_every:
+            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
+        if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
+            raise UserError(
+                f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
+            )
+        if self.nonfinite not in NONFINITE:
+            raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise UserError(f"lr={self.lr}: must be a number, 0 or above")
+        require_float32("lr", self.lr)
+        if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
+            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
+
+    def warnings(self) -> list[str]:
+        """A sentence for each of these settings that has no effect in this run."""
+        told = []
+        saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
+        if changed(self, "eval_every") and self.eval_every > self.steps:
+            looks = "the held-out data is looked at before the first and after the last"
+            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {looks}")
+        if saves.steps > self.steps:
+            told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
+        if changed(self, "checkpoint_keep") and not saves:
+            told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
+        return told
+
+
+@dataclass
+class AutoEngine:
+    """The best engine that works here; it says which one and why."""
+
+    threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
+
+
+def default_callbacks() -> list[str]:
+    """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
+    return list(load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A file's contents; UserError for one that says more than settings."""
+        path = Path(self.path, self._normalize_file_name(config_path))
+        ours = path.is_relative_to(conf_dir())
+        if not ours and (".." in path.parts or config_path.startswith("hydra/")):
+            raise UserError(f"{config_path}: is not taken from {self.path}")
+        if not os.path.lexists(path):
+            return super().load_config(config_path)  # which says so
+        text = read_config(require(path, str(path)))
+        check_file(path, text, ours, preset="/" in config_path)
+        return ConfigResult(
+            provider=self.provider, path=f"{self.scheme()}://{self.path}",
+            config=OmegaConf.load(io.StringIO(text)), header=self._get_header_dict(text),
+        )  # fmt: skip
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether anything has that name: what is no file is told by `load_config`, not passed over."""
+        return os.path.lexists(Path(self.path, self._normalize_file_name(config_path)))
+
+
+def read_config(path: Path) -> str:
+    """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
+    if path.stat().st_size > SIZE_LIMIT:
+        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
+    return read_text(path).removeprefix("\ufeff")  # with which editors on Windows begin a file
+
+
+def store_schemas(registry: Registry) -> None:
+    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
+    SourcesRegistry.instance().types["file"] = FileConfigSource
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Settings)
+    store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
+    store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
+    for kind, offers in registry.offers.items():
+        for name, offer in offers.items():
+            if _stored.get((kind, name)) is offer.cls:
+                continue
+            package = f"callbacks.{name}" if kind == "callbacks" else None
+            try:
+                store.store(group=kind, name=name, node=schema(offer.cls, name), package=package)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{kind}={name} ({offer.plugin}): its fields cannot be settings: {error}") from None
+            _stored[kind, name] = offer.cls
+
+
+_stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is the process's, and takes a while
+
+
+@functools.cache
+def schema(cls: type, name: str) -> type:
+    """A plain dataclass with the fields of `cls`, led by its name, so that a saved config says what it is of."""
+    hints = typing.get_type_hints(cls)
+    parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
+    for f in dataclasses.fields(cls):
+        copy = (
+            field(default=f.default)
+            if f.default is not dataclasses.MISSING
+            else field(default_factory=typing.cast("typing.Callable[[], Any]", f.default_factory))
+        )
+        parts.append((f.name, hints[f.name], copy))
+    return dataclasses.make_dataclass(cls.__name__, parts)
+
+
+def types_of(key: str, registry: Registry) -> set[Any]:
+    """What the setting `key` may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
+    kind, *rest = key.split(".")
+    offers = registry.offers.get(kind, {})
+    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep], "optim": [Optim]}
+    if not rest:
+        classes: list[type] = [Settings]
+    elif kind == "callbacks":
+        classes = [offers[rest[0]].cls] if rest[0] in offers else []
+    else:
+        classes = known.get(kind, [offer.cls for offer in offers.values()])
+    hints = [typing.get_type_hints(cls).get((rest or [kind])[-1]) for cls in classes]
+    return {t for hint in hints if hint for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
+    """The class whose settings `node` holds; UserError when nobody offers one of that name."""
+    if kind == "optim":
+        return Optim
+    return AutoEngine if (kind, node["name"]) == ("engine", AUTO) else registry.get(kind, str(node["name"]))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the configuration comes from: toyexp's conf/, or a person's own directory with conf/ behind it."""
+
+    directory: Path
+    name: str = "config"
+    extra: Path | None = None  # one more directory of presets
+
+    @classmethod
+    def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry, modules: Sequence[str]) -> Source:
+        """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
+
+        Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
+        """
+        saved = load_yaml(directory / "config.yaml")
+        if not isinstance(saved, dict):
+            raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
+        require_plugins(saved.get("plugins"), modules, str(directory / "config.yaml"))
+        if "hydra" in saved:
+            raise UserError(
+                f"{directory / 'config.yaml'}: its key hydra has no effect: resume={directory} goes on in that "
+                "directory; take it out"
+            )
+        for kind in ("model", "data", "recipe"):
+            then, now = saved.get(kind), asked.get(kind)
+            if not isinstance(then, dict) or now in (None, then.get("name")):
+                continue
+            was = printable(str(then.get("name")))
+            if now in registry.offers[kind]:
+                raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
+            raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
+        chosen = {"engine", "callbacks"} & asked.keys()
+        if not chosen:
+            return cls(directory.absolute())
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
+        weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
+        kept = {key: value for key, value in saved.items() if key not in chosen}
+        (source.directory / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        return source
+
+    @classmethod
+    def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
+        """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
+        for flag, given in (("--config-path", path), ("--config-dir", extra)):
+            if given is not None:
+                require_folder(given, f"{flag} {given}")
+        directory = Path(path).absolute() if path else conf_dir()
+        source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
+        file = directory / f"{source.name}.yaml"
+        if not file.exists():
+            there = [p.stem for p in directory.glob("*.yaml")]
+            raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; "
+                            f"{choose(source.name, there)}")  # fmt: skip
+        require(file, f"--config-name {source.name}: {file}")
+        return source
+
+    @property
+    def directories(self) -> list[Path]:
+        """Every directory that may hold presets."""
+        return list(dict.fromkeys(d for d in (self.directory, self.extra, conf_dir()) if d))
+
+    def overrides(self) -> list[str]:
+        """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet.
+
+        Where something is written is for the main file to say, and no other, however it might get the keys there.
+        """
+        if len(self.directories) == 1:
+            return []
+        quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
+        added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
+        ours = shipped()["hydra"]
+        if self.directory == conf_dir():
+            return added + _places(ours)
+        path = self.directory / f"{self.name}.yaml"
+        theirs = load_yaml(path) or {}
+        if not isinstance(theirs, dict):
+            raise UserError(f"{path}: holds no keys with values, such as steps: 100")
+        own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
+        quiet = [] if own else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
+        return added + quiet + _places({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
+
+
+def _places(hydra_node: Mapping[str, Any]) -> list[str]:
+    """Where runs and sweeps go, as overrides."""
+    return [f"hydra.{k}.{n}={_quoted(v)}" for k in PLACES for n, v in hydra_node[k].items()]
+
+
+def _quoted(text: Any) -> str:
+    return QuotedString(str(text), Quote.single).with_quotes()
+
+
+def load_yaml(path: Path) -> Any:
+    """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
+    text = read_config(path)
+    check_file(path, text, path.is_relative_to(conf_dir()))
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise yaml_error(error, path) from None
+
+
+def compose_raw(overrides: list[str], source: Source) -> DictConfig:
+    """What Hydra composes, with its own settings under `hydra`; its own errors go through."""
+    with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
+        return hydra.compose(source.name, overrides=overrides, return_hydra_config=True)
+
+
+def yaml_error(error: yaml.YAMLError, where: Path) -> UserError:
+    """What is wrong with a YAML file, and on which line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = (
+        f"{where / mark.name if mark.name.endswith('.yaml') else where}, line {mark.line + 1}" if mark else str(where)
+    )
+    return UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}")

@@ -1,0 +1,158 @@
+"""What a configuration file may say: plain values under plain keys. Nothing in it names code or reads the machine.
+
+A file may come with a repository, a run or a mail. Hydra would follow it to packages and to the environment, and
+`_target_` to any function; so what is not needed is refused before Hydra sees it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toyexp.base.errors import UserError, printable
+
+SIZE_LIMIT = 256 << 10  # bytes of a file
+NODE_LIMIT = 20_000  # values in it, each repeated one counted again
+# Keys by which Hydra and its kin are told what to call.
+NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
+CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
+RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
+HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
+PLACES = ("run", "sweep")  # where something is written: for a person's own main file to say, no other
+PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
+
+
+def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
+    """Raises UserError for a file that says more than settings; `ours` lies in toyexp's own conf/.
+
+    A `preset` is a choice of a group, such as an experiment, which one takes from elsewhere.
+    """
+    if len(text) > SIZE_LIMIT:
+        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return  # whoever reads it says what is wrong, and on which line
+    except RecursionError:
+        raise UserError(f"{path}: its values are nested too deeply") from None
+    if root is None:
+        return
+    if _size(root, {}, path) > NODE_LIMIT:
+        raise UserError(f"{path}: holds more than {NODE_LIMIT} values, repeated ones counted again")
+    for node, key in _nodes(root):
+        place = f"{path}, line {node.start_mark.line + 1}"
+        if node.tag not in PLAIN:
+            raise UserError(f"{place}: {printable(node.tag)} names a type; a configuration holds plain values")
+        if key and node.value in NAMES_CODE:
+            raise UserError(
+                f"{place}: {node.value} names code; toyexp chooses its parts by name: engine=, recipe=, ..."
+            )
+        if not key and not ours and isinstance(node, yaml.ScalarNode):
+            check_text(node.value, place)
+    if not ours:
+        _check_hydra(root, text, path, preset)
+
+
+def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
+    """Raises UserError where a configuration asks for local plugins that are not `loaded`: code comes with no file."""
+    names = [str(name) for name in asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else []
+    if missing := [name for name in names if name not in loaded]:
+        raise UserError(
+            f"{what} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
+            f"add 'plugins=[{printable(','.join(names), 200)}]'"
+        )
+
+
+def _size(node: yaml.Node, known: dict[int, int], path: Path) -> int:
+    """Values below and at a node, where an alias counts as all it stands for."""
+    if id(node) in known:
+        if not known[id(node)]:
+            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value holds itself")
+        return known[id(node)]
+    known[id(node)] = 0
+    known[id(node)] = 1 + sum(_size(child, known, path) for child, _ in _children(node))
+    return known[id(node)]
+
+
+def _children(node: yaml.Node) -> Iterator[tuple[yaml.Node, bool]]:
+    """The nodes in a node, and whether each is a key."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from ((key, True), (value, False))
+    elif isinstance(node, yaml.SequenceNode):
+        yield from ((item, False) for item in node.value)
+
+
+def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool]]:
+    yield node, key
+    for child, is_key in _children(node):
+        yield from _nodes(child, is_key)
+
+
+def check_text(text: str, place: str) -> None:
+    """Raises UserError for a value that asks the machine for something, such as ${oc.env:HOME}."""
+    for match in re.finditer(r"(\\*)\$\{\s*([^:}$]*)(.?)", text):
+        escaped, name, end = len(match[1]) % 2, match[2].strip(), match[3]
+        if escaped or (end == "}" or (end == ":" and name in RESOLVERS)):
+            continue
+        if name.startswith("oc.env"):
+            raise UserError(
+                f"{place}: {printable(text)} reads the environment, and what it finds would stand in everything that "
+                "the run leaves; give it on the command line: key=$NAME"
+            )
+        raise UserError(f"{place}: {printable(text)} is not taken from a file; there may be ${{key}} and ${{now:...}}")
+
+
+def escaped(value: Any) -> Any:
+    """Plain data whose texts mean themselves when a configuration is read back: ${ stays what it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
+    """Raises UserError for settings of Hydra's that can load or call something, or write where a preset wants."""
+    package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
+    if package and package[1].split(".")[0] == "hydra":
+        raise UserError(f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not taken")
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value != "hydra" or not isinstance(value, yaml.MappingNode):
+            continue
+        for name, inner in value.value:
+            place = f"{path}, line {name.start_mark.line + 1}"
+            if preset and name.value in PLACES:
+                raise UserError(
+                    f"{place}: hydra.{name.value} is not taken from such a file, which may not choose where something "
+                    f"is written; give it on the command line: hydra.{name.value}.dir=..."
+                )
+            if name.value not in HYDRA_KEYS:
+                raise UserError(
+                    f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be "
+                    f"{', '.join(f'hydra.{k}' for k in HYDRA_KEYS)}"
+                )
+            if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
+                raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")
+            if name.value == "searchpath" and any("pkg:" in n.value for n, _ in _nodes(inner) if _is_text(n)):
+                raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not taken")
+
+
+def _is_text(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode)
+
+
+def names_code(value: Any) -> str | None:
+    """The first key in plain data by which something would be called."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found = key if key in NAMES_CODE else names_code(item)
+            if found:
+                return str(found)
+    if isinstance(value, list):
+        return next(filter(None, map(names_code, value)), None)
+    return None

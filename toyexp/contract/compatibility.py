@@ -1,0 +1,117 @@
+"""What goes with what: recipe x model x engine, from what each class says of itself."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from toyexp.base.errors import UserError
+from toyexp.contract.data import Data
+from toyexp.contract.engine import Engine
+from toyexp.contract.model import Model
+from toyexp.contract.plan import InputSpec
+from toyexp.contract.recipe import Recipe, Setup
+from toyexp.contract.registry import Offer, Registry
+
+
+def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
+    """Why this recipe cannot train this model on this engine; None where it can."""
+    if unread := misfit(recipe, model):
+        return unread
+    if recipe.needs_tensors:
+        missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()}
+        if missing:
+            return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have"
+    lacking = set(recipe.needs_features) - set(engine.features)
+    return f"recipe={recipe.name} needs {min(lacking)}, which engine={engine.name} does not have" if lacking else None
+
+
+def misfit(recipe: Recipe, model: Model) -> str | None:
+    """Why the recipe is for other kinds of models; None where it is not."""
+    if model.reads in recipe.reads:
+        return None
+    kinds = " or ".join(recipe.reads)
+    return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
+
+
+def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry) -> str:
+    """What to type instead: data that was typed stays, with a recipe and a model for it; else the recipe stays.
+
+    `typed` has what was typed by its key. A recipe that nobody typed stays where the kind of data is its first, one
+    that was typed where it takes that kind.
+    """
+    own_data = [shlex.quote(typed[key]) for key in sorted(typed) if key.partition(".")[0] == "data"]
+    kind = model.reads if model.reads in recipe.reads else recipe.reads[0]
+    if "data" in typed:
+        kind = data.gives
+    fits = kind in (recipe.reads if "recipe" in typed else recipe.reads[:1])
+    recipes = [recipe.name] if fits else [r for r, offer in registry.offers["recipe"].items() if _first(offer) == kind]
+    models = [model.name] if model.reads == kind else _of_kind(registry, "model", "reads", kind)
+    other_data = [f"data={name}" for name in _of_kind(registry, "data", "gives", kind)][:1]
+    words = own_data if "data" in typed else other_data
+    if not (recipes and models and words):
+        return ""
+    return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}"
+
+
+def _first(offer: Offer) -> str:
+    return cast("type[Recipe]", offer.cls).reads[0]
+
+
+def _of_kind(registry: Registry, part: str, attribute: str, kind: str) -> list[str]:
+    return [name for name, offer in registry.offers[part].items() if getattr(offer.cls, attribute) == kind]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination, all settings at their defaults."""
+
+    recipe: str
+    model: str
+    engine: str
+    refused: str | None  # why it can never train
+    setting: str | None  # what has to be set first, in the words of the error that says so
+
+
+def cells(registry: Registry) -> Iterator[Cell]:
+    """Every recipe with every model on every engine."""
+    recipes, models, engines = (sorted(registry.offers[k].items()) for k in ("recipe", "model", "engine"))
+    for recipe, r in recipes:
+        for model, m in models:
+            setting = _setting(r.cls(), m.cls())
+            for engine, e in engines:
+                refused = refusal(r.cls(), m.cls(), e.cls())
+                yield Cell(recipe, model, engine, refused, None if refused else setting)
+
+
+def _setting(recipe: Recipe, model: Model) -> str | None:
+    """What a plan of nothing but defaults lacks."""
+    inputs = {"targets": InputSpec((1,), "int32"), "weights": InputSpec((1,), "float32")}
+    try:
+        recipe.check()
+        recipe.plan(model, Setup(inputs, rows=1))
+    except UserError as error:
+        return str(error)
+    except Exception:  # a plugin's plan may need the sizes that come from the data; a run has them
+        return None
+    return None
+
+
+def table(registry: Registry) -> list[str]:
+    """The matrix in lines: a row per recipe and model, a column per engine, and below it the reasons."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    reasons: dict[str, None] = {}
+    for cell in cells(registry):
+        mark = "no" if cell.refused else "set" if cell.setting else "yes"
+        rows.setdefault((cell.recipe, cell.model), {})[cell.engine] = mark
+        if cell.refused:
+            reasons[f"no   {cell.refused}"] = None
+        elif cell.setting:
+            reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
+    lines = [("recipe", "model", *next(iter(rows.values()), {}))]
+    lines += [(*names, *marks.values()) for names, marks in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return [*shown, "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]

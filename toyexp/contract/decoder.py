@@ -1,0 +1,67 @@
+"""A decoder reads a sequence piece by piece and says what may come next: what text is written with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from toyexp.base.errors import SessionError
+
+if TYPE_CHECKING:
+    from toyexp.contract.engine import Session
+
+
+class Decoder(ABC):
+    """The logits after one sequence that grows, by the weights that the session has now.
+
+    It holds the positions of a row of the plan, `context`, of any model: beyond them gpt2 has no position, and llama
+    was not trained. Once it is full, or the session has taken a step, ask for a new one.
+    """
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.context = session.plan.inputs["tokens"].shape[0]
+        self.position = 0  # ids read so far
+        self._version = session.version
+
+    @final
+    def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Reads these ids behind the earlier ones; returns the float32 logits [V] after the last of them.
+
+        Raises SessionError for what are no ids, for more than the context holds, and once the weights have changed.
+        """
+        if self.session.version != self._version:
+            raise SessionError("feed(): the session took a step or was closed since; ask for a new decoder")
+        given, below = np.asarray(ids), self.session.plan.inputs["tokens"].below
+        if given.ndim != 1 or given.dtype.kind not in "iu" or not len(given):
+            raise SessionError(f"feed(): expected token ids [n], got {list(given.shape)} {given.dtype}")
+        wrong = given[(given < 0) | (given >= (2**31 if below is None else below))]
+        if len(wrong):
+            raise SessionError(f"feed(): {wrong[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
+        if self.position + len(given) > self.context:
+            raise SessionError(
+                f"feed(): {len(given)} ids after {self.position} are more than the context of {self.context}"
+            )
+        logits = self.do_feed(given.astype(np.int32))
+        self.position += len(given)
+        return logits
+
+    @abstractmethod
+    def do_feed(self, ids: np.ndarray) -> np.ndarray:
+        """The logits after the last of int32 `ids`, which take the positions from `position` on."""
+
+
+class Recompute(Decoder):
+    """Computes the whole sequence anew for every piece: for any engine, such as one of static graphs."""
+
+    def __init__(self, session: Session):
+        super().__init__(session)
+        self._ids = np.zeros(0, np.int32)
+
+    def do_feed(self, ids: np.ndarray) -> np.ndarray:
+        """See Decoder."""
+        self._ids = np.concatenate([self._ids[: self.position], ids])
+        return self.session.logits({"tokens": self._ids[None]})[0, -1]

@@ -1,0 +1,386 @@
+"""Engine and Session: the contract between a Plan and the numbers, with its states and its errors.
+
+A session is REALIZED when its tensors exist and may still be replaced (the warm window), BUILT once `build()` has
+baked the training step, and CLOSED at the end. Every public method here checks the state, the names and the
+shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, final
+
+import numpy as np
+
+from toyexp.base.errors import SessionError, choose, printable
+from toyexp.contract.decoder import Decoder, Recompute
+from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.planned import Planned
+
+Batch = Mapping[str, np.ndarray]
+
+
+class State(Enum):
+    """Where a session is in its life."""
+
+    REALIZED = "realized"
+    BUILT = "built"
+    CLOSED = "closed"
+
+
+class StepMetrics(NamedTuple):
+    """What a training step reports: the batch's loss before the update, and the gradient's global norm."""
+
+    loss: float
+    grad_norm: float
+
+
+MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+
+
+def state_names(name: str) -> tuple[str, str, str]:
+    """Under which names a snapshot holds a tensor's values and its two moments."""
+    return name, name + MOMENTS[0], name + MOMENTS[1]
+
+
+def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Why a snapshot's arrays are not those of `plan`, or None."""
+    wanted = {n: t.shape for t in plan.trainable for n in state_names(t.name)}
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        there = "lacks" if name in wanted else "has"
+        return f"the snapshot {there} {printable(name)}, unlike the plan"
+    for name, shape in wanted.items():
+        array = arrays[name]
+        if array.shape != shape:
+            return f"{name} has the shape {list(array.shape)}, not {list(shape)}"
+        if array.dtype.kind != "f":
+            return f"{name} holds {array.dtype}, not floating-point numbers"
+    return None
+
+
+@dataclass
+class Engine(ABC):
+    """A way to run a Plan: subclass it as a dataclass whose fields are the engine's settings."""
+
+    name: ClassVar[str]  # what `engine=` takes
+    priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
+    features: ClassVar[tuple[str, ...]] = ()  # what it offers recipes beyond the op vocabulary
+    own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
+
+    @abstractmethod
+    def check(self) -> str:
+        """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
+
+    def advice(self) -> list[str]:
+        """What would make it faster here, a short line each; empty when there is nothing to say."""
+        return []
+
+    def rounds_to(self) -> str:
+        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        return "float32"
+
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
+        """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
+
+    @abstractmethod
+    def realize(self, plan: Plan) -> Session:
+        """A session whose tensors hold the plan's initial values."""
+
+
+class Session(ABC):
+    """A realized plan. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.state = State.REALIZED
+        self.version = 0  # counts what makes a decoder's memory of earlier positions worthless
+        self._by_name = {t.name: t for t in plan.tensors}
+        self._moments_are_set = False
+        for tensor in plan.tensors:
+            self.do_load(tensor)
+
+    # -- the life of a session ----------------------------------------------------------------------------------
+
+    @final
+    def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
+        """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
+        if self.state is not State.REALIZED:
+            raise SessionError(f"upload of {name} from {source}: the warm window closed at build(); upload before it")
+        tensor = self._tensor(name, f"upload from {source}")
+        if tuple(array.shape) != tensor.shape:
+            raise SessionError(
+                f"upload of {name} from {source}: expected shape {list(tensor.shape)}, got {list(array.shape)}"
+            )
+        self.do_upload(tensor, np.ascontiguousarray(array, np.float32))
+
+    @final
+    def build(self) -> None:
+        """Closes the warm window and bakes forward, loss, backward and AdamW into the training step.
+
+        A plan that trains nothing has no step: its session only looks.
+        """
+        self._require(State.REALIZED, "build()")
+        self.do_build()
+        self.state = State.BUILT
+
+    @final
+    def step(self, batch: Batch, hp: np.ndarray) -> StepMetrics:
+        """One AdamW step on `batch` with the seven numbers `hp`; the first call starts from zero moments."""
+        self._require_training("step()")
+        if hp.shape != (7,):
+            raise SessionError(f"step(): hp has the shape {list(hp.shape)}, expected [7]")
+        if not np.isfinite(hp).all():
+            raise SessionError(f"step(): hp holds numbers that are not finite: {', '.join(f'{x:g}' for x in hp)}")
+        micros = self._micro_batches(batch)
+        if len(micros) != self.plan.accumulate:
+            raise SessionError(
+                f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
+            )
+        self._prepare_moments()
+        self.version += 1
+        return self.do_step(micros, hp)
+
+    @final
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over all weighted targets of `batches`; changes nothing."""
+        self._require(State.BUILT, "evaluate()")
+        total = weight = 0.0
+        for batch in batches:
+            for micro in self._cut(batch):
+                total += self.do_loss(micro)
+                weight += float(micro["weights"].sum(dtype=np.float64))
+        if not 0 < weight < math.inf:
+            raise SessionError(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
+        return total / weight
+
+    @final
+    def logits(self, batch: Batch) -> np.ndarray:
+        """The float32 logits of the inputs in `batch`, [rows, ..., V].
+
+        Any number of rows: they are computed as many at a time as the plan has. Where rows are missing, or are shorter
+        than the plan's, they are padded for the computation and cut off again.
+        """
+        self._require(State.BUILT, "logits()")
+        count = max((len(array) for array in batch.values()), default=0)
+        cuts = range(0, max(count, 1), self.plan.rows)
+        parts = [self._padded_logits({k: v[i : i + self.plan.rows] for k, v in batch.items()}) for i in cuts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @final
+    def decoder(self) -> Decoder:
+        """What reads a sequence of tokens piece by piece, with the present weights; raises for other models."""
+        self._require(State.BUILT, "decoder()")
+        tokens, targets = (self.plan.inputs.get(name) for name in ("tokens", "targets"))
+        if tokens is None or targets is None or tokens.shape != targets.shape:
+            raise SessionError(f"decoder(): model={self.plan.model.name} does not continue a sequence of tokens")
+        return self.do_decoder()
+
+    @final
+    def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The gradient of the batch's loss for every trainable tensor, before clipping; changes nothing."""
+        self._require_training("gradients()")
+        return self.do_gradients(self._micro_batches(batch))
+
+    @final
+    def download(self, name: str) -> np.ndarray:
+        """A tensor's present values, float32."""
+        if self.state is State.CLOSED:
+            raise SessionError(f"download of {name}: the session is closed")
+        return self.do_download(self._tensor(name, "download"))
+
+    @final
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """A copy of all that training changes: each trainable tensor, and its moments as `<name>@m` and `<name>@v`.
+
+        The numbers keep the engine's own precision, so that `restore` brings back the very bits.
+        """
+        self._require(State.BUILT, "snapshot()")
+        self._prepare_moments()
+        arrays: dict[str, np.ndarray] = {}
+        for tensor in self.plan.trainable:
+            names = state_names(tensor.name)
+            arrays.update(zip(names, self.do_snapshot(tensor), strict=True))
+        return arrays
+
+    @final
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Puts back what `snapshot` gave, here or on another engine; raises SessionError when it does not fit."""
+        self._require(State.BUILT, "restore()")
+        misfit = state_misfit(self.plan, arrays)
+        if misfit:
+            raise SessionError(f"restore(): {misfit}")
+        self._prepare_moments()
+        self.version += 1
+        for tensor in self.plan.trainable:
+            values, m, v = (np.ascontiguousarray(arrays[n]) for n in state_names(tensor.name))
+            self.do_restore(tensor, values, m, v)
+
+    @final
+    def close(self) -> None:
+        """Frees everything; closing twice is harmless."""
+        if self.state is not State.CLOSED:
+            self.state = State.CLOSED
+            self.version += 1
+            self.do_close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What run_start records about the engine: device, threads, precision."""
+        return {}
+
+    # -- what an engine implements ------------------------------------------------------------------------------
+
+    def do_load(self, tensor: PlanTensor) -> None:
+        """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
+        self.do_upload(tensor, self.plan.initial(tensor))
+
+    @abstractmethod
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        """Stores a contiguous float32 array as the tensor's values."""
+
+    @abstractmethod
+    def do_build(self) -> None:
+        """Prepares the training step."""
+
+    @abstractmethod
+    def do_reset_moments(self) -> None:
+        """Sets both AdamW moments to zero."""
+
+    @abstractmethod
+    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1.
+
+        Where the plan says `skip_nonfinite`, a loss or norm that is not finite leaves weights and moments as they are.
+        """
+
+    @abstractmethod
+    def do_loss(self, micro: Batch) -> float:
+        """The weighted sum of the losses of one micro-batch, without training."""
+
+    @abstractmethod
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        """The logits of the first `rows` rows of a micro-batch."""
+
+    def do_decoder(self) -> Decoder:
+        """A decoder; an engine that can keep what it computed of earlier positions has a faster one."""
+        return Recompute(self)
+
+    @abstractmethod
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        """The summed gradient of every trainable tensor, by name."""
+
+    @abstractmethod
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        """A float32 copy of the tensor's values."""
+
+    @abstractmethod
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of a trainable tensor's values and its two moments, in the engine's precision."""
+
+    @abstractmethod
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+        """Sets a trainable tensor's values and moments, from arrays of any float type."""
+
+    @abstractmethod
+    def do_close(self) -> None:
+        """Frees what the session holds."""
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _prepare_moments(self) -> None:
+        if not self._moments_are_set:
+            self.do_reset_moments()
+            self._moments_are_set = True
+
+    def _require(self, state: State, call: str) -> None:
+        if self.state is state:
+            return
+        advice = "; call build() first" if self.state is State.REALIZED else ""
+        raise SessionError(f"{call}: the session is {self.state.value}, expected {state.value}{advice}")
+
+    def _require_training(self, call: str) -> None:
+        self._require(State.BUILT, call)
+        if not self.plan.trainable:
+            raise SessionError(f"{call}: the plan trains nothing")
+
+    def _tensor(self, name: str, what: str) -> PlanTensor:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise SessionError(f"{what}: no tensor {name!r} in the plan; {choose(name, self._by_name)}") from None
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
+        micros = self._cut(batch)
+        total = batch["weights"].sum(dtype=np.float64)
+        if not 0 < total < math.inf:
+            raise SessionError(f"a batch whose targets weigh {total:g} in all has no loss")
+        return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        rows = self.plan.rows
+        missing = {n: s for n, s in self.plan.inputs.items() if s.optional and n not in batch}
+        if missing and "targets" in batch:
+            count = len(batch["targets"])
+            batch = {**batch, **{n: np.zeros((count, *s.shape), s.dtype) for n, s in missing.items()}}
+        self._check_batch(batch)
+        count = len(batch["targets"])
+        if count % rows:
+            raise SessionError(f"a batch of {count} rows does not divide into micro-batches of {rows}")
+        return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)]
+
+    def _check_batch(self, batch: Batch) -> None:
+        for name in self.plan.inputs:
+            if name not in batch:
+                raise SessionError(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+        for name, spec in self.plan.inputs.items():
+            array = batch[name]
+            if array.shape[1:] != spec.shape or array.dtype != spec.dtype:
+                raise SessionError(
+                    f"batch[{name!r}]: expected [rows, {', '.join(map(str, spec.shape))}] {spec.dtype}, "
+                    f"got {list(array.shape)} {array.dtype}"
+                )
+            if len(array) != len(batch["targets"]):
+                raise SessionError(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
+            if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
+                wrong = array[(array < 0) | (array >= spec.below)][0]
+                raise SessionError(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
+
+    def _padded_logits(self, batch: Batch) -> np.ndarray:
+        padded, kept = self._pad(batch)
+        return np.ascontiguousarray(self.do_logits(padded, len(kept[0]))[tuple(slice(len(k)) for k in kept)])
+
+    def _pad(self, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
+        """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
+        padded: dict[str, np.ndarray] = {}
+        kept: tuple[range, ...] = ()
+        aligned = self.plan.inputs["targets"].shape  # an input of this shape has one logit row per position
+        for name, spec in self.plan.inputs.items():
+            full = np.zeros((self.plan.rows, *spec.shape), spec.dtype)
+            if name in batch:
+                part = np.asarray(batch[name])
+                if part.ndim != full.ndim or any(p > f for p, f in zip(part.shape, full.shape, strict=True)):
+                    raise SessionError(
+                        f"logits(): {name} {list(part.shape)} does not fit the plan's {list(full.shape)}"
+                    )
+                if part.dtype != full.dtype:
+                    raise SessionError(f"logits(): {name} is {part.dtype}, expected {full.dtype}")
+                full[tuple(slice(n) for n in part.shape)] = part
+                kept = tuple(range(n) for n in (part.shape if spec.shape == aligned else part.shape[:1]))
+            padded[name] = full
+        if not kept:
+            raise SessionError(f"logits(): the batch holds none of {', '.join(self.plan.inputs)}")
+        return padded, kept

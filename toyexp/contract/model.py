@@ -1,0 +1,145 @@
+"""A model: one readable function over the op vocabulary, and the table of its tensors."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.bounds import MOST, require_positive
+from toyexp.contract.ops import Ops, Params, Tensor
+from toyexp.contract.values import Values
+
+if TYPE_CHECKING:
+    from toyexp.contract.data import Batches, Dataset
+    from toyexp.contract.engine import Batch, Session
+    from toyexp.formats.gguf.read import GGUFFile
+    from toyexp.formats.huggingface import Layout
+
+
+MOST_BLOCKS = 10_000
+LEAST_EPS = 1e-24
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a model under its GGUF name; a matrix is [out, in], as numpy and torch order it."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Values
+
+
+def falls(metric: str) -> bool:
+    """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
+    return metric in ("loss", "ppl")
+
+
+@dataclass
+class Model(ABC):
+    """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
+
+    name: ClassVar[str]  # what `model=` takes
+    reads: ClassVar[str]  # the kind of data it learns from: "tokens" or "images"
+    optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
+    score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
+
+    @abstractmethod
+    def tensors(self) -> list[TensorSpec]:
+        """Every tensor, in the order of the forward pass."""
+
+    @abstractmethod
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """The logits of a batch: [B, T, V] for tokens [B, T], [B, classes] for images."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work, before anything is allocated."""
+
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
+        """The arrays of a batch that `forward` reads, without the batch axis; a letter is a size the run chooses."""
+        return {"tokens": ("T",)}
+
+    def fit(self, dataset: Dataset) -> Model:
+        """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
+        return self
+
+    def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
+        """The data's batches as the model reads them."""
+        return dataset.batches(getattr(self, "context", 0), rows, seed)
+
+    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
+        return {}
+
+    def require_metric(self, key: str, name: str) -> None:
+        """Raises UserError when a look at the held-out data reports nothing of that name, as far as that is known.
+
+        What a model scores without naming it in `score_names` shows at the first look.
+        """
+        unnamed = not self.score_names and type(self).scores is not Model.scores
+        known = ("loss", "ppl", *self.score_names)
+        if name not in known and not unnamed:
+            raise UserError(f"{key}={printable(name)}: {choose(name, known)}")
+
+    @property
+    def architecture(self) -> str:
+        """The GGUF architecture it is exported as."""
+        return self.name
+
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """Tensors of its GGUF that are neither trained nor among `tensors`, float32: they follow from the fields."""
+        return {}
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> Self:
+        """The model that `file` holds, for recipes with a base; UserError for what it cannot represent exactly."""
+        raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""
+        raise UserError(f"model={self.name} has no GGUF form")
+
+    def huggingface(self, data: Mapping[str, Any]) -> Layout:
+        """What it is in transformers, or UserError; `data`: what the data adds to its GGUF's keys."""
+        raise UserError(f"model={self.name} has no Hugging Face layout")
+
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(math.prod(t.shape) for t in self.tensors())
+
+    def require_positive(self, *names: str) -> None:
+        """Raises UserError unless each named field is above zero, and no more than float32 holds or 31 bits count."""
+        for name in names:
+            require_positive(f"model.{name}", getattr(self, name))
+
+    def require_eps(self, name: str) -> None:
+        """Raises UserError unless the named field can be added to a norm's variance.
+
+        Where all inputs are 0 the gradient takes its power of -1.5, which float32 has to hold; above 1 it is no small
+        addition but what decides.
+        """
+        value = getattr(self, name)
+        if value > 0 and not LEAST_EPS <= value <= 1:
+            raise UserError(f"model.{name}={value}: must be from {LEAST_EPS:g} to 1")
+        self.require_positive(name)
+
+    def require_counts(self, *names: str) -> None:
+        """Raises UserError for a named field that is more than 31 bits count."""
+        for name in names:
+            if getattr(self, name) > MOST:
+                raise UserError(f"model.{name}={getattr(self, name)}: must be at most {MOST}")
+
+    def require_few_blocks(self, count: int) -> None:
+        """Raises UserError for more blocks than anyone trains: each has tensors that a plan lists."""
+        if count > MOST_BLOCKS:
+            raise UserError(f"model.n_layers={count}: must be at most {MOST_BLOCKS}")
+
+    def settings(self) -> dict[str, Any]:
+        """The fields and their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,201 @@
+"""The op vocabulary: what a model may use, and what an engine must implement, once each.
+
+Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens.
+Tensors are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes.
+Weights follow GGUF: a linear's weight is [out, in].
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from toyexp.base.errors import UserError
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How rope turns a head's features: by which angles, and which two of them at a time.
+
+    Raises UserError unless base, scale and factors are finite numbers above 0.
+    """
+
+    base: float  # the pair i of D features turns by base^(-2i/D) a position
+    scale: float = 1.0  # all positions are divided by it (linear scaling, Chen et al. 2023)
+    factors: tuple[float, ...] = ()  # pair i turns factors[i] times slower (GGUF's rope_freqs); empty: none does
+    halves: bool = False  # pairs are (x[i], x[i + D/2]), GGUF's "NeoX" form, instead of neighbours, its "NORM" form
+
+    def __post_init__(self) -> None:
+        for name, values in (("base", [self.base]), ("scale", [self.scale]), ("factors", self.factors)):
+            for value in values:
+                if not 0 < value < math.inf:
+                    raise UserError(f"rope: {name} {value}: must be a finite number above 0")
+
+    def frequencies(self, size: int) -> tuple[float, ...]:
+        """By how much each of the D/2 pairs of `size` features turns a position; UserError where they do not fit."""
+        if size % 2 or len(self.factors) not in (0, size // 2):
+            given = f" with {len(self.factors)} factors" if self.factors else ""
+            raise UserError(f"rope{given} for heads of {size}: it turns pairs, each with a factor of its own")
+        factors = self.factors or (1.0,) * (size // 2)
+        return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021).
+
+    With `dropout` [..., in] the adapter, and nothing else, sees x + x * dropout in place of x.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with what the recipe put around it: a low-rank update, or a lens behind an embedding table."""
+
+    base: Tensor
+    low_rank: LowRank | None = None
+    lens: Tensor | None = None
+
+
+class Params(Mapping[str, Tensor]):
+    """A model's tensors by GGUF name; `block(i)` is the view whose names start with `blk.i.`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "", on_block: Callable[[], None] | None = None):
+        self._tensors = tensors
+        self._prefix = prefix
+        self._on_block = on_block
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def block(self, i: int) -> Params:
+        """The tensors of block `i`, under their names inside the block; models ask for it where the block begins."""
+        if self._on_block:
+            self._on_block()
+        return Params(self._tensors, f"{self._prefix}blk.{i}.")
+
+
+class Ops(ABC):
+    """One engine's implementation of the vocabulary."""
+
+    # -- what models call, the same for every engine ------------------------------------------------------------
+
+    @final
+    def embed(self, table: Tensor | Adapted, ids: Tensor) -> Tensor:
+        """Rows of `table` [V, d] at integer `ids` [...] -> [..., d]; with a lens L [d', d]: [..., d'] = row L^T."""
+        if not isinstance(table, Adapted):
+            return self.rows(table, ids)
+        x = self.rows(table.base, ids)
+        return x if table.lens is None else self.matmul(x, table.lens)
+
+    @final
+    def linear(self, x: Tensor, w: Tensor | Adapted, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
+        if not isinstance(w, Adapted):
+            return self.matmul(x, w, bias)
+        y = self.matmul(x, w.base, bias)
+        if w.low_rank is None:
+            return y
+        if w.low_rank.dropout is not None:
+            x = self.add(x, self.mul(x, w.low_rank.dropout))
+        update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
+        return self.add(y, self.scale(update, w.low_rank.scale))
+
+    # -- what an engine implements ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
+
+    @abstractmethod
+    def first_rows(self, table: Tensor, n: int) -> Tensor:
+        """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Matrix product x w^T, plus bias: x [..., in], w [out, in], bias [out] -> [..., out]."""
+
+    @abstractmethod
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a [..., d] plus b, where b has a's shape or misses some of its leading axes."""
+
+    @abstractmethod
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a times b, number by number; both of one shape."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times a constant."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+
+    @abstractmethod
+    def heads(self, x: Tensor, n: int) -> Tensor:
+        """x [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+
+    @abstractmethod
+    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        """x [..., n*d] -> n tensors [..., d], in order."""
+
+    @abstractmethod
+    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
+        """token [d] put before the first position of each sequence of x [B, T, d] -> [B, T+1, d]."""
+
+    @abstractmethod
+    def select(self, x: Tensor, i: int) -> Tensor:
+        """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
+
+    @abstractmethod
+    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Rotates pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
+
+        The pair i is (x[2i], x[2i+1]), or with `halves` (x[i], x[i + D/2]); positions count from 0 along T.
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v for q [B, T, H, D] and k, v [B, T, Hkv, D] -> [B, T, H*D].
+
+        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions.
+        """
+
+    @abstractmethod
+    def gelu(self, x: Tensor) -> Tensor:
+        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
+
+    @abstractmethod
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x) (Elfwing et al. 2017)."""
+
+    @abstractmethod
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, where silu(z) = z * sigmoid(z) (Shazeer 2020)."""
+
+    @abstractmethod
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Sum over positions of weight * -log softmax(logits)[target]: a scalar.
+
+        logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean.
+        """

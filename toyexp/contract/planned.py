@@ -1,0 +1,38 @@
+"""A run that was planned and has not begun: what its parts look at to say which of their settings have no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toyexp.contract.data import Batches, Dataset
+    from toyexp.contract.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What engine, recipe, model, data and callbacks may know of the run they are in."""
+
+    config: Mapping[str, Any]  # the resolved configuration
+    dataset: Dataset
+    batches: Batches
+    plan: Plan
+
+    @property
+    def steps(self) -> int:
+        """How many the run takes."""
+        return int(self.config["steps"])
+
+    def beyond(self, key: str, every: int, instead: str) -> list[str]:
+        """A warning of an interval that the run does not reach, with what there is `instead`."""
+        return [f"{key}={every}: the run has {self.steps} steps; {instead}"] if every > self.steps else []
+
+
+def changed(part: Any, name: str) -> bool:
+    """Whether a setting of a part, which is a dataclass, is another than its default."""
+    (field,) = (f for f in dataclasses.fields(part) if f.name == name)
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    return bool(getattr(part, name) != default)

@@ -1,0 +1,109 @@
+"""A recipe: what is trained and from where. It returns a Plan and knows no engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp.base.blame import blamed
+from toyexp.contract.engine import Engine, Session
+from toyexp.contract.model import Model
+from toyexp.contract.optimiser import FROM_SCRATCH
+from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+from toyexp.contract.planned import Planned
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe's plan takes over from the run."""
+
+    inputs: Mapping[str, InputSpec]
+    rows: int  # examples in a micro-batch
+    accumulate: int = 1
+    grad_clip: float = 0.0
+    seed: int = 0
+    skip_nonfinite: bool = False
+
+    def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
+        """A Plan of these tensors with this setup."""
+        return Plan(
+            model=model,
+            tensors=tuple(tensors),
+            inputs=self.inputs,
+            rows=self.rows,
+            accumulate=self.accumulate,
+            grad_clip=self.grad_clip,
+            adapters=tuple(adapters),
+            seed=self.seed,
+            skip_nonfinite=self.skip_nonfinite,
+        )
+
+
+@dataclass
+class Recipe(ABC):
+    """Base of all recipes: subclass it as a dataclass whose fields are its settings."""
+
+    name: ClassVar[str]  # what `recipe=` takes
+    optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
+    reads: ClassVar[tuple[str, ...]] = ("tokens",)  # kinds of model it can train
+    needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
+    needs_features: ClassVar[tuple[str, ...]] = ()  # what an engine must offer beyond the op vocabulary
+
+    @abstractmethod
+    def plan(self, model: Model, setup: Setup) -> Plan:
+        """The tensors of `model` and where their values come from; raises UserError for what cannot work."""
+
+    def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
+        """Raises UserError for settings that cannot work and files that are not there."""
+
+    def vocabulary(self) -> Path | None:
+        """The GGUF file whose tokenizer the data should use, if the recipe has one."""
+        return None
+
+    def base_file(self) -> Path | None:
+        """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
+        return None
+
+    def origin(self) -> tuple[str, str] | None:
+        """What a run says of where its values come from: the role of a file, and the file. None: of no file."""
+        return None
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
+
+    def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
+        """Replaces values while the warm window is open."""
+
+
+def start(
+    recipe: Recipe,
+    engine: Engine,
+    plan: Plan,
+    state: Mapping[str, np.ndarray] | None = None,
+    directory: Path | None = None,
+) -> Session:
+    """The recipe's life up to its first step: realize, the warm window, build; then the `state` to continue from.
+
+    Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
+    """
+    log = directory / "log.txt" if directory else None
+    with blamed(f"engine.{engine.name}", "while it realized the plan", log, model=plan.model):
+        session = engine.realize(plan)
+    try:
+        with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
+            recipe.warm(session)
+        with blamed(f"engine.{engine.name}", "while it built the training step", log, model=plan.model):
+            session.build()
+        if state is not None:
+            with blamed(f"engine.{engine.name}", "while it took the checkpoint", log):
+                session.restore(state)
+    except BaseException:
+        session.close()
+        raise
+    return session

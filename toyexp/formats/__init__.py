@@ -1,0 +1,1 @@
+"""Files of models, in and out; a stranger's byte is checked here."""

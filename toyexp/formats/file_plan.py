@@ -1,0 +1,63 @@
+"""A model in a file as it stands, for those who only look: the plan that opens it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from toyexp.base.errors import printable
+from toyexp.contract.model import Model
+from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.contract.recipe import Setup
+from toyexp.contract.values import FromGGUF
+from toyexp.formats.gguf.read import GGUFFile
+
+
+def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:
+    """The file's model, and a LoRA adapter's file on it, of which nothing trains: no memory for that is taken."""
+    tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
+    pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
+    return setup.plan(model, [*tensors, *pairs], adapters)
+
+
+def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
+    """The frozen tensors of a LoRA adapter for llama.cpp, and what they are put on; UserError if not on `model`."""
+    with GGUFFile(path) as file:
+        alpha = check_adapter(file)
+        if file.architecture != model.architecture:
+            raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {model.architecture}")
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
+        adapters, tensors = [], []
+        for linear in linears:
+            a, b = lora_names(linear.name)
+            if a not in shapes and b not in shapes:
+                continue
+            outputs, inputs = linear.shape
+            rank = (shapes.get(a) or (0,))[0]
+            if (shapes.get(a), shapes.get(b)) != ((rank, inputs), (outputs, rank)):
+                raise file.error(
+                    f"{linear.name} is {outputs} x {inputs}; its lora_a has the shape {list(shapes.get(a, ()))}, its "
+                    f"lora_b {list(shapes.get(b, ()))}"
+                )
+            tensors += [PlanTensor(n, shapes[n], FromGGUF(str(path), n), trainable=False) for n in (a, b)]
+            adapters.append(LoraAdapter(linear.name, alpha / rank if alpha else 1.0))  # as llama.cpp has it
+        strange = shapes.keys() - {t.name for t in tensors}
+        if strange or not adapters:
+            what = f"its tensor {printable(min(strange))}" if strange else "a file without tensors"
+            raise file.error(f"{what} fits no linear of this {model.name}")
+    return tensors, adapters
+
+
+def check_adapter(file: GGUFFile) -> float:
+    """Its alpha, 0 where it has none; UserError for a file that holds no LoRA adapter, whatever its base."""
+    kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
+    if kinds != ["adapter", "lora"]:
+        raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")
+    alpha = file.metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, float) or not math.isfinite(alpha):
+        raise file.error(f"its adapter.lora.alpha is {printable(str(alpha))}, expected a number")
+    if not file.tensors:
+        raise file.error("a file without tensors fits no model")
+    return alpha

@@ -1,0 +1,210 @@
+"""The tokenizer inside a GGUF file."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from toyexp.base.errors import printable
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.special_tokens import family, special_tokens, swallowing
+from toyexp.text.pretokenizers import PRE_TOKENIZERS
+from toyexp.text.sentencepiece import SentencePiece
+from toyexp.text.tokenizer import (
+    BPE,
+    BYTE,
+    BYTE_OF,
+    CONTROL,
+    NORMAL,
+    SYMBOLS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Bytes,
+    Characters,
+    Tokenizer,
+    placeholder,
+)
+
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
+FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
+IDS_ALONE = "what it reads are ids: data=tokens data.path=IDS.bin"
+UNTOUCHED = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands where there is no merge: no UTF-8 holds the byte
+
+
+def read_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The file's tokenizer; raises GGUFError when it has none, a broken one, or one of a kind not supported."""
+    return _Reader(file).tokenizer()
+
+
+def check_kind(file: GGUFFile) -> None:
+    """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
+    model, pre = _kind(file)
+    if not model:
+        raise file.error(f"has no tokenizer; {IDS_ALONE}")
+    if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
+        raise file.error(
+            f"its tokenizer ({printable(model)}, pre-tokenizer {printable(pre)}) is not supported; "
+            f"supported: llama, and gpt2 with {', '.join(sorted(PRE_TOKENIZERS))}. "
+            "Choose another one: data.tokenizer=bpe"
+        )
+
+
+def _kind(file: GGUFFile) -> tuple[str, str]:
+    model, pre = (str(file.metadata.get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre"))
+    return model, pre or "default"
+
+
+def read_chat_template(file: GGUFFile) -> str:
+    """The file's chat template in Jinja, or nothing."""
+    template = file.metadata.get("tokenizer.chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
+def has_text(file: GGUFFile) -> bool:
+    """Whether the file's ids stand for text: a model of ids alone has no vocabulary, or placeholders in its place."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    return isinstance(tokens, list) and any(token != placeholder(i) for i, token in enumerate(tokens))
+
+
+class _Reader:
+    """A file's `tokenizer.*` keys, checked, on their way to a tokenizer."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.all = {k.removeprefix("tokenizer."): v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
+        self.keys = {k.removeprefix("ggml."): v for k, v in self.all.items() if k.startswith("ggml.")}
+
+    def tokenizer(self) -> Tokenizer:
+        """The whole of it; llama.cpp's defaults stand for what is not said."""
+        check_kind(self.file)
+        model, pre = _kind(self.file)
+        if model == "llama":
+            self.keys = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True} | self.keys
+        else:
+            self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
+        self._check_keys()
+        if not has_text(self.file):
+            raise self.file.error(f"its model was trained on ids without text: it has no tokenizer; {IDS_ALONE}")
+        self._read_tokens()
+        tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
+        tokenizer.bos = self.keys.get("bos_token_id")
+        tokenizer.add_bos, tokenizer.add_eos = self.keys["add_bos_token"], self.keys.get("add_eos_token", False)
+        tokenizer.stops = frozenset(self.ends) - {tokenizer.eos}
+        tokenizer.controls = self._of_types(CONTROL, UNKNOWN) - {tokenizer.eos}
+        tokenizer.user_defined = self._of_types(USER_DEFINED)
+        tokenizer.family = self.family
+        tokenizer.swallow_before, tokenizer.swallow_after = self.swallowing
+        shown = self._of_types(NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE)
+        tokenizer.silent = frozenset(range(len(self.pieces))) - shown
+        tokenizer.source, tokenizer.chat_template = self.all, read_chat_template(self.file)
+        return tokenizer
+
+    def _check_keys(self) -> None:
+        """Refuses ids and flags of another kind, and what is missing."""
+        if not isinstance(self.keys.get("tokens"), list) or "eos_token_id" not in self.keys:
+            raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
+        count = len(self.keys["tokens"])
+        for name in IDS:
+            value = self.keys.get(name, 0)
+            if type(value) is not int or not 0 <= value < count:
+                what = f"{'an' if name.startswith('e') else 'a'} {name} that is no token: {printable(str(value))}"
+                raise self.file.error(f"its tokenizer has {count} tokens, and {what}")
+        for name in FLAGS:
+            if not isinstance(self.keys.get(name, False), bool):
+                raise self.file.error(f"its tokenizer has {name}={printable(str(self.keys[name]))}: not true or false")
+        if self.keys["add_bos_token"] and "bos_token_id" not in self.keys:
+            raise self.file.error(
+                "its tokenizer puts a token before every text (add_bos_token), but has no bos_token_id"
+            )
+
+    def _read_tokens(self) -> None:
+        """`pieces` without padding at their end, `types` as llama.cpp has them, and `unreachable` from text."""
+        # To llama.cpp a NUL ends a token, and an empty one has such a name.
+        tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
+        ids = {piece: i for i, piece in enumerate(tokens)}
+        if len(ids) < len(tokens):
+            twice = next(piece for i, piece in enumerate(tokens) if ids[piece] != i)
+            raise self.file.error(f"its tokenizer has two equal tokens: {printable(twice)}")
+        types = self._array("token_type", len(tokens), "i", NORMAL)
+        self.types, self.ends = special_tokens(ids, types, self.keys)
+        pre, name = _kind(self.file)[1], self.file.metadata.get("general.name", "")
+        self.family = family(name) if isinstance(name, str) else ""
+        self.swallowing = swallowing(ids, self.types, pre, self.family)
+        least = max(self.keys.get(name, 0) for name in IDS) + 1
+        count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
+        self.pieces, self.types = tokens[:count], self.types[:count]
+        self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
+
+    def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
+        """The numbers of a key, one for each token."""
+        values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
+            raise self.file.error(
+                f"its tokenizer's {name} is no list of 32-bit {'numbers' if 'f' in kinds else 'integers'}"
+            )
+        if len(values) != count:
+            raise self.file.error(f"its tokenizer has {count} tokens, and {name} for {len(values)}")
+        return values
+
+    def _of_types(self, *types: int) -> frozenset[int]:
+        return frozenset(np.flatnonzero(np.isin(self.types, types)).tolist())
+
+    def _sentencepiece(self) -> Tokenizer:
+        scores = self._array("scores", len(self.keys["tokens"]), "if", 0).astype(np.float32)[: len(self.pieces)]
+        if np.isnan(scores).any():
+            raise self.file.error(f"its token {printable(self.pieces[int(np.isnan(scores).argmax())])} has no score")
+        wrong = next((self.pieces[i] for i in self._of_types(BYTE) if not BYTE_TOKEN.fullmatch(self.pieces[i])), None)
+        if wrong is not None:
+            raise self.file.error(f"its byte token {printable(wrong)} is not of the form <0x0A>")
+        prefix = self.keys.get("add_space_prefix", True)
+        return SentencePiece(self.pieces, scores, self.types, self.keys["eos_token_id"], self.unreachable, prefix)
+
+    def _byte_level(self, pre: str) -> Tokenizer:
+        pieces, eos = self.pieces, self.keys["eos_token_id"]
+        if self._of_types(BYTE):
+            raise self.file.error(
+                "its tokenizer is byte-level BPE, and has byte tokens (token_type 6) as SentencePiece has"
+            )
+        # Text is cut and merged in byte symbols, so it never produces a token of other characters.
+        strange = {i for i in self._of_types(NORMAL) if not BYTE_OF.keys() >= set(pieces[i])}
+        unreachable = self.unreachable | strange
+        pairs = self._pairs()
+        known = set(pieces)
+        real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
+        if pre == "gpt-2" and len(real) < len(pairs):  # the trained kinds have merges that make no token
+            if not real and eos == 256 and pieces[:256] == SYMBOLS and len(pieces) == 257:
+                return Bytes()
+            characters = _characters(pieces, eos)
+            if characters is not None:
+                return Characters(characters)
+        kept = {*real, UNTOUCHED}
+        lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
+        if lost is not None:
+            raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
+        hidden = {pieces[i] for i in unreachable}
+        merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
+        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], unreachable)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """The merges, each once: llama.cpp keeps the first of equal ones."""
+        merges = self.keys.get("merges")
+        if not isinstance(merges, list):
+            raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
+        pairs = [(a, b) for a, blank, b in (merge.partition(" ") for merge in merges) if a and b and " " not in b]
+        if len(pairs) < len(merges):
+            raise self.file.error("its tokenizer has a merge that is not a pair")
+        return list(dict.fromkeys(pairs))
+
+
+def _characters(pieces: list[str], eos: int) -> list[str] | None:
+    """The characters the tokens stand for, when each is exactly one and end-of-text comes last."""
+    if eos != len(pieces) - 1:
+        return None
+    try:
+        texts = [bytes(BYTE_OF[c] for c in p).decode() for p in pieces[:eos]]
+    except (KeyError, UnicodeDecodeError):
+        return None
+    return texts if all(len(t) == 1 for t in texts) else None

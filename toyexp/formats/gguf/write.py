@@ -1,0 +1,259 @@
+"""Writes a trained model as a GGUF file that stock llama.cpp loads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.base.whole import in_one_piece
+from toyexp.contract.model import Model
+from toyexp.contract.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.formats.gguf.encode import (
+    FILE_TYPES,
+    IDS,
+    K_QUANTS,
+    check_type,
+    checked,
+    encoded,
+    fitting,
+    pieces_of,
+    tensor_type,
+)
+from toyexp.formats.gguf.quantise import quantise
+from toyexp.formats.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
+from toyexp.formats.gguf.special_tokens import fitting_name
+from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
+
+U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
+_KINDS = {np.dtype(form): kind for kind, form in DTYPES.items()}
+_PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
+
+
+def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The model's own tensors from the run's: adapters are folded in.
+
+    A lens makes an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
+    """
+    out = dict(values)
+    for adapter in plan.adapters:
+        if isinstance(adapter, Lens):
+            lens = out.pop(adapter.projection).astype(np.float64)
+            out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
+        else:
+            a, b = (out.pop(name).astype(np.float64) for name in lora_names(adapter.target))
+            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype(np.float32)
+    return {spec.name: out[spec.name] for spec in plan.model.tensors()}
+
+
+def write_model(
+    path: Path,
+    model: Model,
+    tensors: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer | None,
+    kind: str = "f32",
+    general: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
+
+    `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
+    the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
+    A tensor whose numbers are too large for its type stays F32; of each that is not finite a sentence is returned.
+    """
+    check_type(kind)
+    if kind in K_QUANTS:
+        exact = path.with_name(f"{path.stem}-f32.gguf")
+        problems = write_model(exact, model, tensors, tokenizer, "f32", general, data)
+        try:
+            quantise(exact, path, kind)
+        except RunFailed as error:
+            raise RunFailed(f"{error}; the model is in {exact}") from error
+        exact.unlink()
+        return problems
+    writer = Writer()
+    writer.add("general.architecture", model.architecture)
+    writer.add("general.type", "model")
+    writer.add("general.file_type", FILE_TYPES[kind])
+    writer.add("general.quantization_version", 2)
+    writer.add("general.size_label", size_label(sum(a.size for a in tensors.values())))
+    general = dict(general or {})
+    if isinstance(general.get("name"), str):
+        general["name"] = fitting_name(general["name"], tokenizer)
+    for key, value in model_metadata(model, general, data or {}).items():
+        writer.add(key, value)
+    if model.reads == "tokens":
+        for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
+            writer.add(key, value)
+    for name, array in {**tensors, **model.constants()}.items():
+        type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
+        writer.add_numbers(name, array.shape, type_name, pieces_of(array))
+    return writer.save(path)
+
+
+def write_adapter(
+    path: Path,
+    plan: Plan,
+    values: Mapping[str, np.ndarray],
+    general: Mapping[str, Any] | None = None,
+    chat_template: str = "",
+) -> list[str]:
+    """Writes the plan's LoRA adapters for llama.cpp's `--lora`, in one piece like `write_model`, in float32.
+
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
+    notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
+    """
+    alpha = one_alpha(plan)
+    writer = Writer()
+    writer.add("general.architecture", plan.model.architecture)
+    writer.add("general.type", "adapter")
+    for key, value in (general or {}).items():
+        writer.add(f"general.{key}", value)
+    writer.add("adapter.type", "lora")
+    writer.add("adapter.lora.alpha", alpha)
+    if chat_template:
+        writer.add("tokenizer.chat_template", chat_template)
+    for adapter in plan.adapters:
+        for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
+            writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))
+    return writer.save(path)
+
+
+def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that describe a model, under their full names."""
+    own = {**model.gguf_metadata(), **data}
+    return {f"general.{k}": v for k, v in general.items()} | {f"{model.architecture}.{k}": v for k, v in own.items()}
+
+
+def check_keys(model: Model) -> None:
+    """Raises UserError for a model with a number that no key of a GGUF holds; found after training it is too late."""
+    for key, value in model_metadata(model, {}, {}).items():
+        try:
+            _packed(value, _kind(value))
+        except (struct.error, OverflowError):
+            raise UserError(f"model={model.name}: no GGUF holds {printable(str(value))} as {key}") from None
+
+
+def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
+    """The `tokenizer.*` keys, with as many tokens as the embedding has rows, as llama.cpp requires."""
+    if tokenizer is None:
+        return {f"tokenizer.{key}": value for key, value in ids_only(rows).items()}
+    keys = tokenizer.gguf_metadata()
+    tokens = keys["ggml.tokens"][:rows]
+    known, spare = set(tokens), rows - len(tokens)
+    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in known)
+    keys["ggml.tokens"] = [*tokens, *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
+    types = keys.get("ggml.token_type", np.full(len(tokens), NORMAL, np.int32))
+    for key, values, filler in (("token_type", types, UNUSED), ("scores", keys.get("ggml.scores"), 0)):
+        if values is not None:
+            keys[f"ggml.{key}"] = np.append(values[:rows], np.full(spare, filler, values.dtype))
+    return {f"tokenizer.{key}": value for key, value in keys.items()}
+
+
+def inherited(base: GGUFFile) -> dict[str, Any]:
+    """The `general.*` keys, without that prefix, of a model trained from `base`: its licence, and what it was."""
+
+    def told(key: str) -> Any:
+        value = base.metadata.get(f"general.{key}")
+        return value if isinstance(value, str) else ""
+
+    found = {key: told(key) for key in ("license", "license.name", "license.link")}
+    parent = {key: told(key) for key in _PARENT} | {"name": told("name") or base.path.stem}
+    found |= {f"base_model.0.{key}": value for key, value in parent.items()}
+    return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
+
+
+def size_label(parameters: int) -> str:
+    """How many parameters, as the names of models say it: 269K, 1.2B."""
+    units = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}
+    letter = next((u for u, size in units.items() if parameters >= size), "K")
+    count = parameters / units[letter]
+    return f"{count:.0f}{letter}" if count >= 9.5 else f"{count:.1f}{letter}"
+
+
+class Writer:
+    """A GGUF to be written: keys and tensors are named first, and `save` then takes their numbers piece by piece."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, bytes] = {}
+        self._alignment = 32
+        self._tensors: dict[str, tuple[tuple[int, ...], str, Iterable[np.ndarray]]] = {}
+        self._problems: list[str] = []
+
+    def add(self, key: str, value: Any, kind: int | None = None) -> None:
+        """One key, in the value type `kind` or else in the one llama.cpp insists on; an array in that of its dtype."""
+        if kind is None:
+            kind = _kind(value)
+        if key == "general.alignment":
+            self._alignment = int(value)
+        self._keys[key] = struct.pack("<I", kind) + _packed(value, kind)
+
+    def add_numbers(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
+        """A tensor whose numbers come in pieces of float32."""
+        self._tensors[name] = (shape, type_name, encoded(name, pieces, type_name, self._problems))
+
+    def add_bytes(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
+        """A tensor whose bytes, in its type, come in pieces."""
+        self._tensors[name] = (shape, type_name, checked(name, pieces, type_name, self._problems))
+
+    def save(self, path: Path) -> list[str]:
+        """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
+        with in_one_piece(path) as temporary, open(temporary, "wb") as file:
+            file.write(self._header())
+            for _, _, pieces in self._tensors.values():
+                file.write(bytes(-file.tell() % self._alignment))
+                for piece in pieces:
+                    file.write(piece.data)
+            file.write(bytes(-file.tell() % self._alignment))
+        return self._problems
+
+    def _header(self) -> bytes:
+        parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(self._tensors), len(self._keys))]
+        for key, value in self._keys.items():
+            parts += [_text(key), value]
+        offset = 0
+        for name, (shape, type_name, _) in self._tensors.items():
+            dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+            parts += [_text(name), dims, struct.pack("<IQ", IDS[type_name], offset)]
+            _, per_block, block_bytes = TYPES[IDS[type_name]]
+            nbytes = math.prod(shape) // per_block * block_bytes
+            offset += nbytes + -nbytes % self._alignment
+        return b"".join(parts)
+
+
+def _kind(value: Any) -> int:
+    """The value type for a Python or numpy value."""
+    if isinstance(value, str):
+        return STRING
+    if isinstance(value, np.generic):
+        return _KINDS[value.dtype]
+    if isinstance(value, bool):
+        return BOOL
+    if isinstance(value, int):
+        return (U32 if value < 2**32 else U64) if value >= 0 else I32 if value >= -(2**31) else I64
+    return F32 if isinstance(value, float) else ARRAY
+
+
+def _packed(value: Any, kind: int) -> bytes:
+    if kind == STRING:
+        return _text(value)
+    if kind != ARRAY:
+        return struct.pack(SCALARS[kind], value)
+    if not isinstance(value, np.ndarray):
+        if all(isinstance(item, str) for item in value):
+            return struct.pack("<IQ", STRING, len(value)) + b"".join(map(_text, value))
+        value = np.asarray(value)
+        narrow = value.astype({"i": np.int32, "f": np.float32}.get(value.dtype.kind, value.dtype))
+        value = value if value.dtype.kind == "i" and (narrow != value).any() else narrow
+    return struct.pack("<IQ", _KINDS[value.dtype], value.size) + value.tobytes()
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode(errors="replace")  # a name from the command line may hold what is no Unicode
+    return struct.pack("<Q", len(raw)) + raw

@@ -1,0 +1,191 @@
+"""A model as transformers keeps it, a directory of config.json and model.safetensors; LoRA adapters as PEFT does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed
+from toyexp.base.whole import swap
+from toyexp.contract.model import Model
+from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.formats.conversion import Conversion
+from toyexp.formats.gguf.encode import encoded, pieces_of
+from toyexp.formats.huggingface_tokenizer import tokenizer_files
+from toyexp.text.sentencepiece import SentencePiece
+from toyexp.text.tokenizer import Tokenizer
+from toyexp.training.rundir import dump_json, sync_directory, write_synced
+
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
+Numbers = Callable[[np.ndarray], np.ndarray]
+Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
+
+
+def unchanged(numbers: np.ndarray) -> np.ndarray:
+    """The numbers as they are."""
+    return numbers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a model stands in transformers."""
+
+    name: str
+    rows: Numbers = unchanged  # the order of its outputs there: of a weight's rows, a bias, or those of a LoRA's B
+    form: Numbers = unchanged  # what else becomes of the numbers, after that; numpy.transpose in a Conv1D
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model in transformers: config.json, where each of its tensors stands, and what it needs beyond that."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Place]  # by our name
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
+    tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
+    conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
+
+
+def write_folder(
+    path: Path,
+    model: Model,
+    read: Callable[[str], np.ndarray],
+    tokenizer: Tokenizer | None,
+    dtype: str = "float32",
+    data: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Writes the directory `path` in one piece, in place of an earlier one: to a temporary name, flushed, renamed.
+
+    `read` gives a tensor by our name, float32, and is asked for one at a time; `data` are the keys that the data adds
+    to a GGUF. Returns a sentence for each tensor whose numbers are not finite, or are not in this type. Raises
+    UserError for a model that transformers does not have.
+    """
+    layout = model.huggingface(data or {})
+    tensors: dict[str, Tensor] = {}
+    for spec in model.tensors():
+        place = layout.tensors[spec.name]
+        shape = place.form(np.broadcast_to(np.float32(0), spec.shape)).shape
+        tensors[place.name] = shape, partial(_placed, read, spec.name, place)
+    for name, shape in layout.zeros.items():
+        tensors[name] = shape, partial(np.zeros, shape, np.float32)
+    config = {**layout.config, "torch_dtype": dtype, "transformers_version": FORM}
+    settings = dict(layout.files)
+    if model.reads == "tokens":
+        ids = _special_ids(tokenizer)
+        config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **ids}
+        if tokenizer is not None and "eot_token_id" in config:
+            config["eot_token_id"] = tokenizer.source.get("ggml.eot_token_id", tokenizer.eos)
+        settings["generation_config.json"] = ids
+    settings["config.json"] = config
+    files = {name: dump_json(content, indent=2).encode() for name, content in settings.items()}
+    if tokenizer is not None:
+        files |= tokenizer_files(tokenizer, layout.tokenizer_replaced)
+    with _directory(path) as folder:
+        for name, content in files.items():
+            write_synced(folder / name, content)
+        return _write_tensors(folder / "model.safetensors", tensors, TYPES[dtype])
+
+
+def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """A sentence for each who makes something else of a model's directory than toyexp and llama.cpp do."""
+    lines: list[str] = []
+    if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
+        lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
+    lost = model.huggingface(data).conversion.lacks(tokenizer) if model.reads == "tokens" else ""
+    if lost:
+        lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
+    return lines
+
+
+def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray]) -> list[str]:
+    """Writes the plan's LoRA adapters for PEFT, in one piece like `write_folder`, in float32.
+
+    PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
+    """
+    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
+    places = plan.model.huggingface({}).tensors
+    tensors: dict[str, Tensor] = {}
+    modules, rank = [], 0
+    for adapter in adapters:
+        place, (a, b) = places[adapter.target], (values[name] for name in lora_names(adapter.target))
+        modules.append(place.name.removesuffix(".weight"))
+        rank = len(a)
+        for name, array in (("lora_A", a), ("lora_B", place.rows(b))):
+            tensors[f"base_model.model.{modules[-1]}.{name}.weight"] = array.shape, array.copy
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": one_alpha(plan),
+        "lora_dropout": adapters[0].dropout,
+        "target_modules": modules,
+        "fan_in_fan_out": any(places[a.target].form is np.transpose for a in adapters),
+        "bias": "none",
+    }
+    with _directory(path) as folder:
+        write_synced(folder / "adapter_config.json", dump_json(config, indent=2).encode())
+        return _write_tensors(folder / "adapter_model.safetensors", tensors, "F32")
+
+
+def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.ndarray:
+    return place.form(place.rows(read(name)))
+
+
+def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What text begins with, where it ends, and what fills up the rows of a batch."""
+    if tokenizer is None:
+        return {}
+    ends = [tokenizer.eos, *sorted(tokenizer.ends - {tokenizer.eos})]
+    bos = {} if tokenizer.bos is None else {"bos_token_id": tokenizer.bos}
+    return {**bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.padding}
+
+
+@contextmanager
+def _directory(path: Path) -> Iterator[Path]:
+    """A directory to write into, which appears as `path` once it is whole; RunFailed when it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        sync_directory(temporary)
+        swap(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], type_name: str) -> list[str]:
+    """Writes a safetensors file, for which one tensor at a time is held; returns what was odd about its numbers."""
+    problems: list[str] = []
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for name, (shape, _) in tensors.items():
+        start, end = end, end + math.prod(shape) * (4 if type_name == "F32" else 2)
+        header[name] = {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(words)) + words)
+        for name, (_, numbers) in tensors.items():
+            for piece in encoded(name, pieces_of(numbers()), type_name, problems):
+                file.write(piece.data)
+        file.flush()
+        os.fsync(file.fileno())
+    return problems

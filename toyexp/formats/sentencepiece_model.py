@@ -1,0 +1,87 @@
+"""tokenizer.model: a vocabulary in SentencePiece's own form, a protobuf (its sentencepiece_model.proto)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+
+from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.tokenizer import BYTE, CONTROL, UNKNOWN, USER_DEFINED
+
+# Numbers of the fields.
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+PIECE, SCORE, TYPE = 1, 2, 3
+MODEL_TYPE, VOCAB_SIZE, BYTE_FALLBACK = 3, 4, 35
+UNK_ID, BOS_ID, EOS_ID, PAD_ID, UNK_PIECE, BOS_PIECE, EOS_PIECE = 40, 41, 42, 43, 45, 46, 47
+NAME, ADD_DUMMY_PREFIX, REMOVE_EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 1, 3, 4, 5
+BPE = 2  # a model type
+Value = int | float | str | bytes
+
+
+def lacking(tokenizer: SentencePiece) -> str:
+    """What SentencePiece wants of a vocabulary and this one does not have, or nothing."""
+    count = tokenizer.types.tolist().count(BYTE)
+    if tokenizer.unknown is None:
+        return "SentencePiece wants a token of the type unknown"
+    return "" if count in (0, 256) else f"it has {count} byte tokens, and SentencePiece wants all 256 or none"
+
+
+def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
+    """The file's bytes, of a vocabulary that lacks nothing."""
+    pieces = (_message({PIECE: piece, SCORE: score, TYPE: kind}) for piece, score, kind in _pieces(tokenizer))
+    unknown, bos = tokenizer.unknown, tokenizer.bos
+    assert unknown is not None
+    trainer: dict[int, Value] = {
+        MODEL_TYPE: BPE,
+        VOCAB_SIZE: tokenizer.vocab,
+        BYTE_FALLBACK: BYTE in tokenizer.types,
+        UNK_ID: unknown,
+        BOS_ID: -1 if bos is None else bos,
+        EOS_ID: tokenizer.eos,
+        PAD_ID: -1,
+        UNK_PIECE: tokenizer.pieces[unknown],
+        **({} if bos is None else {BOS_PIECE: tokenizer.pieces[bos]}),
+        EOS_PIECE: tokenizer.pieces[tokenizer.eos],
+    }
+    normalizer: dict[int, Value] = {
+        NAME: "identity",
+        ADD_DUMMY_PREFIX: tokenizer.prefix,
+        REMOVE_EXTRA_WHITESPACES: False,
+        ESCAPE_WHITESPACES: True,
+    }
+    ends = _field(TRAINER, _message(trainer)) + _field(NORMALIZER, _message(normalizer))
+    return b"".join(_field(PIECES, piece) for piece in pieces) + ends
+
+
+def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
+    """Text, score and type of each token. SentencePiece has one that is unknown, and no blank in a text."""
+    taken = set(tokenizer.pieces)
+    types = tokenizer.types.copy()
+    types[types == UNKNOWN] = CONTROL
+    types[tokenizer.unknown] = UNKNOWN
+    for piece, score, kind in zip(tokenizer.pieces, tokenizer.scores.tolist(), types.tolist(), strict=True):
+        written = piece.replace(" ", BLANK) if kind == USER_DEFINED else piece
+        yield piece if written in taken else written, score, kind
+
+
+def _message(fields: Mapping[int, Value]) -> bytes:
+    return b"".join(_field(number, value) for number, value in fields.items())
+
+
+def _field(number: int, value: Value) -> bytes:
+    """One field: its number and wire type, then a varint, four bytes, or a length and so many bytes."""
+    if isinstance(value, float):
+        return _varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value & 0xFFFFFFFFFFFFFFFF)
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last have the highest bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])

@@ -1,0 +1,1 @@
+"""Everything once more in float64: the ruler."""

@@ -1,0 +1,146 @@
+"""The op vocabulary in float64 numpy, written for clarity: what every engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from toyexp.contract.engine import Batch
+from toyexp.contract.ops import Ops, Rotary
+from toyexp.contract.plan import Plan
+
+Array = np.ndarray
+
+
+class ReferenceOps(Ops):
+    """Every op on float64 arrays, straight from its definition in toyexp.contract.ops."""
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """See Ops.rows."""
+        return table[ids]
+
+    def first_rows(self, table: Array, n: int) -> Array:
+        """See Ops.first_rows."""
+        return table[:n]
+
+    def matmul(self, x: Array, w: Array, bias: Array | None = None) -> Array:
+        """See Ops.matmul."""
+        return x @ w.T if bias is None else x @ w.T + bias
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See Ops.add."""
+        return a + b
+
+    def mul(self, a: Array, b: Array) -> Array:
+        """See Ops.mul."""
+        return a * b
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """See Ops.scale."""
+        return x * factor
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        """See Ops.rms_norm."""
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w
+
+    def layer_norm(self, x: Array, w: Array, b: Array, eps: float) -> Array:
+        """See Ops.layer_norm."""
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * w + b
+
+    def heads(self, x: Array, n: int) -> Array:
+        """See Ops.heads."""
+        return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
+
+    def split(self, x: Array, n: int) -> tuple[Array, ...]:
+        """See Ops.split."""
+        return tuple(np.split(x, n, axis=-1))
+
+    def prepend(self, x: Array, token: Array) -> Array:
+        """See Ops.prepend."""
+        return np.stack([np.vstack([token, rows]) for rows in x])
+
+    def select(self, x: Array, i: int) -> Array:
+        """See Ops.select."""
+        return x[:, i]
+
+    def rope(self, x: Array, rotary: Rotary) -> Array:
+        """See Ops.rope; as a product of complex numbers, which a rotation of pairs is."""
+        size = x.shape[-1]
+        angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
+        if rotary.factors:
+            angle = angle / np.array(rotary.factors)
+        if rotary.halves:
+            pairs = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * np.exp(1j * angle)
+            return np.concatenate((pairs.real, pairs.imag), axis=-1)
+        pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+        return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
+
+    def attention(self, q: Array, k: Array, v: Array, causal: bool = True) -> Array:
+        """See Ops.attention; head by head."""
+        length, heads, size = q.shape[1:]
+        out = np.empty_like(q)
+        for h in range(heads):
+            shared = h // (heads // k.shape[2])
+            scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) / np.sqrt(size)  # [B, T, T]
+            if causal:
+                scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, :, h] = weights / weights.sum(-1, keepdims=True) @ v[:, :, shared]
+        return out.reshape(*q.shape[:2], heads * size)
+
+    def gelu(self, x: Array) -> Array:
+        """See Ops.gelu."""
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def silu(self, x: Array) -> Array:
+        """See Ops.silu."""
+        return x / (1 + np.exp(-x))
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """See Ops.swiglu."""
+        return gate / (1 + np.exp(-gate)) * up
+
+    def cross_entropy(self, logits: Array, targets: Array, weights: Array) -> Array:
+        """See Ops.cross_entropy."""
+        top = logits.max(-1, keepdims=True)
+        log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+        chosen = np.take_along_axis(logits, targets[..., None].astype(int), axis=-1)[..., 0]
+        return (weights * (log_sum - chosen)).sum()
+
+
+def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
+    """The plan's logits for a batch, in float64."""
+    wide = {name: value.astype(np.float64) for name, value in values.items()}
+    return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
+
+
+def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> float:
+    """The plan's mean loss over the batch's weighted targets, in float64."""
+    weights = batch["weights"].astype(np.float64)
+    logits = reference_logits(plan, values, batch)
+    return float(ReferenceOps().cross_entropy(logits, batch["targets"], weights / weights.sum()))
+
+
+def reference_slope(
+    plan: Plan, values: Mapping[str, Array], batch: Batch, name: str, direction: Array, h: float = 1e-4
+) -> float:
+    """How fast the loss changes when tensor `name` moves along `direction`, by central differences in float64.
+
+    Fourth order: (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h, whose error falls with h^4.
+    """
+
+    def loss(distance: float) -> float:
+        moved = values[name].astype(np.float64) + distance * direction
+        return reference_loss(plan, {**values, name: moved}, batch)
+
+    return (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)
+
+
+def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[Array, Array, Array]:
+    """One step of the formula in toyexp.contract.optimiser, in float64; returns the new w, m and v."""
+    lr, beta1, beta2, eps, decay, slot5, slot6 = (float(x) for x in hp)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    return w * (1 - lr * decay) - lr * (m * slot5) / (np.sqrt(v * slot6) + eps), m, v

@@ -1,0 +1,139 @@
+"""Models of one op each, so that an engine's ops and gradients can be checked one by one through its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from toyexp.contract.engine import Batch
+from toyexp.contract.model import Model, TensorSpec
+from toyexp.contract.ops import Ops, Params, Rotary, Tensor
+from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.contract.values import Constant, Normal
+
+ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
+
+Forward = Callable[[Ops, Params, Tensor], Tensor]
+
+
+def _heads_case(
+    ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, rotary: Rotary | None = None
+) -> Tensor:
+    q, k, v = (ops.linear(x, p[name]) for name in ("q", "k", "v"))
+    q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
+    if rotary is not None:
+        q, k = ops.rope(q, rotary), ops.rope(k, rotary)
+    return ops.attention(q, k, v, causal)
+
+
+def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
+    """Heads of 4 features."""
+    rotary = Rotary(100.0, **settings)
+    return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
+
+
+# name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
+    "rows": ({}, lambda ops, p, x: x),
+    "first_rows": ({"table": (LENGTH + 3, WIDTH)}, lambda ops, p, x: ops.add(x, ops.first_rows(p["table"], LENGTH))),
+    "matmul": ({"w": (CLASSES, WIDTH)}, lambda ops, p, x: ops.linear(x, p["w"])),
+    "bias": ({"w": (CLASSES, WIDTH), "b": (CLASSES,)}, lambda ops, p, x: ops.linear(x, p["w"], p["b"])),
+    "add": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.add(x, ops.linear(x, p["w"]))),
+    "mul": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.mul(x, ops.linear(x, p["w"]))),
+    "scale": ({}, lambda ops, p, x: ops.scale(x, -1.7)),
+    "rms_norm": ({"w": (WIDTH,)}, lambda ops, p, x: ops.rms_norm(x, p["w"], 1e-5)),
+    "layer_norm": ({"w": (WIDTH,), "b": (WIDTH,)}, lambda ops, p, x: ops.layer_norm(x, p["w"], p["b"], 1e-5)),
+    "split": ({"w": (2 * WIDTH, WIDTH)}, lambda ops, p, x: ops.add(*ops.split(ops.linear(x, p["w"]), 2))),
+    "prepend": ({"token": (WIDTH,)}, lambda ops, p, x: ops.prepend(x, p["token"])),
+    "select_first": ({}, lambda ops, p, x: ops.select(x, 0)),
+    "select": ({}, lambda ops, p, x: ops.select(x, 2)),
+    "select_last": ({}, lambda ops, p, x: ops.select(x, LENGTH - 1)),
+    "silu": ({}, lambda ops, p, x: ops.silu(x)),
+    "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
+    "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
+    "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
+    "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
+    "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
+    "rope": _rope_case(),
+    "rope_scaled": _rope_case(scale=2.5),
+    "rope_factors": _rope_case(factors=(0.5, 3.0)),
+    "rope_halves": _rope_case(halves=True),
+    "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
+}
+# Where a case has not one target per position of its input: the shape of its targets.
+TARGETS: dict[str, tuple[int, ...]] = {
+    "prepend": (LENGTH + 1,),
+    "select_first": (),
+    "select": (),
+    "select_last": (),
+}
+
+
+@dataclass
+class OpModel(Model):
+    """One op between an embedding and the loss."""
+
+    name: ClassVar[str] = "op"
+    reads: ClassVar[str] = "tokens"
+
+    case: str = "rows"  # a key of CASES
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def tensors(self) -> list[TensorSpec]:
+        """The embedding and the case's own tensors, at a scale that makes every nonlinearity bend."""
+        own = CASES[self.case][0]
+        specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in own.items()]
+        return [TensorSpec("x", (CLASSES, WIDTH), Normal(1.0)), *specs]
+
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """The op's result as logits."""
+        return CASES[self.case][1](ops, p, ops.embed(p["x"], batch["tokens"]))
+
+
+def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
+    """A plan of the case; `adapter` puts a lens behind its embedding ("lens") or a LoRA pair on w ("lora")."""
+    model = OpModel(case)
+    tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
+    adapters: tuple[LoraAdapter | Lens, ...] = ()
+    if adapter == "lens":
+        tensors["x"] = PlanTensor("x", (CLASSES, 6), Normal(1.0), trainable=False)
+        tensors["lens"] = PlanTensor("lens", (WIDTH, 6), Normal(0.5))
+        adapters = (Lens("x", "lens"),)
+    if adapter == "lora":
+        a, b = lora_names("w")
+        tensors["w"] = PlanTensor("w", tensors["w"].shape, Normal(0.7), trainable=False)
+        tensors[a] = PlanTensor(a, (2, WIDTH), Normal(0.5))
+        tensors[b] = PlanTensor(b, (CLASSES, 2), Normal(0.5))
+        adapters = (LoraAdapter("w", 1.5),)
+    if changes.pop("frozen", False):
+        tensors["x"] = PlanTensor("x", (CLASSES, WIDTH), Constant(0.5), trainable=False)
+    settings: dict = {"rows": ROWS, "seed": 3, **changes}
+    return Plan(model, tuple(tensors.values()), inputs=_inputs(case), adapters=adapters, **settings)
+
+
+def _inputs(case: str) -> dict[str, InputSpec]:
+    targets = TARGETS.get(case, (LENGTH,))
+    return {
+        "tokens": InputSpec((LENGTH,), "int32"),
+        "targets": InputSpec(targets, "int32", below=CLASSES),
+        "weights": InputSpec(targets, "float32"),
+    }
+
+
+def op_batch(rows: int = ROWS, seed: int = 0, case: str = "") -> Batch:
+    """Random ids, and the targets and weights of `case`; some targets weigh nothing, and ids repeat."""
+    draw = np.random.default_rng(seed)
+    shape = (rows, *TARGETS.get(case, (LENGTH,)))
+    weights = draw.uniform(0.2, 2.0, shape).astype(np.float32)
+    weights[draw.random(shape) < 0.2] = 0
+    weights.flat[0] = 1
+    return {
+        "tokens": draw.integers(0, CLASSES, (rows, LENGTH), dtype=np.int32),
+        "targets": draw.integers(0, CLASSES, shape, dtype=np.int32),
+        "weights": weights,
+    }

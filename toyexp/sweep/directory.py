@@ -1,0 +1,267 @@
+"""The directory of a sweep: its jobs, what became of each, and the files that remember it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePath
+from typing import Any
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent
+from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt
+from toyexp.training.ownership import require_empty
+from toyexp.training.rundir import dump_json, lock, write_atomically
+
+log = logging.getLogger("toyexp")
+
+FORMAT = 1
+STATE = "sweep.json"
+
+
+class Status(StrEnum):
+    """What became of a job."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"  # it raised
+    REFUSED = "refused"  # bad input
+    KILLED = "killed"
+    INTERRUPTED = "interrupted"
+
+
+FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
+UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# What a job's process says by its exit code; by any other, and by a signal, it was killed.
+MEANING = {
+    0: Status.COMPLETED,
+    1: Status.FAILED,
+    2: Status.REFUSED,
+    **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
+}
+NUMBERS = {  # what is kept of a job's result.json
+    "steps": int,
+    "train_loss": float | None,
+    "eval_loss": float | None,
+    "eval_scores": Mapping[str, float | None],
+    "seconds": float,
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job's process ended."""
+
+    code: int  # below zero: the signal that killed it
+    error: str = ""  # its last words
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            name = signal.Signals(-self.code).name
+            said = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            return f"{said}; its last line: {self.error}" if self.error else said
+        return self.error or f"ended with exit code {self.code}"
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    number: int
+    overrides: list[str]
+    directory: str | None = None  # below the sweep's; unknown until its configuration was composed
+    status: Status = Status.WAITING
+    attempts: int = 0  # how often it was begun
+    code: int | None = None
+    error: str | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What is its own."""
+        return " ".join(self.overrides)
+
+    def end(self, ended: Ended, directory: Path | None) -> None:
+        """Takes down how it ended; its numbers are read from its run directory."""
+        found = result_of(directory) if directory else {}
+        self.code, self.status, self.error = ended.code, MEANING.get(ended.code, Status.KILLED), str(ended)
+        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _numbers_of(found)
+        if self.status == Status.COMPLETED:
+            self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
+            self.status = Status.COMPLETED if found else Status.FAILED
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    """A run's result.json; empty when there is none that can be read."""
+    try:
+        return read_json(directory / "result.json")
+    except Damaged:
+        return {}
+
+
+def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name, hint in NUMBERS.items() if name in result and conforms(result[name], hint)}
+
+
+class SweepDir:
+    """A directory that belongs to one sweep alone: sweep.json, summary.csv, summary.md, logs/, and a run for each job.
+
+    `asked` is what it takes to go on: flags, settings, sweep (its own settings) and where it was typed.
+    """
+
+    def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any]):
+        self.path, self.jobs, self.asked = path, jobs, asked
+        self._writing = threading.Lock()
+        self._told = False
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
+
+    @classmethod
+    def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
+        """A new one; UserError where anything is already."""
+        require_empty(path, "hydra.sweep.dir")
+        folder = cls(path, jobs, asked)
+        try:
+            require_empty(path, "hydra.sweep.dir")  # another process may have been faster
+        except UserError:
+            folder.close()
+            raise
+        folder.save()
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> SweepDir:
+        """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
+        if not (path / STATE).is_file():
+            what = f"holds no sweep ({STATE})" if path.exists() else absent(path)
+            what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
+            raise UserError(f"sweep.resume={path}: {what}")
+        path = path.absolute()
+        state = read_json(path / STATE)
+        try:
+            jobs = _check(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path / STATE}: is damaged: {printable(str(error))}") from None
+        return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd")})
+
+    def close(self) -> None:
+        """Lets others have the directory."""
+        os.close(self._lock)
+
+    def run(self, job: Job) -> Path:
+        """The run directory of a job whose configuration was composed."""
+        assert job.directory is not None
+        return self.path / job.directory
+
+    def log(self, job: Job) -> Path:
+        """What a job's processes printed."""
+        return self.path / "logs" / f"{job.number}.log"
+
+    def save(self) -> None:
+        """Writes sweep.json and the summaries, each in one piece; what cannot be written is told once."""
+        state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
+        table = rows(self.jobs, self._where)
+        files: dict[str, Callable[[], str]] = {
+            STATE: lambda: dump_json(state, indent=1) + "\n",
+            "summary.csv": lambda: _csv(table),
+            "summary.md": lambda: _markdown(table),
+        }
+        with self._writing:
+            try:
+                for name, content in files.items():
+                    write_atomically(self.path / name, content())
+            except OSError as error:
+                if not self._told:
+                    log.warning("%s: not written (%s); the sweep goes on", self.path / STATE, error.strerror)
+                self._told = True
+
+    def _where(self, job: Job) -> str:
+        return str(self.run(job)) if job.directory else ""
+
+
+def _check(state: Mapping[str, Any]) -> list[Job]:
+    """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError or ValueError."""
+    if state["format"] != FORMAT:
+        raise ValueError(f"has format {state['format']}; this toyexp reads {FORMAT}")
+    asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "jobs": list[Any]}
+    for name, hint in asked.items():
+        if not conforms(state[name], hint):
+            raise ValueError(f"{name} is {state[name]}")
+    jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
+    if any(text.startswith("-") for text in (*state["settings"], *(o for job in jobs for o in job.overrides))):
+        raise ValueError("a setting looks like a flag")
+    return jobs
+
+
+def _job(number: int, entry: Mapping[str, Any]) -> Job:
+    try:
+        job = rebuilt(Job, {**entry, "status": Status(entry["status"])})
+    except ValueError as error:
+        raise ValueError(f"job {number}: {error}") from None
+    job.result = _numbers_of(job.result)
+    place = PurePath(job.directory or "")
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"job {number} lies outside, in {job.directory}")
+    if job.number != number:
+        raise ValueError(f"job {number} has number {job.number}")
+    return job
+
+
+# -- the summary ----------------------------------------------------------------------------------------------------
+
+
+def rows(jobs: Sequence[Job], where: Callable[[Job], str]) -> list[list[str]]:
+    """A head and a line for each job: what was varied, what came out, where it is."""
+    varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
+    names = scores(jobs)
+    table = [["job", *varied, "status", "steps taken", "train loss", "held-out loss", *(f"held-out {n}" for n in names),
+              "seconds", "run", "error"]]  # fmt: skip
+    for job in jobs:
+        values = {_key(word): word.partition("=")[2] for word in job.overrides}
+        table.append([str(job.number), *(values.get(key, "") for key in varied), job.status, *numbers(job, names, ""),
+                      _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or ""])  # fmt: skip
+    return table
+
+
+def scores(jobs: Sequence[Job]) -> list[str]:
+    """What the models report beside the held-out loss."""
+    return list(dict.fromkeys(name for job in jobs for name in job.result.get("eval_scores") or {}))
+
+
+def numbers(job: Job, names: Sequence[str], none: str) -> list[str]:
+    """Steps, training loss, held-out loss and scores of those names."""
+    found = job.result
+    values = [found.get("train_loss"), found.get("eval_loss"), *map((found.get("eval_scores") or {}).get, names)]
+    return [_number(found.get("steps"), "d", none), *(_number(value, ".4f", none) for value in values)]
+
+
+def _number(value: Any, form: str, none: str) -> str:
+    return none if value is None else format(value, form)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
+
+
+def _csv(table: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
+    return text.getvalue()
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    lines = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in table]
+    lines.insert(1, ["---"] * len(table[0]))
+    return "".join("| " + " | ".join(row) + " |\n" for row in lines)

@@ -1,0 +1,197 @@
+"""What is wrong with a sweep is told before its first job: each value is looked at once, and not each combination."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from toyexp.base.errors import UserError
+from toyexp.config import build as config
+from toyexp.config import mistakes
+from toyexp.config.schema import GROUPS, Settings, Source, class_of
+from toyexp.contract.recipe import Recipe
+from toyexp.contract.registry import Registry
+from toyexp.sweep.directory import Job
+
+CHOICES = 8  # choices of names that are composed ahead: a composition takes a third of a second
+VALUES = 1000  # jobs that are looked at ahead
+
+
+@dataclass
+class Lookahead:
+    """The configurations of a sweep's jobs: Hydra composes each choice of names once, other values are set in it."""
+
+    fixed: Sequence[str]  # the settings that all jobs share
+    values: Mapping[str, Any]  # of the words that vary, where they are known
+    registry: Registry
+    source: Source
+    _bases: dict[tuple[str, ...], DictConfig | UserError] = field(default_factory=dict)
+    _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
+    _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
+
+    def config(self, job: Job) -> DictConfig:
+        """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
+        cfg = self._with_values(*_told_apart(job.overrides))
+        with read_write(cfg.hydra.job):
+            cfg.hydra.job.num = job.number
+        return cfg
+
+    def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
+        """The sweep's directory, which is `root` where it is there already, and below it the job's."""
+        cfg = self._settled(self.config(job))
+        named = str(
+            [OmegaConf.to_container(cfg.hydra.sweep), OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["name"]))]
+        )
+        if re.search(r"hydra[.:](?!job\.num)", named):  # ${hydra:job.override_dirname} is only known to Hydra
+            cfg = config.compose(
+                [*self.fixed, *job.overrides, f"hydra.job.num={job.number}"], self.registry, self.source
+            )
+        HydraConfig.instance().set_config(cfg)  # what ${hydra:job.num} reads
+        root = root or config.directory(cfg, "hydra.sweep.dir")
+        return root, config.directory(cfg, "hydra.sweep.subdir", below=root)
+
+    def _settled(self, cfg: DictConfig) -> DictConfig:
+        """With the model of the recipe's base file, which names the job, where it has one."""
+        recipe = cast("type[Recipe]", class_of("recipe", cfg.recipe, self.registry))
+        if recipe.base_file is Recipe.base_file:
+            return cfg
+        cfg = copy.deepcopy(cfg)
+        config.settle(cfg, self.registry)
+        return cfg
+
+    def check(self, job: Job, whole: bool = False) -> None:
+        """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.
+
+        What lies in files and what the engine says is only known when the job runs.
+        """
+        names, others = _told_apart(job.overrides)
+        cfg = self._with_values(names, others)
+        if whole:
+            config.look_over(cfg, self.registry)
+            return
+        for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
+            self._check_owner(cfg, owner, names, others)
+
+    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> DictConfig:
+        cfg = self._base(names)
+        for word in others:
+            self._set(cfg, word)
+        return cfg
+
+    def _base(self, names: tuple[str, ...]) -> DictConfig:
+        if names not in self._bases:
+            try:
+                self._bases[names] = config.compose([*self.fixed, *names], self.registry, self.source)
+            except UserError as error:
+                self._bases[names] = error
+        found = self._bases[names]
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def _set(self, cfg: DictConfig, word: str) -> None:
+        key = word.partition("=")[0]
+        if key not in self._lists:
+            (override,) = mistakes.parse([word])
+            mistakes.check_override(override, self.registry, self.source)
+            self._lists[key] = mistakes.holds_list(key, self.registry)
+        value = self.values[word] if word in self.values else mistakes.parse([word])[0].value()
+        try:
+            one = self._lists[key] and isinstance(value, str | int | float)
+            OmegaConf.update(cfg, key, [value] if one else value, merge=True)
+        except (ConfigKeyError, AttributeError):
+            raise mistakes.unknown_key(key, cfg, self.registry) from None
+        except OmegaConfBaseException as error:
+            raise UserError(f"{word}: {mistakes.in_plain_words(error)}") from None
+
+    def _check_owner(self, cfg: DictConfig, owner: str, names: tuple[str, ...], others: Sequence[str]) -> None:
+        """Has the part whose settings vary check them: model, callbacks.cosine, or "" for the top-level keys."""
+        kind, _, name = owner.partition(".")
+        if (names, owner) not in self._nodes:
+            node = OmegaConf.select(cfg, owner) if owner else cfg
+            left_out = () if owner else (*GROUPS, "hydra", "sweep")
+            self._nodes[names, owner] = {str(k): node[k] for k in node if str(k) not in left_out}
+        node = self._nodes[names, owner]
+        for key in (word.partition("=")[0] for word in others):
+            if key.rpartition(".")[0] == owner:
+                node[key.rpartition(".")[2]] = OmegaConf.select(cfg, key)
+        cls = self.registry.get(kind, name) if name else class_of(kind, node, self.registry) if owner else Settings
+        (cls(**node) if cls is Settings else config.make(cls, node)).check()
+
+
+def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
+    """What is wrong with each of the jobs that show every value once, by their numbers.
+
+    Raises UserError for what is wrong in every job.
+    """
+    wrong: dict[int, UserError] = {}
+    seen: set[tuple[str, ...]] = set()
+    for job in _one_changed(jobs[:VALUES]):
+        names = _told_apart(job.overrides)[0]
+        if names not in seen and len(seen) == CHOICES:
+            continue
+        try:
+            ahead.check(job, whole=names not in seen)
+        except UserError as error:
+            wrong[job.number] = error
+        seen.add(names)
+    if len(jobs) > 1 and jobs[0].number in wrong:
+        _raise_if_common(wrong[jobs[0].number], jobs[-1], ahead)
+    return wrong
+
+
+def _raise_if_common(error: UserError, last: Job, ahead: Lookahead) -> None:
+    """Raises what is wrong with the first job if it is wrong with the `last`, too, which has no value like it."""
+    try:
+        ahead.check(last, whole=True)
+    except UserError as other:
+        if str(other) == str(error) and not str(error).startswith(tuple(last.overrides)):
+            raise error from None
+
+
+def require_directories(jobs: Sequence[Job], ahead: Lookahead) -> None:
+    """Raises UserError when a value that varies does not tell the jobs' directories apart."""
+    first = jobs[0]
+    changed = {_differing(first, job): job for job in reversed(list(_one_changed(jobs[:VALUES]))) if job is not first}
+    for job in changed.values():
+        try:
+            places = [ahead.directory(one, None)[1] for one in (first, job)]
+        except UserError:  # which is told of the job
+            continue
+        if places[0] == places[1]:
+            raise UserError(
+                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} one directory, {places[0].name}; "
+                "put ${hydra.job.num} into it, or leave it out"
+            )
+
+
+def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
+    """The first job, and those that differ from it in one value."""
+    return (job for job in jobs if sum(map(operator.ne, jobs[0].overrides, job.overrides)) <= 1)
+
+
+def _differing(first: Job, job: Job) -> int:
+    """Which value it is that differs."""
+    return next(
+        (i for i, pair in enumerate(zip(first.overrides, job.overrides, strict=True)) if len(set(pair)) > 1), -1
+    )
+
+
+def _told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The words that choose by name, add a key or hold keys of their own, and those that give a key a value."""
+    keys = {word: word.partition("=") for word in words}
+    names = tuple(
+        w
+        for w, (key, _, value) in keys.items()
+        if key in GROUPS or not key.replace(".", "").isidentifier() or key[:6] == "hydra." or value[:1] == "{"
+    )
+    return names, [word for word in words if word not in names]

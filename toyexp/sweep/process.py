@@ -1,0 +1,331 @@
+"""How the jobs of a sweep are started: one after another, side by side, or on a cluster; each in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+from toyexp.base.errors import UserError
+from toyexp.base.packages import needed, told_by
+from toyexp.base.signals import ending
+from toyexp.base.threads import CORES
+from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.request import LIFELINE
+from toyexp.training import checkpoint
+from toyexp.training.rundir import lock
+
+if TYPE_CHECKING:
+    from toyexp.config.schema import Submitit
+
+LINGER = 0.5  # seconds that a dead job's own children may hold its output open
+SAVING = 60.0  # seconds that a run has for saving when its node is taken away
+POLL = 0.2  # seconds between looks at a cluster's jobs
+ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
+LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
+NOT_STARTED = 126  # the exit code that shells have for it
+PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
+
+
+@dataclass(frozen=True)
+class Order:
+    """What it takes to run a job, on this machine or another one that sees its files."""
+
+    directory: Path
+    log: Path
+    first: Sequence[str]  # the words that begin it
+    again: Sequence[str]  # the words that go on with it
+    goes_on: bool  # it was begun before
+    cores: int = 0  # its share of the machine; 0: all
+
+    def words(self) -> Sequence[str]:
+        """What its process is told. What a process left that ended before its first checkpoint is set aside."""
+        if not self.goes_on or not self.directory.exists():
+            return self.first
+        if checkpoint.steps(self.directory / "checkpoints"):
+            return self.again
+        os.close(lock(self.directory))  # raises UserError while a process writes there
+        number = 1
+        while (aside := self.directory.with_name(f"{self.directory.name}.{number}")).exists():
+            number += 1
+        self.directory.rename(aside)
+        return self.first
+
+
+class Stop:
+    """The first signal that ends goes on to the jobs that run, and no other is started; the third one kills them."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal
+        self.requested = False
+        self.also: Callable[[], None] = lambda: None  # how jobs on other machines hear of it
+        self._count = 0
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """What the interpreter calls."""
+        self._count += 1
+        self.number = self.number or number
+        self.end(number if self._count <= PATIENCE else signal.SIGKILL)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Has the jobs that run save and end."""
+        self.requested = True
+        self.also()
+        for process in list(self._processes):
+            process.send_signal(number)
+
+    def wait(self, seconds: float) -> None:
+        """Until those that were told to end have ended, which they have to in this time."""
+        until = time.monotonic() + seconds
+        for process in list(self._processes):
+            try:
+                process.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    @contextlib.contextmanager
+    def watching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """From now on a signal reaches `process`, and one that came already does."""
+        self._processes.add(process)
+        if self.requested:
+            process.send_signal(self.number or signal.SIGTERM)
+        try:
+            yield
+        finally:
+            self._processes.discard(process)
+
+    @contextlib.contextmanager
+    def handling(self) -> Iterator[None]:
+        """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
+        previous = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere they belong to someone else
+            previous = {number: signal.signal(number, self.handle) for number in ending()}
+            if signal.SIGUSR1 not in previous:
+                previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+# -- a process ------------------------------------------------------------------------------------------------------
+
+
+def run_process(
+    order: Order,
+    stop: Stop,
+    show: Callable[[str, IO[str]], None],
+    poll: Callable[[], None] = lambda: None,
+    terminal: bool = False,
+) -> Ended:
+    """Runs a job in a process of its own and waits for it; `show` gets its lines, and the log has them too.
+
+    With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
+    """
+    try:
+        return _run(order, stop, show, poll, terminal)
+    except UserError as error:
+        return Ended(2, str(error))
+    except OSError as error:  # no memory for a process, no room for its log
+        return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
+
+
+def _run(
+    order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool
+) -> Ended:
+    words = order.words()
+    environment = {**os.environ, LIFELINE: "1"}
+    if order.cores:
+        given = {name: environment.get(name, str(order.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
+        environment |= {CORES: str(order.cores), **given}
+    order.log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(order.log, "ab", buffering=0) as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "toyexp", *words],
+            stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment,
+            process_group=0,  # a Ctrl-C reaches it through us, once
+        ) as process,
+        stop.watching(process),
+    ):  # fmt: skip
+        last = _LastWords()
+        for line, to_stderr in _lines(process, log, poll):
+            if not (to_stderr and last.hears(line)):
+                show(line, sys.stderr if to_stderr else sys.stdout)
+        code = process.wait()
+    if code == 0:  # it said something of an error, and came through
+        for line in last.held:
+            show(line, sys.stderr)
+    return Ended(code, last.text() if code else "")
+
+
+class _LastWords:
+    """Keeps back what a job says of the error that ends it, which the sweep reports in a line of its own."""
+
+    def __init__(self) -> None:
+        self.held: deque[str] = deque(maxlen=LINES)
+        self._line = ""
+
+    def hears(self, line: str) -> bool:
+        """Whether this line of its stderr belongs to an error."""
+        self._line = line.strip() or self._line
+        if self.held or line.startswith(ENDINGS):
+            self.held.append(line)
+        return bool(self.held)
+
+    def text(self) -> str:
+        """The error, or else the last line."""
+        told = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
+        return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
+
+
+def _lines(process: subprocess.Popen[bytes], log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
+    """What a process prints, line by line, and whether to stderr; until it ended, even if its own children live on."""
+    left: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
+    ended = None
+    with selectors.DefaultSelector() as selector:
+        for pipe in left:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map() and not (ended and time.monotonic() - ended > LINGER):
+            for key, _ in selector.select(0.2):
+                pipe = key.fileobj
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(pipe)
+                with contextlib.suppress(OSError):  # a full disk costs the log, not the job
+                    log.write(chunk)
+                *whole, left[pipe] = (left[pipe] + chunk).split(b"\n")
+                if len(left[pipe]) > LONG:  # a bar that never ends its line
+                    whole, left[pipe] = [*whole, left[pipe]], b""
+                yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in whole)
+            poll()
+            ended = ended or (time.monotonic() if process.poll() is not None else None)
+    for pipe, rest in left.items():
+        if rest:
+            yield rest.decode(errors="replace"), pipe is process.stderr
+
+
+# -- many -----------------------------------------------------------------------------------------------------------
+
+
+def side_by_side(jobs: Iterator[Job], run: Callable[[Job], Ended], limit: int) -> Iterator[tuple[Job, Ended]]:
+    """At most `limit` at once, by joblib: its threads wait, each for the process of a job."""
+    from joblib import Parallel, delayed
+
+    pool = Parallel(limit, backend="threading", batch_size=1, pre_dispatch="n_jobs", return_as="generator_unordered")
+    yield from pool(delayed(lambda job: (job, run(job)))(job) for job in jobs)
+
+
+def require(launcher: str) -> None:
+    """Raises Unavailable when the package that a launcher needs is missing or broken."""
+    if launcher == "serial":
+        return
+    with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
+        importlib.import_module(launcher)
+
+
+class OnCluster:
+    """What submitit runs on a node: a job's process, and when the node is taken away, the rest of it later."""
+
+    def __init__(self, order: Order, stop_file: Path):
+        self._order, self._stop_file, self._stop = order, stop_file, Stop()
+
+    def __call__(self) -> Ended:
+        """Runs the job; submitit's own log gets what it prints."""
+        return run_process(self._order, self._stop, lambda line, to: print(line, file=to, flush=True), self._poll)
+
+    def _poll(self) -> None:
+        if self._stop_file.exists() and not self._stop.requested:
+            self._stop.end()
+
+    def checkpoint(self) -> Any:
+        """What submitit calls when the time is up: the run saves, and goes on when there is a node again."""
+        from submitit.helpers import DelayedSubmission
+
+        self._stop.end()
+        self._stop.wait(SAVING)
+        return DelayedSubmission(OnCluster(replace(self._order, goes_on=True), self._stop_file))
+
+    __submitit_checkpoint__ = checkpoint  # its name from the next submitit on
+
+
+def on_cluster(
+    jobs: Iterator[Job],
+    order: Callable[[Job], Order],
+    folder: Path,
+    settings: Submitit,
+    limit: int,
+    stop: Stop,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Job, Ended]]:
+    """At most `limit` at once, by submitit; when the sweep is stopped the running ones save, the others leave."""
+    import submitit
+
+    try:
+        executor = submitit.AutoExecutor(folder / "submitit", cluster=settings.cluster)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
+    executor.update_parameters(
+        name="toyexp",
+        timeout_min=settings.timeout_min,
+        gpus_per_node=settings.gpus or None,
+        cpus_per_task=settings.cpus,
+        mem_gb=settings.mem_gb,
+        slurm_partition=settings.partition,
+    )
+    stop_file = folder / "submitit" / "stop"
+    stop_file.parent.mkdir(exist_ok=True)
+    stop_file.unlink(missing_ok=True)
+    stop.also = stop_file.touch
+    running: list[tuple[Job, Any]] = []
+    cancelled = False
+    while True:
+        while len(running) < limit and (job := next(jobs, None)) is not None:
+            try:
+                handle = executor.submit(OnCluster(order(job), stop_file))
+            except Exception as error:  # whatever the cluster has against it
+                yield job, Ended(NOT_STARTED, f"submitit: {_last_line(error)}")
+                continue
+            say(f"[{job.number}] {job.label}".rstrip() + f"  submitted as {handle.job_id}")
+            running.append((job, handle))
+        if not running:
+            return
+        if stop.requested and not cancelled:
+            cancelled = True
+            for _, handle in running:
+                if handle.state == "PENDING":
+                    handle.cancel()
+        for entry in [entry for entry in running if entry[1].done()]:
+            running.remove(entry)
+            yield entry[0], _result(entry[1], stop.requested)
+        time.sleep(POLL)
+
+
+def _result(handle: Any, stopped: bool) -> Ended:
+    """What OnCluster returned; a job that was cancelled, or whose node went away, returned nothing."""
+    try:
+        return handle.result()
+    except Exception as error:  # submitit's own, with the end of the job's log
+        if stopped:
+            return Ended(128 + signal.SIGTERM, "interrupted")
+        return Ended(128 + signal.SIGKILL, f"submitit: {_last_line(error)}")
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

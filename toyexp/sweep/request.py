@@ -1,0 +1,114 @@
+"""What a command line asks for beyond one configuration: the jobs of a sweep, and local plugins."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toyexp.base.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+    from toyexp.config.schema import Source
+    from toyexp.contract.registry import Registry
+
+MOST_JOBS = 100_000
+LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
+# What people know from Hydra, in our words.
+HYDRA = {
+    "hydra/launcher=basic": ["sweep.launcher=serial"],
+    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
+    "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
+    "hydra/sweeper=basic": [],
+}
+
+
+def in_our_words(settings: Sequence[str]) -> list[str]:
+    """The settings, with Hydra's launchers and how many jobs they run at once replaced by ours."""
+    ours = (HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)]) for word in settings)
+    return [word for words in ours for word in words]
+
+
+def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:
+    """What the chosen experiment sweeps over, but for the keys that the command line gives."""
+    from toyexp.config import build as config
+    from toyexp.config import mistakes
+
+    chosen = [str(o.input_line) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    given = {o.key_or_group for o in parsed}
+    own = config.sweep_of(config.compose(chosen, registry, source))
+    return mistakes.parse([f"{key}={values}" for key, values in own.items() if key not in given])
+
+
+def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
+    """The settings of each job: one value of every swept key, the last key varying fastest."""
+    lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]
+    if (count := math.prod(map(len, lists))) > MOST_JOBS:
+        raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
+    return list(itertools.product(*([word for word, _ in words] for words in lists)))
+
+
+def swept(override: Override) -> Iterator[tuple[str, Any]]:
+    """Each value of a swept key, as a setting and as it is; UserError where there is none, or no end of them."""
+    from hydra.core.override_parser.types import QuotedString, Transformer, ValueType
+    from hydra.errors import HydraException
+
+    line = override.input_line
+    if override.is_interval_sweep():
+        raise UserError(f"{line}: an interval has no end of values; use range(...) or a list")
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        raise UserError(f"{line}: a sweep takes no glob; name the values: {override.get_key_element()}=a,b")
+    try:
+        values = list(itertools.islice(override.sweep_iterator(), MOST_JOBS + 1))
+    except (HydraException, ArithmeticError, ValueError, TypeError):
+        raise UserError(f"{line}: a range takes numbers, and a step that is not 0: range(0,10,2)") from None
+    if not values:
+        raise UserError(f"{line}: holds no value")
+    if len(values) > MOST_JOBS:
+        raise UserError(f"{line}: a sweep has at most {MOST_JOBS} jobs")
+    seen: set[str] = set()
+    for value in values:
+        if (text := Transformer.str(value)) in seen:
+            raise UserError(f"{line}: names {text} twice, which would train the same job again")
+        seen.add(text)
+        plain = value.text if isinstance(value, QuotedString) else value
+        yield f"{override.get_key_element()}={text}", plain
+
+
+def local_modules(parsed: Sequence[Override]) -> list[str]:
+    """The modules of `plugins=[...]` on this command line."""
+    for override in parsed:
+        if override.key_or_group == "plugins":
+            value = None if override.is_sweep_override() else override.value()
+            names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+            if value is None or not all(name.replace(".", "_").isidentifier() for name in names):
+                several = str(override.input_line).partition("=")[2] if override.is_sweep_override() else "my_module"
+                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[{several}]")
+            return names
+    return []
+
+
+def follow_the_sweep() -> None:
+    """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
+
+    The sweep holds the other end of its standard input and never writes to it.
+    """
+    if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
+        return
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster sends it to all; the launcher on its node answers
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,430 @@
+"""Runs the jobs of a sweep to their ends, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp.base.errors import ToyexpError, UserError
+from toyexp.base.signals import stop_signals
+from toyexp.base.terminal import print_result, print_table, say, short, status
+from toyexp.base.threads import available_cores
+from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
+from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
+from toyexp.sweep.request import combinations, local_modules, own_sweep, swept
+from toyexp.training.rundir import lock
+
+if TYPE_CHECKING:
+    from toyexp.config.schema import Source, Sweep
+    from toyexp.contract.registry import Registry
+    from toyexp.training.experiment import Result
+
+log = logging.getLogger("toyexp")
+
+FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
+MANY = 100  # jobs that it takes a moment to look at
+READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command line that was read, and how one run of it is done in this process."""
+
+    flags: Mapping[str, str]
+    parsed: Sequence[Any]
+    modules: Sequence[str]
+    registry: Registry
+    source: Source
+    experiment: Callable[[Any, Path], Result]  # a composed configuration in a directory
+    run: Callable[[Sequence[str]], int]  # a command line
+
+
+def sweep(asked: Asked) -> int:
+    """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
+    from toyexp.config import mistakes
+
+    for override in asked.parsed:  # what is wrong in every job is told once, before the first
+        if override.is_sweep_override() and _is_own(override):
+            raise UserError(f"{override.input_line}: takes one value")
+        if not override.is_sweep_override():
+            mistakes.check_override(override, asked.registry, asked.source)
+        if override.key_or_group == "resume":
+            raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
+        if override.key_or_group == "hydra.run.dir":
+            raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
+    resume = next((str(o.value()) for o in asked.parsed if o.key_or_group == "sweep.resume"), None)
+    if resume is not None:
+        return _go_on(asked, Path(resume))
+    parsed = [*own_sweep(asked.parsed, asked.registry, asked.source), *asked.parsed]
+    fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override() and not _is_own(o)]
+    own = [str(o.input_line) for o in asked.parsed if _is_own(o)]
+    flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
+    jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
+    values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
+    memory = {"flags": flags, "settings": fixed, "sweep": own, "cwd": str(Path.cwd())}
+    return Runner(asked, _settings(asked, fixed, own, asked.source), asked.source, jobs, memory, values).run(jobs)
+
+
+def _go_on(asked: Asked, path: Path) -> int:
+    from toyexp.config import mistakes
+    from toyexp.config.schema import Source
+
+    others = [str(o.input_line) for o in asked.parsed if not _is_own(o) and o.key_or_group != "plugins"]
+    for word in [*others, *(flag for flag in asked.flags if flag in FLAGS)]:
+        raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
+    folder = SweepDir.open(path)
+    try:
+        memory = folder.asked
+        wanted = local_modules(mistakes.parse(memory["settings"]))
+        if missing := [name for name in wanted if name not in asked.modules]:
+            raise UserError(
+                f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
+                f"command line: add 'plugins=[{','.join(wanted)}]'"
+            )
+        source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
+        own = [*memory["sweep"], *(str(o.input_line) for o in asked.parsed if _is_own(o))]
+        settings = _settings(asked, memory["settings"], own, source)
+    except BaseException:
+        folder.close()
+        raise
+    if memory["cwd"] != str(Path.cwd()):
+        say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
+    runner = Runner(asked, settings, source, folder.jobs, memory, {}, folder)
+    return runner.run(runner.unfinished())
+
+
+def _is_own(override: Any) -> bool:
+    return bool(override.key_or_group.split(".")[0] == "sweep")
+
+
+def _settings(asked: Asked, fixed: Sequence[str], own: Sequence[str], source: Source) -> Sweep:
+    """How the jobs are run; an experiment that is chosen may say so too."""
+    from toyexp.config import build as config
+    from toyexp.config import mistakes
+
+    chosen = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "experiment"]
+    settings = config.sweep_settings(config.compose([*chosen, *own], asked.registry, source))
+    require(settings.launcher)
+    return settings
+
+
+class Runner:
+    """A sweep that runs."""
+
+    def __init__(
+        self, asked: Asked, settings: Sweep, source: Source, jobs: list[Job], memory: Mapping[str, Any],
+        values: Mapping[str, Any], folder: SweepDir | None = None,
+    ):  # fmt: skip
+        from toyexp.sweep.lookahead import Lookahead  # deferred, as Hydra is everywhere here
+
+        self._ahead = Lookahead(memory["settings"], values, asked.registry, source)
+        self._asked, self._settings, self._source, self._jobs, self._memory = asked, settings, source, jobs, memory
+        self._folder = folder  # made once a first configuration has said where
+        self._stop = Stop()
+        self._printing = threading.Lock()
+        self._limit, self._cores = self._share()
+
+    def _share(self) -> tuple[int, int]:
+        """Jobs at once, and cores for each; 0: all there are."""
+        launcher, cluster = self._settings.launcher, self._settings.submitit.cluster
+        if launcher == "serial":
+            return 1, 0
+        if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
+            return self._settings.jobs or len(self._jobs), 0
+        limit = self._settings.jobs or available_cores()
+        return limit, max(available_cores() // limit, 1)
+
+    # -- what there is to do --
+
+    def unfinished(self) -> list[Job]:
+        """The jobs to go on with. Of those that ran when the sweep itself was killed, their directories tell."""
+        assert self._folder is not None
+        for job in self._jobs:
+            if job.status != Status.RUNNING:
+                continue
+            directory = self._folder.run(job)
+            found = result_of(directory)
+            if found.get("error") and found.get("reason") != "interrupted":
+                job.end(Ended(1, str(found["error"])), directory)
+            elif found.get("reason") in ("completed", "aborted"):
+                job.end(Ended(0), directory)
+            elif owner := _being_written(directory):
+                say(f"[{job.number}] {job.label}: {owner}")
+            else:
+                job.status = Status.KILLED
+        retried = (Status.FAILED, Status.REFUSED) if self._settings.retry else ()
+        return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
+
+    def _compose(self, job: Job) -> Any:
+        """A job's configuration, or how composing it ended it."""
+        from toyexp.config import build as config
+
+        words = [*self._memory["settings"], *job.overrides, f"hydra.job.num={job.number}"]
+        try:
+            return config.compose(words, self._asked.registry, self._source)
+        except Exception as error:
+            return _failure(error)
+
+    def _place(self, job: Job) -> Ended | None:
+        """Finds a job its directory; how it ended where that cannot be."""
+        try:
+            root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
+            job.directory = self._own_directory(job, root, directory)
+        except Exception as error:
+            return _failure(error)
+        if self._folder is None:  # what is wrong with it is no fault of the job's
+            self._folder = SweepDir.create(root, self._jobs, self._memory)
+            many = "s" if len(self._jobs) > 1 else "" if self._jobs[0].overrides else "; no key has several values"
+            say(f"sweep   {short(root)}, {len(self._jobs)} job{many}")
+        return None
+
+    def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
+        if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
+            raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
+        name = str(directory.relative_to(root))
+        for other in self._jobs:
+            if other.directory is None or other is job:
+                continue
+            if other.directory == name:
+                raise UserError(f"hydra.sweep.subdir gives jobs {other.number} and {job.number} one directory, {name}")
+            taken = root / other.directory
+            if taken.is_relative_to(directory) or directory.is_relative_to(taken):
+                raise UserError(f"hydra.sweep.subdir puts jobs {other.number} and {job.number} one into the other")
+        return name
+
+    # -- running --
+
+    def run(self, jobs: Sequence[Job]) -> int:
+        """Runs these jobs; returns the exit code of the sweep."""
+        try:
+            jobs = self._look_ahead(jobs)
+            with self._signals():
+                for job, ended in self._launch(self._waiting(jobs)):
+                    self._end(job, ended)
+            return self._report()
+        finally:
+            if self._folder:
+                self._folder.close()
+
+    def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs to run. Each value is looked at before the first one starts, and what is wrong is told."""
+        from toyexp.sweep.lookahead import first_look, require_directories
+
+        new = [job for job in jobs if job.directory is None]
+        if not new:
+            return list(jobs)
+        if len(new) > MANY:
+            say(f"sweep   {len(new)} jobs; their settings are checked, each value once")
+        status("checking the settings of the jobs")
+        wrong = first_look(new, self._ahead)
+        if self._folder is None:
+            require_directories(new, self._ahead)
+        for job in new:
+            if job.number in wrong:
+                self._end(job, _failure(wrong[job.number]))
+        left = [job for job in jobs if job.number not in wrong]
+        while left and self._folder is None and not self._placed(left[0]):  # the first says where all of them are
+            left.pop(0)
+        return left
+
+    def _placed(self, job: Job) -> bool:
+        """Whether it is known where a job runs; one that has no place has ended."""
+        if job.directory is None and (ended := self._place(job)):
+            self._end(job, ended)
+        return job.directory is not None
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if self._settings.isolate:
+            with self._stop.handling():
+                yield
+            return
+        try:
+            with stop_signals():
+                yield
+        except KeyboardInterrupt as error:  # between two jobs
+            self._stop.number = getattr(error, "exit_code", 130) - 128
+
+    def _waiting(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        for job in jobs:
+            if self._stop.requested:
+                return
+            if self._placed(job):
+                self._begin(job)
+                yield job
+
+    def _begin(self, job: Job) -> None:
+        assert self._folder is not None
+        job.status, job.attempts = Status.RUNNING, job.attempts + 1
+        self._folder.save()
+
+    def _launch(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
+        settings = self._settings
+        if settings.launcher == "joblib":
+            return side_by_side(jobs, self._process, self._limit)
+        if settings.launcher == "submitit" and self._folder is not None:
+            return on_cluster(
+                jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it
+            )
+        return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
+
+    def _order(self, job: Job) -> Order:
+        from toyexp.config import build as config
+        from toyexp.config import mistakes
+
+        assert self._folder is not None
+        directory, fixed = self._folder.run(job), self._memory["settings"]
+        flags = [word for flag in self._memory["flags"].items() for word in flag]
+        where = [config.setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        plugins = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "plugins"]
+        return Order(
+            directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
+            [f"resume={directory}", *plugins], job.attempts > 1, self._cores,
+        )  # fmt: skip
+
+    def _process(self, job: Job) -> Ended:
+        """Runs a job in a process of its own, with its output before us."""
+        alone = self._limit == 1
+
+        def show(line: str, stream: IO[str]) -> None:
+            self._say_it(line if alone else f"[{job.number}] {line}", stream)
+
+        head = f"[{job.number}] {job.label}".rstrip()
+        self._say_it(f"\n{head}" if alone else f"{head}  begins")
+        return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
+
+    def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
+        with self._printing, contextlib.suppress(OSError):  # a reader, or a terminal, that is gone
+            if stream is sys.stderr:
+                print(line, file=stream, flush=True)
+            else:
+                say(line)
+
+    def _here(self, job: Job) -> Ended:
+        """Runs a job in this process, which afterwards is as it was before."""
+        assert self._folder is not None
+        try:
+            with contained():
+                say(f"\n[{job.number}] {job.label}".rstrip())
+                if job.attempts > 1:
+                    self._asked.run(self._order(job).words())
+                    return Ended(0)
+                cfg = self._compose(job)
+                if isinstance(cfg, Ended):
+                    return cfg
+                print_result(self._asked.experiment(cfg, self._folder.run(job)))
+        except KeyboardInterrupt as error:
+            code = getattr(error, "exit_code", 130)
+            self._stop.number, self._stop.requested = code - 128, True
+            return Ended(code, str(error))
+        except (Exception, SystemExit) as error:
+            log.debug("job failed", exc_info=error)
+            return _failure(error)
+        return Ended(0)
+
+    # -- how it ended --
+
+    def _end(self, job: Job, ended: Ended) -> None:
+        """Takes down how a job ended, and tells of a failure at once."""
+        job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
+        if self._folder:
+            self._folder.save()
+        if job.status == Status.COMPLETED and self._settings.launcher == "submitit":  # it printed elsewhere
+            self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
+        if job.status in FAILURES:
+            self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
+            if self._settings.fail_fast:
+                self._stop.end()
+
+    def _details(self, job: Job) -> str:
+        """The exit code of a job's process, and where the rest of what it said is."""
+        if self._folder is None or job.directory is None or job.code is None:
+            return ""
+        logs = [path for path in (self._folder.run(job) / "log.txt", self._folder.log(job)) if path.exists()]
+        if not logs:
+            return ""
+        told, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short(logs[0])
+        details = [] if told else [f"exit code {job.code}"]
+        details += [] if log_file in str(job.error) else [f"log: {log_file}"]
+        return f" ({'; '.join(details)})" if details else ""
+
+    def _report(self) -> int:
+        jobs, folder = self._jobs, self._folder
+        statuses = {job.status for job in jobs}
+        if len(jobs) > 1:
+            print_table(jobs, folder)
+        left = sum(job.status in UNFINISHED for job in jobs)
+        command = ""
+        if left and folder:
+            from toyexp.config.build import setting
+
+            plugins = [f"plugins=[{','.join(self._asked.modules)}]"] if self._asked.modules else []
+            command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *plugins])
+        done = f"{sum(job.status == Status.COMPLETED for job in jobs)} of {len(jobs)} jobs are completed"
+        if number := self._stop.number:
+            from signal import Signals
+
+            self._say_it(f"toyexp: interrupted by {Signals(number).name}; {done}; go on: {command}", sys.stderr)
+            return 128 + number
+        if command:
+            say(f"{done}; go on: {command}")
+        if statuses == {Status.COMPLETED}:
+            return 0
+        return 2 if statuses <= {Status.COMPLETED, Status.REFUSED, Status.WAITING} else 1
+
+
+def _failure(error: BaseException) -> Ended:
+    text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
+    return Ended(getattr(error, "exit_code", 1), text)
+
+
+def _being_written(directory: Path) -> str | None:
+    """Who writes a run, when somebody does."""
+    try:
+        os.close(lock(directory))
+    except UserError as owner:
+        return str(owner)
+    except OSError:  # there is no such run
+        return None
+    return None
+
+
+def _torch_seed() -> Any:
+    """The random state of torch, where a plugin has loaded it; this never does."""
+    torch: Any = sys.modules.get("torch")
+    return torch and torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
+    seeds, environment, here = (random.getstate(), np.random.get_state(), _torch_seed()), dict(os.environ), Path.cwd()
+    loggers = [(logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), log)]
+    try:
+        yield
+    finally:
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
+        if torch := sys.modules.get("torch"):
+            torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
+        for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(here)
+        for logger, handlers, level in loggers:
+            logger.setLevel(level)
+            for handler in [h for h in logger.handlers if h not in handlers]:
+                logger.removeHandler(handler)
+                handler.close()

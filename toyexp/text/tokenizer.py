@@ -1,0 +1,430 @@
+"""Text to token ids and back, in forms that GGUF and llama.cpp know.
+
+The three kinds that are made here are byte-level BPE to llama.cpp: `bytes` has no merges, `characters` has merges only
+inside the UTF-8 form of one character, and `bpe` has what training found. So one export serves them all. The tokenizer
+of a GGUF is one of these or a `SentencePiece` (sentencepiece.py), and leaves as it came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UnknownCharacter, UserError
+from toyexp.text.literals import WHITE, cut
+from toyexp.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+MOST_LEARNED = 1 << 20  # tokens of a BPE made here; the library takes memory for as many as are asked for
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
+
+
+def byte_symbols() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where printable Latin-1, else U+0100 and up (Radford 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
+
+
+SYMBOLS = byte_symbols()
+BYTE_OF = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
+
+
+class Tokenizer(ABC):
+    """Ids 0..vocab-1; `eos` separates documents.
+
+    Whoever makes one sets what differs from the values here before the first text.
+    """
+
+    kind: str
+    pieces: Sequence[str]  # each token's text as GGUF writes it: control tokens are literal
+    merges: Sequence[tuple[str, str]] = ()
+    eos: int
+    bos: int | None = None  # what a text begins with, if anything; the models of this tokenizer expect it if `add_bos`
+    add_bos: bool = False
+    add_eos: bool = False  # whether llama.cpp ends a prompt with `eos`
+    stops: frozenset[int] = frozenset()  # tokens beside `eos` that end generation; see `ends`
+    controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
+    user_defined: frozenset[int] = frozenset()  # tokens that are found as they are spelled, before all others
+    swallow_before: frozenset[int] = frozenset()  # special tokens that swallow the white space before them in a text
+    swallow_after: frozenset[int] = frozenset()  # special tokens that swallow the white space after them
+    family: str = ""  # what `general.name` has to say so that llama.cpp makes the same ids
+    silent: frozenset[int] = frozenset()  # tokens that stand for no text, such as those that only fill up rows
+    chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
+    source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
+
+    @property
+    def vocab(self) -> int:
+        """How many ids there are."""
+        return len(self.pieces)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which generation stops."""
+        return self.stops | {self.eos}
+
+    @property
+    def padding(self) -> int:
+        """What fills up the rows of a batch: the end where the GGUF names no token of its own."""
+        named = self.source.get("ggml.padding_token_id")
+        return named if isinstance(named, int) and 0 <= named < self.vocab else self.eos
+
+    # -- text to ids --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids of texts in which nothing is special; `starts`: which begin a text or follow a special token."""
+
+    def encode(self, text: str, special: bool = False, after: int | None = None) -> np.ndarray:
+        """int32 ids of the text, where the token `after` stands before it, or nothing.
+
+        With `special`, control tokens that are spelled out in the text are meant; otherwise no text produces one.
+        """
+        if after in self.swallow_after:
+            text = text.lstrip(WHITE)
+        return self._encode_all([text], [after is None or after in self._special], special)[0]
+
+    def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids of each text: one that `begins`, or goes on where `cuts` allowed to cut what stands before it."""
+        return self._encode_all(texts, begins)
+
+    def _encode_all(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
+        """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
+        before, behind = self.swallow_before, self.swallow_after
+        texts_cut = [cut(text, self._literals[special], before, behind) for text in texts]
+        starts = [
+            n > 0 or first
+            for parts, first in zip(texts_cut, begins, strict=True)
+            for n, part in enumerate(parts)
+            if isinstance(part, str)
+        ]
+        plain = [part for parts in texts_cut for part in parts if isinstance(part, str)]
+        found = iter(self._encode(plain, starts))
+        none = np.zeros(0, np.int32)
+        return [
+            np.concatenate([none, *(next(found) if isinstance(p, str) else np.array([p], np.int32) for p in parts)])
+            for parts in texts_cut
+        ]
+
+    def cuts(self, text: str) -> Iterator[int]:
+        """Where a text that begins so and goes on may be cut, the last places first: its ids stay what they are."""
+        literals = self._literals[False]
+        ahead = max(map(len, literals), default=1) - 1
+        white = WHITE if self.swallow_before or self.swallow_after else ""
+        for place in self._places(text):
+            before, behind = text[:place].rstrip(white), text[place:].lstrip(white)  # a token may swallow it from afar
+            near = before[-ahead - 1 :] + behind[:ahead]
+            if len(behind) >= ahead and not any(spelled in near for spelled in literals):
+                yield place
+
+    @abstractmethod
+    def _places(self, text: str) -> Iterator[int]:
+        """The same where nothing is special."""
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return self.controls | self.user_defined | {self.eos}
+
+    @cached_property
+    def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What to look for in a text, and in one whose control tokens are meant: longer ones first."""
+        wanted = (
+            sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
+        )
+        first, second = ({self.pieces[i]: i for i in ids} for ids in wanted)
+        return first, second
+
+    def prompt(self, text: str) -> np.ndarray:
+        """int32 ids of a text that a model is to continue, as llama.cpp hands it over; never none."""
+        ids = [self.bos] * self.add_bos + self.encode(text).tolist() + [self.eos] * self.add_eos
+        return np.array(ids or [self.eos if self.bos is None else self.bos], np.int32)
+
+    # -- ids to text --------------------------------------------------------------------------------------------
+
+    def bytes_of(self, i: int) -> bytes:
+        """What token `i` stands for in a text: a control token for nothing, another perhaps for part of a character."""
+        if i == self.eos or i in self.controls or i in self.silent:
+            return b""
+        return self.pieces[i].encode() if i in self.user_defined else self._bytes_of(i)
+
+    def _bytes_of(self, i: int) -> bytes:
+        """The bytes of an ordinary token; one that is not written in byte symbols stands for its own text."""
+        piece = self.pieces[i]
+        return bytes(BYTE_OF[c] for c in piece) if BYTE_OF.keys() >= set(piece) else piece.encode()
+
+    def spelling(self, i: int) -> str:
+        """How a chat template writes token `i`."""
+        return self.pieces[i] if i in self._special else self.bytes_of(i).decode("utf-8", errors="replace")
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
+        return b"".join(self.bytes_of(int(i)) for i in ids).decode("utf-8", errors="replace")
+
+    # -- to files -----------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """16 hex digits that identify whatever decides about the ids of a document."""
+        told: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
+        rest = self._rules()
+        text = json.dumps([*told, rest] if rest else told)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _rules(self) -> dict[str, Any]:
+        """What decides about ids beside pieces and merges; nothing where all is as in the trained kinds."""
+        rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
+        if self.add_bos:
+            rules["bos"] = self.bos
+        if self.swallow_before or self.swallow_after:
+            rules["swallow"] = [sorted(self.swallow_before), sorted(self.swallow_after)]
+        if self.eos != self.vocab - 1:
+            rules["eos"] = self.eos
+        return rules
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The `tokenizer.*` keys, without that prefix: those it was read with, if it was."""
+        own = dict(self.source) or self._own_metadata()
+        return {**own, "chat_template": self.chat_template} if self.chat_template else own
+
+    def _own_metadata(self) -> dict[str, Any]:
+        # llama.cpp wants a merge list and gguf-py cannot write an empty one. No UTF-8 holds the byte 0xFF, so this
+        # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
+        merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
+        types = np.full(self.vocab, NORMAL, np.int32)
+        types[[*self.user_defined]], types[[self.eos, *self.controls]] = USER_DEFINED, CONTROL
+        keys = {
+            "model": "gpt2",
+            "pre": "gpt-2",
+            "tokens": list(self.pieces),
+            "token_type": types,
+            "merges": [f"{a} {b}" for a, b in merges],
+            "bos_token_id": self.eos,
+            "eos_token_id": self.eos,
+            "add_bos_token": False,
+        }
+        return {f"ggml.{key}": value for key, value in keys.items()}
+
+    @abstractmethod
+    def _library(self) -> Any:
+        """A tokenizers.Tokenizer of the same ids that knows every piece."""
+
+    def to_huggingface(self) -> tuple[str, dict[str, Any]]:
+        """What tokenizer.json and tokenizer_config.json hold for the tokenizers and transformers libraries."""
+        from tokenizers import AddedToken  # deferred: only runs that use BPE or export need the library
+
+        engine = self._library()
+        for i in sorted(self._special):
+            # llama.cpp's converter decodes those that are not normalised, and "\u00f6" then means a byte, not itself.
+            is_byte = engine.normalizer is None and engine.decoder.decode([self.pieces[i]]) != self.pieces[i]
+            token = AddedToken(self.pieces[i], normalized=is_byte, special=i not in self.user_defined)
+            (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
+        bos = None if self.bos is None else self.pieces[self.bos]
+        start, end = [self.bos] * self.add_bos, [self.eos] * self.add_eos
+        whole = json.loads(engine.to_str()) | {"post_processor": _surround(self.pieces, start, end)}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": self.pieces[self.eos],
+            "pad_token": self.pieces[self.padding],
+            "padding_side": "left",  # what continues the rows of a batch has to see their ends
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "clean_up_tokenization_spaces": False,
+        }
+        if self.chat_template:
+            config["chat_template"] = self.chat_template
+        return json.dumps(whole, ensure_ascii=False), config
+
+
+def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
+    """Puts tokens around a text, as tokenizer.json has it."""
+    tokens = [i for i in (*start, *end) if i is not None]
+    if not tokens:
+        return None
+    marks = [{"SpecialToken": {"id": pieces[i], "type_id": 0}} for i in tokens]
+    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    single = [*marks[: len(start)], one, *marks[len(start) :]]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *marks[: len(start)], two, *marks[len(start) :]],
+        "special_tokens": {pieces[i]: {"id": pieces[i], "ids": [i], "tokens": [pieces[i]]} for i in tokens},
+    }
+
+
+def placeholder(i: int) -> str:
+    """A text for an id that has none."""
+    return f"<{i}>"
+
+
+def ids_only(rows: int) -> dict[str, Any]:
+    """The `tokenizer.*` keys of a model of ids without text, as `gguf_metadata`.
+
+    llama.cpp loads one without a vocabulary too, but its server aborts at the first token it generates.
+    """
+    keys = {
+        "model": "llama",
+        "tokens": [placeholder(i) for i in range(rows)],
+        "token_type": np.full(rows, NORMAL, np.int32),
+        "eos_token_id": rows - 1,
+        "bos_token_id": rows - 1,
+        "add_bos_token": False,
+        "add_space_prefix": False,
+    }
+    return {f"ggml.{key}": value for key, value in keys.items()}
+
+
+class Bytes(Tokenizer):
+    """One token per byte, and end-of-text as id 256."""
+
+    kind = "byte"
+
+    def __init__(self) -> None:
+        self.pieces = [*SYMBOLS, END_OF_TEXT]
+        self.bos = self.eos = 256
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
+    def _library(self) -> Any:
+        return BPE(self.pieces, [], self.eos)._library()
+
+
+class Characters(Tokenizer):
+    """One token per character of a corpus, and end-of-text as the last id."""
+
+    kind = "char"
+
+    def __init__(self, characters: Sequence[str]):
+        self._characters = characters
+        forms = ["".join(SYMBOLS[b] for b in c.encode()) for c in characters]
+        self.pieces = [*forms, END_OF_TEXT]
+        # é is two bytes: merging them rebuilds the character. Only a first byte starts a pair, so no merge crosses.
+        chains = {(f[:n], f[n]): None for f in forms for n in range(1, len(f))}
+        self.merges = list(chains)
+        self.bos = self.eos = len(forms)
+        self._ids = np.full(0x110000, -1, np.int32)
+        self._ids[[ord(c) for c in characters]] = np.arange(len(characters))
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Characters:
+        """The vocabulary of all characters in the texts, in code-point order."""
+        return cls(sorted(set().union(*map(set, texts))))
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """One id per character; UnknownCharacter for a character the corpus did not have."""
+        found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
+        for text, ids in zip(texts, found, strict=True):
+            if (ids < 0).any():
+                raise UnknownCharacter(text[int(np.argmin(ids))], "character tokenizer")
+        return found
+
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
+    def _library(self) -> Any:
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Engine
+
+        vocab = {c: i for i, c in enumerate([*self._characters, END_OF_TEXT])}
+        engine = Engine(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
+        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        engine.decoder = decoders.Fuse()
+        return engine
+
+
+def check_bpe_vocab(vocab: int) -> None:
+    """Raises UserError for a number of tokens that cannot be learned."""
+    if vocab < 258:
+        raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
+    if vocab > MOST_LEARNED:
+        raise UserError(f"data.bpe_vocab={vocab}: at most {MOST_LEARNED} tokens can be learned")
+
+
+class BPE(Tokenizer):
+    """Byte-level BPE through the tokenizers library, by default with GPT-2's pre-tokenizer."""
+
+    kind = "bpe"
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        merges: Sequence[tuple[str, str]],
+        eos: int,
+        pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"],
+        unreachable: Collection[int] = (),
+    ):
+        """`unreachable` are tokens that no text produces, however it is merged."""
+        self.pieces, self.merges, self.bos, self.eos = list(pieces), list(merges), eos, eos
+        self._pre, self._unreachable = pre, unreachable
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
+        """Learns `vocab` tokens from the texts (Sennrich et al. 2016); the same texts give the same tokens."""
+        from tokenizers import Tokenizer as Engine
+        from tokenizers import models, trainers
+
+        check_bpe_vocab(vocab)
+        engine = Engine(models.BPE())
+        engine.pre_tokenizer = pre.build()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab - 1, initial_alphabet=SYMBOLS, show_progress=False, special_tokens=[]
+        )
+        engine.train_from_iterator(texts, trainer)
+        model = json.loads(engine.to_str())["model"]
+        pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+        merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+        return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """BPE ids, of several texts on all cores; UnknownCharacter for a byte that has no token."""
+        if self._missing:
+            self._check(texts)
+        if len(texts) == 1:
+            encoded = [self._engine.encode(texts[0], add_special_tokens=False)]
+        else:
+            encoded = self._engine.encode_batch(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encoded]
+
+    def _places(self, text: str) -> Iterator[int]:
+        return self._pre.cuts(text)
+
+    @cached_property
+    def _engine(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces) if i not in self._unreachable})
+
+    def _build(self, vocab: dict[str, int]) -> Any:
+        from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
+        from tokenizers import decoders, models
+
+        engine = Engine(models.BPE(vocab=vocab, merges=self.merges, ignore_merges=self._pre.ignore_merges))
+        engine.pre_tokenizer, engine.decoder = self._pre.build(), decoders.ByteLevel()
+        return engine
+
+    def _library(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces)})
+
+    @cached_property
+    def _missing(self) -> frozenset[int]:
+        """The bytes that have no token."""
+        return frozenset(BYTE_OF[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
+
+    def _check(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if not self._missing.isdisjoint(text.encode()):
+                lost = next(c for c in text if not self._missing.isdisjoint(c.encode()))
+                raise UnknownCharacter(lost, "tokenizer")
+
+    def _rules(self) -> dict[str, Any]:
+        rules = super()._rules()
+        if self._pre != PRE_TOKENIZERS["gpt-2"]:
+            rules["pre"] = [self._pre.patterns, self._pre.ignore_merges]
+        return rules

@@ -1,0 +1,1 @@
+"""One run, from its parts to its directory."""

@@ -1,0 +1,383 @@
+"""Checkpoints: a run's whole state in a directory that is either there and whole, or not there.
+
+`checkpoints/step-<n>/` holds state.safetensors (what training changes), state.json (everything else) and
+manifest.json, written last, with the size and SHA-256 of the others. It is filled under a temporary name, flushed and
+renamed; the newest is the one with the largest step whose manifest verifies. Nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+import time
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.files import misfit
+from toyexp.contract.engine import MOMENTS
+from toyexp.contract.model import falls
+from toyexp.training.rundir import dump_json, sync_directory, write_synced
+
+log = logging.getLogger("toyexp")
+
+T = typing.TypeVar("T")
+
+FORMAT = 1
+ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was written, with the cause."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    path: Path
+    step: int
+    arrays: Mapping[str, np.ndarray] = field(repr=False)  # what Session.restore takes
+    state: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best look at the held-out data that a run has taken."""
+
+    step: int
+    metric: str
+    score: float
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often: every so many steps or seconds; neither: never."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> Interval:
+        """`0`, `500` (steps), `30s`, `10min` or `2h`; UserError for anything else."""
+        match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
+        if match is None:
+            raise UserError(
+                f"{key}={printable(text)}: takes steps or a time: {key}=500, {key}=10min, {key}=0 for never"
+            )
+        number, unit = int(match[1]), match[2]
+        return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.seconds)
+
+    def due(self, step: int, waited: float) -> bool:
+        """Whether it is time after `step`, `waited` seconds after the last time."""
+        return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
+    """Writes `folder`/step-<step> in one piece, replacing a checkpoint of that step, nothing else; raises OSError."""
+    from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
+    from safetensors.numpy import save_file
+
+    folder.mkdir(exist_ok=True)  # a run directory that was removed is not made anew
+    final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        try:
+            save_file(dict(arrays), temporary / ARRAYS)
+        except SafetensorError as error:  # which says only in words that the disk is full
+            raise OSError(str(error)) from error
+        with open(temporary / ARRAYS, "rb") as file:
+            os.fsync(file.fileno())
+        write_synced(temporary / STATE, dump_json(state).encode())
+        files = {name: {"bytes": size, "sha256": digest} for name in (ARRAYS, STATE)
+                 for size, digest in [_digest(temporary / name)]}  # fmt: skip
+        write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
+        sync_directory(temporary)
+        if final.exists():  # of the same run, before it was continued from an earlier checkpoint
+            if not is_bare(final):
+                raise OSError(errno.EEXIST, f"{final.name} is there, and holds more than a checkpoint", str(final))
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_directory(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def is_bare(path: Path) -> bool:
+    """Whether a checkpoint's directory holds nothing that someone else put there."""
+    return not path.is_symlink() and {entry.name for entry in path.iterdir()} <= {ARRAYS, STATE, MANIFEST}
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    with _open(path) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return file.tell(), digest.hexdigest()
+
+
+def _open(path: Path) -> BufferedReader:
+    """A regular file for reading: a pipe or a device would be read without end. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    reason = misfit(os.fstat(descriptor).st_mode)
+    if reason:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, reason)
+    return open(descriptor, "rb")
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints below `folder` by step, newest first, whole or not."""
+    if not folder.is_dir():
+        return {}
+    found = {int(m[1]): p for p in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", p.name)) and p.is_dir()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, and a line about each newer one that is not."""
+    damaged: list[str] = []
+    for path in steps(folder).values():
+        try:
+            return read(path), damaged
+        except Damaged as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def read(path: Path, moments: bool = True) -> Checkpoint:
+    """A checkpoint, held against its manifest, or of its arrays the weights alone; raises Damaged."""
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise Damaged(f"{path}: has format {printable(str(manifest.get('format')))}; this toyexp reads {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
+        raise Damaged(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
+    for name in (ARRAYS, STATE):  # never a name out of the file
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            raise Damaged(f"{path / name}: {error.strerror}") from None
+        said = files[name] if isinstance(files[name], dict) else {}
+        if found != (said.get("bytes"), said.get("sha256")):
+            raise Damaged(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
+    state = read_json(path / STATE)
+    step = manifest.get("step")
+    if not isinstance(step, int) or path.name != f"step-{step}":
+        raise Damaged(f"{path / MANIFEST}: is of step {printable(str(step))}")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / ARRAYS, framework="numpy") as file:
+            names = [name for name in file.keys() if moments or not name.endswith(MOMENTS)]  # noqa: SIM118 - no dict
+            arrays = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Damaged(f"{path / ARRAYS}: {printable(str(error))}") from None
+    return Checkpoint(path, step, arrays, state)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; raises Damaged."""
+    try:
+        with _open(path) as file:
+            text = file.read(JSON_LIMIT + 1)
+        if len(text) > JSON_LIMIT:
+            raise Damaged(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
+        value = json.loads(text)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise Damaged(f"{path}: is not JSON") from None
+    if not isinstance(value, dict):
+        raise Damaged(f"{path}: holds no object")
+    return value
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether data as JSON gives it is of a type: a scalar (int: of 64 bits), a union, list[T] or Mapping[str, T]."""
+    parts = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case None if hint is int:
+            return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+        case None:
+            return hint is Any or isinstance(value, hint)
+        case types.UnionType:
+            return any(conforms(value, part) for part in parts)
+        case kind if kind is list:
+            return isinstance(value, list) and all(conforms(item, parts[0]) for item in value)
+        case _:
+            return isinstance(value, dict) and all(conforms(item, parts[1]) for item in value.values())
+
+
+def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
+    """A dataclass from what asdict() and JSON made of it; ValueError for a field that is missing or of another type."""
+    hints = typing.get_type_hints(cls)
+    for name, hint in hints.items():
+        if name not in saved or not conforms(saved[name], hint):
+            raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
+    return cls(**{name: saved[name] for name in hints})
+
+
+def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """The first weight of a snapshot that holds a number that is not finite; moments may, and the run lives on."""
+    return next((n for n, a in arrays.items() if not n.endswith(MOMENTS) and not np.isfinite(a).all()), None)
+
+
+# -- a run's checkpoints --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that stands on the disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float  # that writing took, beside the training
+
+
+class Keeper:
+    """Writes one run's checkpoints beside its training, and keeps the last few and the best.
+
+    What cannot be written costs no step: training goes on, the last good checkpoint stays, the next one is tried.
+    """
+
+    def __init__(
+        self, folder: Path, interval: Interval, keep: int, best: str | None = None, resumed: Checkpoint | None = None
+    ):
+        self._folder, self._interval, self._keep, self.metric = folder, interval, keep, best
+        self._resumed = resumed.path if resumed else None  # not deleted before two others stand
+        self.trouble: str | None = None  # what the person has to be told, once
+        self.missing: str | None = None  # why the last one that was tried is not there
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[Saved | str] = []  # what became of each, until it was told
+        self._told = False
+        state = resumed.state if resumed else {}
+        saved = state.get("scores", {}) if state.get("metric", best) == best else {}
+        self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
+        self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
+        for stale in folder.glob(".tmp-*") if folder.is_dir() else ():
+            shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
+
+    def check(self, scores: Mapping[str, float]) -> None:
+        """Raises UserError when the score of the best is not among those of a look at the held-out data."""
+        if self.metric and scores and self.metric not in scores:
+            raise UserError(f"checkpoint_best={printable(self.metric)}: {choose(self.metric, scores)}")
+
+    def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
+        """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
+        if step == self._last_step:
+            return False
+        better = False
+        if self.metric and scores:
+            self.check(scores)
+            if math.isfinite(scores[self.metric]):
+                self.scores[step] = scores[self.metric]
+                better = self._best_of(self.scores) == step
+        return asked or better or (last and bool(self._interval)) or self._due(step)
+
+    def _due(self, step: int) -> bool:
+        return self._interval.due(step, time.monotonic() - self._last_time)
+
+    def best(self, present: int, weights: bool = True) -> Best | None:
+        """The best look so far, of those whose weights stand on the disk or are those of the `present` step.
+
+        Raises Damaged when its weights are wanted and cannot be read.
+        """
+        have = steps(self._folder)
+        scores = {step: score for step, score in self.scores.items() if step == present or step in have}
+        if not scores:
+            return None
+        step = self._best_of(scores)
+        arrays = read(have[step], moments=False).arrays if weights and step != present else None
+        return Best(step, str(self.metric), scores[step], arrays)
+
+    def _best_of(self, scores: Mapping[int, float]) -> int:
+        """The step with the best of `scores`, the first of several."""
+        sign = 1 if falls(str(self.metric)) else -1
+        return min(sorted(scores), key=lambda step: sign * scores[step])
+
+    def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint, once the one before it is written."""
+        self.wait()
+        self._last_step, self._last_time = step, time.monotonic()
+        self._thread = threading.Thread(target=self._write, args=(step, arrays, state), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
+        began = time.perf_counter()
+        try:
+            if bad := bad_weight(arrays):
+                raise ValueError(f"{bad} is not finite; the one before it stays the newest")
+            path = write(self._folder, step, arrays, state)
+            size = sum(p.stat().st_size for p in path.iterdir())
+            self._outcomes.append(Saved(step, path, size, time.perf_counter() - began))
+            with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
+                self._prune(step)
+        except Exception as error:
+            cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            self._outcomes.append(f"checkpoint of step {step}: not written ({cause})")
+
+    def _prune(self, newest: int) -> None:
+        """Deletes what is neither among the last, nor the best, nor what this run was continued from.
+
+        One to which someone has added a file stays. Any of a later step is a damaged one that was passed over; it is
+        replaced when training comes to its step.
+        """
+        have = {step: path for step, path in steps(self._folder).items() if step <= newest}
+        kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
+        scored = {s: v for s, v in self.scores.items() if s in have}
+        if scored:
+            kept.add(self._best_of(scored))
+        if len([p for p in have.values() if p != self._resumed]) < 2:
+            kept.update(s for s, p in have.items() if p == self._resumed)
+        for step, path in have.items():
+            if step not in kept and is_bare(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def published(self) -> Sequence[Saved]:
+        """What came to stand on the disk since the last call; says once when something could not."""
+        done = []
+        while self._outcomes:
+            outcome = self._outcomes.pop(0)
+            if isinstance(outcome, Saved):
+                done.append(outcome)
+                self.missing, self._told = None, False
+                continue
+            log.warning("%s", outcome)
+            self.missing = outcome
+            self.trouble = self.trouble if self._told else outcome
+            self._told = True
+        return done
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,403 @@
+"""One experiment from its configuration to its result: open the data, plan, realize, train, close."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import shlex
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toyexp.base.blame import blamed
+from toyexp.base.errors import PluginFailed, RunFailed, UserError
+from toyexp.base.memory import check_plan, running_out
+from toyexp.base.signals import Signals, stop_signals
+from toyexp.base.terminal import short
+from toyexp.contract.compatibility import refusal
+from toyexp.contract.data import Batches, Dataset, Dropout
+from toyexp.contract.engine import Session
+from toyexp.contract.model import Model
+from toyexp.contract.optimiser import AdamW
+from toyexp.contract.plan import Plan
+from toyexp.contract.planned import Planned
+from toyexp.contract.recipe import Setup, start
+from toyexp.sweep.directory import STATE
+from toyexp.training.bus import Bus, Run
+from toyexp.training.checkpoint import Best, Damaged, Interval, Keeper, steps
+from toyexp.training.loop import Outcome, Saver, Training
+from toyexp.training.resume import Resumed, identity
+from toyexp.training.rundir import RunDir, git_facts, host_facts
+
+if TYPE_CHECKING:
+    from toyexp.config.build import Config
+
+log = logging.getLogger("toyexp")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs, checked, with nothing allocated and nothing written yet."""
+
+    config: Config
+    dataset: Dataset
+    model: Model
+    batches: Batches
+    plan: Plan
+    adamw: AdamW
+    bus: Bus
+    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a run."""
+
+    name: str
+    dir: Path
+    outcome: Outcome
+    reads: str  # what the model reads, and the run's speed is counted in
+    artifacts: list[Path] = field(default_factory=list)
+    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
+    best: Best | None = None  # the best look, of a run that keeps it
+
+
+def prepare(config: Config) -> Prepared:
+    """Opens the data and plans the run; raises UserError for whatever cannot work."""
+    settings, recipe, optim = config.settings, config.recipe, config.optim
+    reason = refusal(recipe, config.model, config.engine)
+    if reason:
+        raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
+    if config.data.gives != config.model.reads:
+        raise UserError(
+            f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
+            f"{config.suited}"
+        )
+    bus = Bus(config.callbacks, config.by_default)
+    with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
+        vocabulary = recipe.vocabulary()
+    with blamed(f"data.{config.data.name}", "while it was opened"):
+        dataset = config.data.open(vocabulary)
+    for key in config.data.fills:
+        config.plain["data"][key] = getattr(config.data, key)
+    for callback in config.callbacks.values():
+        with blamed(f"callbacks.{callback.name}", "while it looked at the run"):
+            callback.check_run(config.plain, dataset)
+    tokens = getattr(config.base, "vocab", dataset.vocab)
+    if dataset.vocab > tokens:
+        raise UserError(
+            f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
+            "leave data.tokenizer out, which is then the base's own"
+        )
+    with blamed(f"model.{config.model.name}", "while it was fitted to the data", data=config.data):
+        fitted = config.model.fit(dataset)
+        batches = fitted.batches(dataset, settings.batch_size, settings.seed)
+    model = config.base or fitted
+    if settings.checkpoint_best is not None:
+        model.require_metric("checkpoint_best", settings.checkpoint_best)
+    setup = Setup(
+        batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
+        settings.nonfinite == "skip",
+    )  # fmt: skip
+    with blamed(f"recipe.{recipe.name}", "while it planned", model=model):
+        plan = recipe.plan(model, setup)
+    for callback in config.callbacks.values():
+        with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
+            callback.check_plan(plan)
+    check_plan(plan, config.engine)
+    config.engine.check_plan(plan)
+    plan.check_values()
+    adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
+    batches = Dropout(batches, plan) if plan.drops else batches
+    planned = Planned(config.plain, dataset, batches, plan)
+    return Prepared(config, dataset, model, batches, plan, adamw, bus, config.warnings(planned))
+
+
+def execute(
+    prepared: Prepared,
+    directory: Path,
+    say: Callable[[str], None] = lambda line: None,
+    resumed: Resumed | None = None,
+) -> Result:
+    """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
+    config, bus = prepared.config, prepared.bus
+    bus.tell = say
+    with stop_signals() as signals:
+        run_dir = RunDir(directory, config.plain, continued=resumed is not None)
+        try:
+            for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
+                log.info(line)
+                say(line)
+            state = resumed.checkpoint.arrays if resumed else None
+            with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
+                run = _run(prepared, run_dir, session, signals, resumed)
+                outcome, failures = _live(prepared, run, signals, resumed, say)
+            return _judge(prepared, run_dir, outcome, failures, signals)
+        except BaseException as error:
+            log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+            if not run_dir.judged:
+                with contextlib.suppress(RunFailed):  # which would hide what ended the run
+                    run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
+            _tell_what_is_left(prepared, directory, error, say)
+            raise
+        finally:
+            run_dir.close()
+
+
+def _judge(
+    prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
+) -> Result:
+    """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
+    bus, best = prepared.bus, prepared.bus.best(False)
+    result = Result(
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(bus.artifacts), bus.steps_of,
+        best,
+    )  # fmt: skip
+    summary = {
+        **asdict(outcome),
+        "tokens_per_second": outcome.tokens_per_second,
+        "artifacts": [str(p) for p in result.artifacts],
+        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
+        "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
+    }
+    try:
+        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
+    except RunFailed as error:
+        failures.append(error)
+    if failures:
+        raise failures[0]
+    if interrupted := signals.last_word():
+        raise interrupted
+    return result
+
+
+def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
+    settings = prepared.config.settings
+    return Run(
+        name=settings.name,
+        dir=run_dir.path,
+        ledger=run_dir.ledger,
+        seed=settings.seed,
+        steps=settings.steps,
+        lr=settings.lr,
+        config=prepared.config.plain,
+        engine=prepared.config.engine.name,
+        plan=prepared.plan,
+        session=session,
+        dataset=prepared.dataset,
+        facts=facts(prepared, session.describe()),
+        bus=prepared.bus,
+        resumed=resumed.checkpoint.step if resumed else 0,
+        stops=signals.count,
+    )
+
+
+def _live(
+    prepared: Prepared, run: Run, signals: Signals, resumed: Resumed | None, say: Callable[[str], None]
+) -> tuple[Outcome, list[Exception]]:
+    """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
+    bus, settings, error = prepared.bus, prepared.config.settings, None
+    bus.log = run.dir / "log.txt"
+    reason, bad = "errored", None
+    saver = RunSaver(run, prepared, resumed, signals)
+    bus.best = saver.best
+    try:
+        signals.wait_for_the_step()
+        bus.hook.on_start(run=run)
+        bus.check()
+        if resumed:
+            inexact = resumed.inexact(run.facts["backend"])
+            run.emit("resume", **resumed.facts(), inexact=inexact)
+            if inexact:
+                say(inexact)
+        for text in prepared.warnings:
+            run.emit("warning", text=text)
+        outcome = Training(
+            run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
+            saver, resumed.outcome if resumed else Outcome(),
+        ).train()  # fmt: skip
+        reason, bad = outcome.reason, _bad_end(outcome)
+    except BaseException as caught:
+        error, reason = caught, _reason(caught)
+        raise
+    finally:
+        unsaved = None
+        try:
+            unsaved = saver.finish()
+        finally:  # which a second signal ends
+            failures = bus.end(run, reason, error or bad or unsaved, signals.last_word)
+        failures = [*filter(None, (bad, unsaved)), *failures]
+    if signals.last_word():
+        outcome.reason = "interrupted"
+    return outcome, failures
+
+
+def _bad_end(outcome: Outcome) -> RunFailed | None:
+    """What is wrong with a model whose last look at the held-out data gave no number."""
+    if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
+        return None
+    return RunFailed(
+        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
+        "try a lower lr, or optim.grad_clip=1"
+    )
+
+
+def _tell_what_is_left(prepared: Prepared, directory: Path, error: BaseException, say: Callable[[str], None]) -> None:
+    """Where a run that did not complete is, and how to go on with it; an interruption says so in its own line."""
+    saved = next(iter(steps(directory / "checkpoints")), None)
+    modules = prepared.config.settings.plugins
+    plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
+    command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
+    go_on = f"{saved} of {prepared.config.settings.steps} steps are saved; go on: {command}" if saved else ""
+    if (directory.parent / STATE).exists():  # a sweep says how
+        go_on = ""
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(directory)}'}",)
+        return
+    say(f"run     {short(directory)}")
+    if isinstance(error, PluginFailed) and go_on:
+        say(f"        {go_on}")
+
+
+def _reason(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
+
+
+class RunSaver(Saver):
+    """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
+
+    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
+        settings = prepared.config.settings
+        self._run, self._prepared, self._signals = run, prepared, signals
+        self._folder, self._step = run.dir / "checkpoints", run.resumed
+        callbacks = prepared.config.callbacks
+        self._keeper = Keeper(
+            self._folder,
+            Interval.parse(settings.checkpoint_every, "checkpoint_every"),
+            settings.checkpoint_keep,
+            settings.checkpoint_best or next(filter(None, (c.best_by() for c in callbacks.values())), None),
+            resumed.checkpoint if resumed else None,
+        )
+
+    def begin(self, metrics: Mapping[str, float]) -> None:
+        """Raises UserError when the best cannot be told by these scores."""
+        self._keeper.check(metrics)
+
+    def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
+        """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
+        self._step = outcome.steps
+        asked = self._signals.should_save()
+        if asked:
+            self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
+        if self._keeper.due(outcome.steps, metrics, last, asked):
+            callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
+            state = {
+                "identity": identity(self._prepared),
+                "outcome": asdict(outcome),
+                "callbacks": {name: state for name, state in callbacks.items() if state},
+                "engine": self._run.facts.get("backend", {}),
+                "config": self._run.config,
+                "scores": self._keeper.scores,
+                "metric": self._keeper.metric,
+            }
+            self._keeper.wait()  # so that memory holds one snapshot, not two
+            self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
+        self._tell()
+
+    def best(self, weights: bool) -> Best | None:
+        """The best look so far, with its weights if wanted; where they cannot be read that is told: there is none."""
+        try:
+            return self._keeper.best(self._step, weights)
+        except Damaged as error:
+            self._run.emit("warning", text=f"the best weights cannot be read: {error}; the last ones are taken")
+            return None
+
+    def finish(self) -> Exception | None:
+        """Waits for the last one, and returns why it is not there, if so."""
+        self._keeper.wait()
+        self._tell(last=True)
+        try:
+            self._prepared.bus.check()
+        except Exception as error:  # of a callback; the others are still told that the run ends
+            return error
+        if self._keeper.missing is None:
+            return None
+        whole = next((p.name for p in steps(self._folder).values()), "none")
+        return RunFailed(f"{self._folder}: {self._keeper.missing}; the last one there is: {whole}")
+
+    def _tell(self, last: bool = False) -> None:
+        for saved in self._keeper.published():
+            fields = {"bytes": saved.bytes, "seconds": saved.seconds}
+            self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
+            self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
+        if self._keeper.trouble:
+            if not last:  # which is an error
+                self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
+            self._keeper.trouble = None
+
+
+def introduction(prepared: Prepared) -> list[str]:
+    """What a person wants to know before the first step."""
+    config, plan = prepared.config, prepared.plan
+    total = sum(t.size for t in plan.tensors)
+    trainable = sum(t.size for t in plan.trainable)
+    share = "" if trainable == total else f", {count(trainable)} of them train"
+    sizes, reads = prepared.dataset.describe(), prepared.model.reads
+    known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
+    known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
+    facts = f" ({'; '.join(known)})" if known else ""
+    origin = config.recipe.origin()
+    return [
+        f"engine  {config.engine_note}",
+        *(f"note    {line}" for line in config.engine.advice()),
+        f"model   {config.model.name}, {count(total)} parameters{share}",
+        f"data    {config.data.name}{facts}",
+        f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
+        *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
+    ]
+
+
+def count(n: float) -> str:
+    """A number as people say it: 950, 12.3k, 4.5M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.0f}"
+
+
+def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
+    """What run_start records."""
+    settings = prepared.config.settings
+    model = prepared.model
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "host": host_facts(),
+        "git": git_facts(),
+        "backend": {"kind": prepared.config.engine.name, **engine},
+        "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
+        "data": {
+            "name": prepared.config.data.name,
+            **prepared.dataset.describe(),
+            "left_out": list(prepared.dataset.left_out()),
+        },
+        "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
+        "config_sha256": config_hash(prepared.config.plain),
+        "optim": asdict(prepared.adamw),
+    }
+
+
+def config_hash(plain: dict[str, Any]) -> str:
+    """A digest of everything that decides a run's numbers; its name and its callbacks do not."""
+    kept = {k: v for k, v in plain.items() if k not in NOT_NUMBERS}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# Top-level keys that change no number of a run.
+NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
+               "sweep")  # fmt: skip

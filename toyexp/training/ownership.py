@@ -1,0 +1,175 @@
+"""Whose files are in a directory: a run begins in an empty one, and replaces what it wrote itself, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import dangling
+from toyexp.base.whole import swap
+
+LEDGER = "written.json"
+LOCK = "run.lock"
+LEDGER_LIMIT = 1 << 20  # bytes that are read of it
+# What systems and people put into a directory that they call empty. No run writes under these names.
+NOTHING = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
+SIGNS = ("config.yaml", "events.jsonl", LEDGER)  # of a run
+TEMPORARY = re.compile(r"\.tmp-\d+|\..+\.(yaml|json)\.\d+\.tmp")  # what a process that was killed had not finished
+
+
+def require_empty(path: Path, key: str) -> None:
+    """Raises UserError, which says what to type, unless `path` is missing or empty; `key` is what chose it."""
+    other = f"choose another directory: {key}=..."
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        found = [entry.name for entry in entries if not _is_nothing(entry)]
+    except FileNotFoundError:
+        if (link := dangling(path)) is not None:
+            raise UserError(f"{link}: is a link to {link.readlink()}, which is not there; {other}") from None
+        return
+    except OSError as error:  # it is a file, or its name is too long
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
+    if "sweep.json" in found:
+        raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
+    begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
+    if begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found):
+        saved = any((path / "checkpoints").glob("step-*"))
+        go_on = f"go on with it: resume={path}, or" if saved else "without a checkpoint to go on from; remove it, or"
+        raise UserError(f"{path} already holds a run{';' if saved else ''} {go_on} {other}")
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UserError(f"{path} is not empty ({printable(found[0])}{more}), and nothing there is replaced; {other}")
+
+
+def _is_nothing(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry leaves its directory an empty one: see NOTHING; our own lock; or where our output goes."""
+    if entry.name in NOTHING or entry.name.startswith(("._", ".nfs")):
+        return True
+    if entry.name == LOCK and entry.is_file(follow_symlinks=False):
+        with open(entry.path, "rb") as file:
+            return re.fullmatch(rb"\d*( o?n? ?\S*\n?)?", file.read(200)) is not None  # or as far as a disk took it
+    if entry.name in (*SIGNS, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
+        return False  # which the run would write over its own output
+    with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, and what a cluster keeps of a job's output
+        there = entry.stat()
+        return any(os.path.samestat(os.fstat(number), there) for number in (1, 2))
+    return False
+
+
+class Ledger:
+    """What a run wrote into its directory, by name, with a digest of the content; kept there as written.json.
+
+    It is written before the file it speaks of appears, so that a process may be killed at any moment: a name has two
+    digests then, of what stood there and of what was to come.
+    """
+
+    def __init__(self, root: Path, known: Mapping[str, list[str]] | None = None):
+        self._root, self._known = root, dict(known or {})
+
+    @classmethod
+    def open(cls, root: Path) -> Ledger:
+        """That of a run which goes on; empty where there is none. UserError for one that is damaged."""
+        path = root / LEDGER
+        try:
+            with open(path, "rb") as file:
+                known = json.loads(file.read(LEDGER_LIMIT))
+        except FileNotFoundError:
+            return cls(root)
+        except (OSError, ValueError, RecursionError):
+            known = None
+        if not isinstance(known, dict) or not all(
+            isinstance(v, list) and all(isinstance(digest, str) for digest in v) for v in known.values()
+        ):
+            raise UserError(f"{path}: is damaged; remove it to go on, and what the run exported")
+        return cls(root, known)
+
+    def foreign(self, names: Iterable[str]) -> list[Path]:
+        """Those of the names below the run's directory under which something stands that the run did not write."""
+        return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
+
+    def owns(self, path: Path) -> bool:
+        """Whether what stands at `path` is what the run wrote."""
+        known = self._known.get(self._name(path), [])
+        try:
+            return any((_head(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
+        """A place to write a file or directory to, under the name of `path`, which it becomes in one piece.
+
+        A file that `grows` afterwards is known by its beginning. Raises FileExistsError where something stands at
+        `path` that the run did not write, and OSError. What else was left beside it goes along, where its name is free.
+        """
+        if self.foreign([self._name(path)]):
+            raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))
+        place = path.parent / f".tmp-{os.getpid()}"
+        try:
+            place.mkdir(exist_ok=True)
+            yield place / path.name
+            self._note(path, _head(place / path.name) if grows else _digest(place / path.name))
+            swap(place / path.name, path)
+        finally:
+            for left in place.glob("[!.]*"):
+                if left.name != path.name and not self.foreign([self._name(path.with_name(left.name))]):
+                    self._note(path.with_name(left.name), _digest(left))
+                    swap(left, path.with_name(left.name))
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
+
+    def _note(self, path: Path, digest: str) -> None:
+        from toyexp.training.rundir import write_atomically  # which is about whole directories, and uses this
+
+        name = self._name(path)
+        before = [_digest(path)] if path.exists() else []
+        self._known[name] = [*before, *({digest} - {*before})]
+        write_atomically(self._root / LEDGER, json.dumps(self._known, indent=1) + "\n")
+
+
+def keep_aside(path: Path) -> Path:
+    """Renames what stands at `path` to the first of path.1, path.2, ... that is free, and returns it."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def _head(path: Path, as_in: str = "") -> str:
+    """Tells apart how files begin, in as many bytes as an entry is about, or all there are."""
+    length = as_in.partition("+")[0]
+    with open(path, "rb") as file:
+        head = file.read(int(length) if length.isdigit() else -1)
+    return f"{len(head)}+{hashlib.sha256(head).hexdigest()[:16]}"
+
+
+def _digest(path: Path) -> str:
+    """Tells contents apart, of a file or of all files of a directory."""
+    if not path.is_dir():
+        return fingerprint(path)
+    files = sorted(p for p in path.rglob("*") if not p.is_dir())
+    told = "".join(f"{p.relative_to(path).as_posix()} {fingerprint(p)}\n" for p in files)
+    return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
+    """16 hex digits of a file's length, first megabyte and samples throughout: enough to tell that it was replaced."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        digest.update(f"{length}".encode() + file.read(1 << 20))
+        for i in range(samples):
+            file.seek(length * i // samples)
+            digest.update(file.read(size))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,237 @@
+"""Going on with a run: which one, whether it is the same experiment, and what it brings along."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent, require
+from toyexp.base.terminal import short
+from toyexp.contract.engine import state_misfit
+from toyexp.training import checkpoint
+from toyexp.training.loop import Outcome
+from toyexp.training.ownership import Ledger, fingerprint
+
+if TYPE_CHECKING:
+    from toyexp.contract.data import Data
+    from toyexp.training.bus import Callback
+    from toyexp.training.experiment import Prepared
+
+log = logging.getLogger("toyexp")
+
+AUTO = "auto"
+# What a resumed run may change; everything else decides what the steps before the checkpoint have computed.
+FREE = ("name", "steps", "lr", "eval_every", "engine", "callbacks", "plugins", "resume", "nonfinite",
+        "checkpoint_every", "checkpoint_keep", "checkpoint_best", "sweep")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    checkpoint: checkpoint.Checkpoint
+    outcome: Outcome  # how far training had come
+    changed: Mapping[str, tuple[Any, Any]]  # settings, then and now
+    damaged: list[str]  # a line about each newer checkpoint that was passed over
+
+    def lines(self) -> list[str]:
+        """For the person who watches."""
+        changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
+        told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
+        return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
+
+    def facts(self) -> dict[str, Any]:
+        """What the event `resume` records."""
+        return {
+            "step": self.checkpoint.step,
+            "checkpoint": self.checkpoint.path.name,
+            "changed": {key: list(pair) for key, pair in self.changed.items()},
+            "damaged": self.damaged,
+        }
+
+    def inexact(self, engine: Mapping[str, Any]) -> str | None:
+        """Why the steps from here on may differ in their last bits from those of a run that was never stopped."""
+        then = self.checkpoint.state["engine"]
+        for key in ("kind", "framework", "device", "dtype", "threads", "profile", "compile"):
+            if then.get(key) != engine.get(key):
+                return (
+                    f"engine {key} was {then.get(key)} and is {engine.get(key)}: not to the last bit the same from here"
+                )
+        return None
+
+
+def _change(key: str, then: Any, now: Any) -> str:
+    if isinstance(now, Mapping) or isinstance(then, Mapping):  # a callback
+        return f"{printable(key)} {'added' if then is None else 'left out'}"
+    return f"{printable(key)} {printable(str(then))} -> {printable(str(now))}"
+
+
+class Complete(UserError):
+    """There is nothing to go on with: all steps were taken."""
+
+
+class OtherExperiment(UserError):
+    """The run is of other settings, data or files, which are named."""
+
+
+def find_newest(parent: Path, name: str) -> Path | None:
+    """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
+    found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
+    named = [d for d in found if _saved_name(d) == name]
+    return max(named, key=lambda d: d.name, default=None)
+
+
+def _saved_name(directory: Path) -> str | None:
+    return _saved_config(directory).get("name")
+
+
+def _saved_config(directory: Path) -> Mapping[str, Any]:
+    """The settings in the newest checkpoint of a run, or nothing where they cannot be read."""
+    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()), None)
+    try:
+        config = checkpoint.read_json(newest / checkpoint.STATE).get("config") if newest else None
+    except checkpoint.Damaged:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def recall(directory: Path, data: Data) -> None:
+    """Settings of `data` that are empty, and that opening it filled in when the run began: they are that run's."""
+    then = _saved_config(directory).get("data")
+    for key in data.fills:
+        if not getattr(data, key) and isinstance(then, dict) and isinstance(then.get(key), str):
+            setattr(data, key, then[key])
+    data.check()
+
+
+def require_run(directory: Path, key: str) -> None:
+    """Raises UserError unless `directory` holds a run to go on with."""
+    if not (directory / "config.yaml").is_file():
+        raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
+    if not checkpoint.steps(directory / "checkpoints"):
+        raise UserError(f"{key}={directory}: that run has no checkpoint; they are written with checkpoint_every=10min")
+
+
+def _no_run(path: Path, key: str) -> str:
+    """Why there is no run at `path`, and which one may be meant."""
+    if not path.exists():
+        return absent(path)
+    if (path / "sweep.json").is_file():
+        return f"holds a sweep; go on with it: sweep.resume={path}"
+    around = [p for p in path.absolute().parents if (p / "checkpoints").is_dir()]
+    below = sorted((p.parent for p in path.glob("*/checkpoints")), key=lambda d: d.name, reverse=True)
+    hint = f"; did you mean {key}={short(meant[0])}?" if (meant := around + below) else ""
+    return ("holds no run (config.yaml)" if path.is_dir() else "is no directory of a run") + hint
+
+
+def load(directory: Path, prepared: Prepared) -> Resumed:
+    """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
+    for entry in sorted(directory.iterdir()):
+        if entry.exists():  # and not a link to nothing, which nobody waits for
+            require(entry, str(entry), stat.S_IFREG, stat.S_IFDIR)
+    found, damaged = checkpoint.newest(directory / "checkpoints")
+    if found is None:
+        raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
+    state, settings = found.state, prepared.config.settings
+    parts = ("outcome", "callbacks", "engine", "config", "identity", "scores")
+    if not all(isinstance(state.get(part), dict) for part in parts):
+        raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
+    outcome = _outcome(found)
+    changed = dict(differences(state["config"], prepared.config.plain))
+    fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE}
+    fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
+    if fixed:
+        told = [
+            f"{printable(k)} was {printable(str(a))} and is {printable(str(b))}"
+            for k, (a, b) in list(fixed.items())[:3]
+        ]
+        more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
+        raise OtherExperiment(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
+    if found.step > settings.steps:
+        raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
+    if found.step == settings.steps and _completed(directory):
+        raise Complete(
+            f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
+            f"to train on: resume={short(directory)} steps={2 * settings.steps}"
+        )
+    misfit = state_misfit(prepared.plan, found.arrays)
+    if misfit:
+        raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")
+    _require_own(directory, prepared)
+    _hand_back(found, prepared.config.callbacks)
+    changed = {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}
+    return Resumed(found, outcome, changed, damaged)
+
+
+def _require_own(directory: Path, prepared: Prepared) -> None:
+    """Raises UserError where something stands that the run would replace, and did not write."""
+    left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
+    for path in Ledger.open(directory).foreign(["result.json", *left]):
+        raise UserError(
+            f"resume={short(directory)}: {short(path)} is not what this run wrote there, and would be replaced: "
+            "move it elsewhere first"
+        )
+
+
+def _outcome(found: checkpoint.Checkpoint) -> Outcome:
+    """How far training had come; UserError for a state in which that does not stand."""
+    try:
+        outcome = checkpoint.rebuilt(Outcome, found.state["outcome"])
+    except ValueError as error:
+        raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
+    if outcome.steps != found.step:
+        raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
+    if not all(k.isdigit() and isinstance(v, float | None) for k, v in found.state["scores"].items()):
+        raise UserError(f"{found.path / checkpoint.STATE}: its scores are none")
+    return outcome
+
+
+def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) -> None:
+    """Gives each callback the state it had; UserError for one that it cannot take, and for one that came too late."""
+    began = found.state["config"].get("callbacks")
+    for name, callback in callbacks.items():
+        if not isinstance(began, dict) or name not in began:
+            callback.join(found.step)
+        if name in found.state["callbacks"]:
+            try:
+                callback.resume(found.state["callbacks"][name])
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                raise UserError(
+                    f"{found.path / checkpoint.STATE}: holds no state of callbacks.{name} "
+                    f"({type(error).__name__}: {printable(str(error))})"
+                ) from None
+
+
+def _completed(directory: Path) -> bool:
+    try:
+        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        return bool(result["reason"] == "completed" and not result.get("error"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The dotted keys under which two trees of plain data differ, with both values."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        other = bool(key) and then.get("name") != now.get("name")  # its settings are those of another thing
+        for name in ["name"] if other else dict.fromkeys([*then, *now]):
+            yield from differences(then.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+    elif then != now:
+        yield key, (then, now)
+
+
+def identity(prepared: Prepared) -> dict[str, Any]:
+    """What a run must share with a checkpoint beside its settings: its data, its tensors, the files it starts from."""
+    recipe = prepared.config.recipe
+    files = {"base": recipe.base_file(), "vocabulary": recipe.vocabulary()}
+    return {
+        "data": prepared.dataset.describe(),
+        "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
+        "files": {role: fingerprint(path) for role, path in files.items() if path is not None},
+    }

@@ -1,0 +1,232 @@
+"""The run directory: everything needed to understand or repeat a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.config.trust import escaped
+from toyexp.training.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
+
+log = logging.getLogger("toyexp")
+
+# Where each part of a saved config gets its types from when it is composed again.
+_DEFAULTS = ("model", "data", "recipe", "engine", "optim")
+
+
+class RunDir:
+    """A directory that belongs to one run alone: config.yaml, log.txt, result.json and what callbacks add.
+
+    Raises UserError for one that holds anything, unless that is the run that is `continued`, for one that another
+    process writes, and for one that cannot be written; what it had made there is then gone again.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], continued: bool = False):
+        self.path = path
+        self.judged = False  # whether result.json is of this process
+        self._lock: int | None = None
+        self._log: LogFile | None = None
+        made: list[Path] = []
+        began = False  # whether what stands there now is of this process
+        try:
+            if not continued:
+                require_empty(path, "hydra.run.dir")
+            made = [d for d in (path, *path.parents) if not d.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(path)
+            if continued:
+                self._tidy()
+            else:
+                require_empty(path, "hydra.run.dir")  # another process may have been faster
+                began = True
+            self.ledger = Ledger.open(path)
+            self._log = LogFile(path / "log.txt")
+            self._write("config.yaml", runnable(config))
+        except BaseException as error:
+            self._undo(made, began)
+            if isinstance(error, OSError):
+                raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.run.dir=...") from None
+            raise
+        self._level = log.level
+        log.setLevel(logging.INFO)
+        log.addHandler(self._log)
+
+    def _tidy(self) -> None:
+        """Removes what a process that was killed had not finished writing; a config.yaml that was edited is kept."""
+        for left in self.path.glob(".*"):
+            if TEMPORARY.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        if changed := Ledger.open(self.path).foreign(["config.yaml"]):
+            keep_aside(changed[0])
+
+    def _write(self, name: str, text: str) -> None:
+        """Writes a file in one piece in place of an earlier one of this run; raises OSError."""
+        with self.ledger.output(self.path / name) as place:
+            write_synced(place, text.encode(errors="backslashreplace"))
+
+    def _undo(self, made: Sequence[Path], began: bool) -> None:
+        """Removes what was begun and the directories that were `made`, and lets go of what is held."""
+        if self._log is not None:
+            self._log.close()
+        for name in ("config.yaml", "log.txt", LEDGER, LOCK) if began else ():
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        for directory in made:  # the innermost first
+            with contextlib.suppress(OSError):  # someone else has put something there
+                directory.rmdir()
+
+    def result(self, fields: Mapping[str, Any]) -> None:
+        """Writes result.json: the final numbers; raises RunFailed."""
+        try:
+            self._write("result.json", dump_json(fields, indent=2) + "\n")
+        except OSError as error:
+            raise RunFailed(f"{self.path / 'result.json'}: could not be written: {error.strerror}") from error
+        self.judged = True
+
+    def close(self) -> None:
+        """Stops writing log.txt, and lets others have the directory."""
+        assert self._log is not None and self._lock is not None
+        log.removeHandler(self._log)
+        log.setLevel(self._level)
+        with contextlib.suppress(OSError):  # the last lines of a log on a full disk
+            self._log.close()
+        os.close(self._lock)
+
+
+class LogFile(logging.FileHandler):
+    """log.txt. What cannot be written there is told once and lost: no line of a log is worth a step."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Says so the first time."""
+        if self._told:
+            return
+        self._told = True
+        error = sys.exc_info()[1]
+        cause = (error.strerror if isinstance(error, OSError) else None) or error
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({cause}); the run goes on\n")
+
+
+def lock(path: Path) -> int:
+    """Makes this process the only one that writes the run in `path`; the file to close for letting it go.
+
+    The kernel lets a lock go when its process ends, however it ends. Raises UserError when another one has it.
+    """
+    import fcntl
+
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
+            os.ftruncate(file, 0)
+            os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
+    except BlockingIOError:
+        owner = printable(os.read(file, 100).decode(errors="replace").strip()) or "another process"
+        os.close(file)
+        raise UserError(f"{path}: is being written by process {owner}; wait for it, or stop it") from None
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def runnable(config: Mapping[str, Any]) -> str:
+    """The resolved configuration as a file that Hydra composes again to the same run."""
+    choices = [{group: config[group]["name"]} for group in _DEFAULTS]
+    defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
+    text = "# The resolved configuration of one run. Repeat it with:\n"
+    text += "#   toyexp --config-path <this directory> --config-name config\n"
+    return text + yaml.safe_dump({"defaults": defaults, **escaped(config)}, sort_keys=False, allow_unicode=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file under a temporary name, flushes it to the disk, and renames it; text that is no UTF-8 escaped."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file and flushes it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Flushes the names in a directory to the disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of the files in a directory."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
+    """Strict JSON: numbers that are not finite become null."""
+    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic):  # float32 is no float to json, and would become text
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def host_facts() -> dict[str, str]:
+    """The machine, as run_start records it."""
+    return {
+        "name": platform.node(),
+        "os": platform.system(),
+        "arch": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def git_facts() -> dict[str, str]:
+    """Commit and branch of the directory the run was started in; empty outside a repository."""
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+
+    try:
+        return {"sha": ask("rev-parse", "HEAD"), "branch": ask("rev-parse", "--abbrev-ref", "HEAD")}
+    except (OSError, subprocess.SubprocessError):
+        return {}

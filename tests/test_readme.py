@@ -70,9 +70,12 @@ def test_the_readme_lists_every_hook_with_its_signature():
 
 
 def test_every_file_of_the_core_is_in_the_readmes_tree():
-    for path in Path(__file__).parent.parent.joinpath("toyexp").glob("*.py"):
-        if not path.name.startswith("__") and path.name not in ("errors.py", "init.py"):
-            assert path.name in README, path.name
+    tree = README[README.index("## The house") : README.index("## Measured")]
+    for folder in Path(__file__).parent.parent.joinpath("toyexp").glob("*/"):
+        room = re.search(rf"^  {folder.name}/.*?(?=^  \w+/|^plugins)", tree, re.DOTALL | re.MULTILINE)
+        assert room or not (folder / "__init__.py").exists(), folder.name
+        for path in folder.rglob("*.py"):
+            assert path.name.startswith("__") or re.search(rf"\b{path.stem}\b", room[0]), path
 
 
 def test_the_table_of_files_has_the_cells_that_are_tested():

@@ -21,20 +21,26 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
-    from toyexp.contract.data import Batches, Data, Dataset, TokenBatches, TokenDataset
+    from toyexp.contract.batch import Batch, InputSpec
+    from toyexp.contract.callback import Callback, Schedule
+    from toyexp.contract.data import Data
+    from toyexp.contract.dataset import Batches, Dataset
     from toyexp.contract.decoder import Decoder
-    from toyexp.contract.engine import Batch, Engine, Session, State, StepMetrics
+    from toyexp.contract.engine import Engine, Session, State, StepMetrics
     from toyexp.contract.hooks import Register, hookimpl
     from toyexp.contract.model import Model, TensorSpec
     from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary
     from toyexp.contract.optimiser import AdamW
-    from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+    from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
     from toyexp.contract.planned import Planned, changed
     from toyexp.contract.recipe import Recipe, Setup
-    from toyexp.contract.values import Constant, FromGGUF, Given, Normal
+    from toyexp.contract.run import Run
+    from toyexp.contract.values import Constant, Given, Normal, Values
     from toyexp.datasets.images import ImageBatches, ImageDataset
+    from toyexp.datasets.tokens import TokenBatches, TokenDataset
+    from toyexp.formats.gguf.source import FromGGUF
     from toyexp.text.tokenizer import Tokenizer
-    from toyexp.training.bus import Bus, Callback, Run, Schedule
+    from toyexp.training.bus import Bus
 
 __version__ = "0.1.0"
 
@@ -83,6 +89,7 @@ __all__ = [
     "ToyexpError",
     "Unavailable",
     "UserError",
+    "Values",
     "changed",
     "choose",
     "hookimpl",
@@ -93,22 +100,28 @@ __all__ = [
 
 # Where each of them lives, once more for the running program; a test holds it against the imports above.
 _HOMES = {
-    "toyexp.training.bus": "Bus Callback Run Schedule",
-    "toyexp.contract.data": "Batches Data Dataset TokenBatches TokenDataset",
-    "toyexp.contract.decoder": "Decoder",
-    "toyexp.contract.engine": "Batch Engine Session State StepMetrics",
     "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
+    "toyexp.base.packages": "needed",
+    "toyexp.contract.batch": "Batch InputSpec",
+    "toyexp.contract.callback": "Callback Schedule",
+    "toyexp.contract.data": "Data",
+    "toyexp.contract.dataset": "Batches Dataset",
+    "toyexp.contract.decoder": "Decoder",
+    "toyexp.contract.engine": "Engine Session State StepMetrics",
     "toyexp.contract.hooks": "Register hookimpl",
-    "toyexp.datasets.images": "ImageBatches ImageDataset",
-    "toyexp.contract.values": "Constant FromGGUF Given Normal",
     "toyexp.contract.model": "Model TensorSpec",
     "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary",
     "toyexp.contract.optimiser": "AdamW",
-    "toyexp.base.packages": "needed",
-    "toyexp.contract.plan": "InputSpec Lens LoraAdapter Plan PlanTensor",
+    "toyexp.contract.plan": "Lens LoraAdapter Plan PlanTensor",
     "toyexp.contract.planned": "Planned changed",
     "toyexp.contract.recipe": "Recipe Setup",
+    "toyexp.contract.run": "Run",
+    "toyexp.contract.values": "Constant Given Normal Values",
+    "toyexp.datasets.images": "ImageBatches ImageDataset",
+    "toyexp.datasets.tokens": "TokenBatches TokenDataset",
+    "toyexp.formats.gguf.source": "FromGGUF",
     "toyexp.text.tokenizer": "Tokenizer",
+    "toyexp.training.bus": "Bus",
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, hookimpl
-from toyexp.contract.data import batch_digest
-from toyexp.training.rundir import dump_json, write_synced
+from toyexp.base.writing import dump_json, write_synced
+from toyexp.contract.batch import batch_digest
 
 log = logging.getLogger("toyexp")
 

@@ -25,13 +25,13 @@ from toyexp import (
     choose,
     hookimpl,
 )
+from toyexp.base.writing import bytes_in, write_synced
 from toyexp.contract.plan import lora_names
-from toyexp.contract.values import opened
+from toyexp.contract.run import Best
 from toyexp.formats.gguf.encode import check_type
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.write import check_keys, export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.formats.huggingface import TYPES, notes, write_adapter_folder, write_folder
-from toyexp.training.checkpoint import Best
-from toyexp.training.rundir import bytes_in, write_synced
 
 WEIGHTS = ("best", "last")
 Tensors = dict[str, np.ndarray]  # by name, float32

@@ -9,8 +9,8 @@ from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 from toyexp import Callback, Dataset, Planned, Run, Tokenizer, UserError, changed, hookimpl, printable
+from toyexp.base.random import stream
 from toyexp.contract.sampling import Sampling, endless
-from toyexp.contract.values import stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp import Batch, Batches, Dataset, Tokenizer, UserError
-from toyexp.contract.data import sequence_inputs
-from toyexp.contract.values import stream
+from toyexp.base.random import stream
+from toyexp.datasets.tokens import sequence_inputs
 from toyexp_data.chat import Example
 
 

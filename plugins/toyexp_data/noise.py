@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import Data, TokenDataset, UserError
-from toyexp.contract.values import generator
+from toyexp.base.random import generator
 
 TOKENS = 1_000_000
 HELD_OUT = 50_000

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
-from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
+from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, crowding
+from toyexp.base.words import counted
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -73,8 +74,9 @@ class GGMLEngine(Engine):
         """A session on this device; raises Unavailable when the device is not here."""
         self.check()
         from toyexp_ggml.session import GGMLSession
+        from toyexp_ggml.wanted import Wanted
 
-        return GGMLSession(plan, self)
+        return GGMLSession(plan, Wanted(self.device, self.profile, self.thread_count(), self.recompute))
 
 
 @dataclass

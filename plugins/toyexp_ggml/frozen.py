@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from toyexp import FromGGUF, Plan
-from toyexp.contract.values import opened
-from toyexp.formats.gguf.read import TensorInfo
+from toyexp.contract.format import TensorInfo
+from toyexp.formats.gguf.source import opened
 from toyexp_ggml.binding import Backend, MappedFile, Node
 
 

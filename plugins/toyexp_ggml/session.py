@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,17 +16,15 @@ from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.recompute import RecomputingOps
-
-if TYPE_CHECKING:
-    from toyexp_ggml.engines import GGMLEngine
+from toyexp_ggml.wanted import Wanted
 
 
 class GGMLSession(Session):
     """A Plan as ggml graphs: one for a training step, others made when first asked for."""
 
-    def __init__(self, plan: Plan, engine: GGMLEngine):
-        self._engine, self._profile = engine, engine.profile
-        self._backend = Backend(engine.device, engine.thread_count(), blas=self._profile is profiles.CPU_BLAS)
+    def __init__(self, plan: Plan, wanted: Wanted):
+        self._wanted, self._profile = wanted, wanted.profile
+        self._backend = Backend(wanted.device, wanted.threads, blas=self._profile is profiles.CPU_BLAS)
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
         self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
@@ -62,9 +60,9 @@ class GGMLSession(Session):
         """Device, threads, and the training step's graph, if there is one: its size, and what of it runs where."""
         facts = {
             "framework": f"ggml {version()}",
-            "device": self._engine.device,
+            "device": self._wanted.device,
             "profile": self._profile.label,
-            "threads": self._engine.thread_count(),
+            "threads": self._wanted.threads,
         }
         if not self.plan.trainable:
             return facts
@@ -190,7 +188,7 @@ class GGMLSession(Session):
         return self._graphs[name]
 
     def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
-        kind = RecomputingOps if self._engine.recompute else GGMLOps
+        kind = RecomputingOps if self._wanted.recompute else GGMLOps
         ops = kind(graph, self._profile, self._inputs)
         params = self.plan.params(self._weights, self._inputs.batch, on_block=ops.begin_block)
         return ops, self.plan.model.forward(ops, params, self._inputs.batch)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import Ops, UserError
+from toyexp.contract.format import Conversion, Layout
 from toyexp.contract.ops import Tensor
-from toyexp.formats.conversion import Conversion
-from toyexp.formats.huggingface import Layout
 from toyexp_models.rotary import RotaryModel
 
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Constant, Normal, Ops, Params, TensorSpec
+from toyexp.contract.format import Conversion, Layout, Place, unchanged
 from toyexp.contract.ops import Tensor
 from toyexp.contract.optimiser import LORA
-from toyexp.formats.conversion import Conversion
-from toyexp.formats.huggingface import Layout, Place, unchanged
 from toyexp_models.language import Keys, LanguageModel
 
 # Where tensors stand in transformers.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from toyexp import Dataset, Model, UserError, printable
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.contract.format import ModelFile
 
 
 @dataclass
@@ -53,7 +53,7 @@ class LanguageModel(Model):
         return replace(self, vocab=self.vocab or dataset.vocab)
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Self:
+    def from_gguf(cls, file: ModelFile) -> Self:
         """The file's model; UserError with the name of a key or tensor that this architecture does not have."""
         keys = Keys(file)
         model = cls(**cls.sizes(keys))
@@ -108,7 +108,7 @@ class Keys:
     A key nobody asks for may change what the model computes: a rope scaling, a sliding window, experts.
     """
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."
         self._left = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 

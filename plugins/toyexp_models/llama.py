@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Rotary, UserError
-from toyexp.contract.bounds import require_float32
-from toyexp.formats.conversion import Conversion
-from toyexp.formats.huggingface import Layout
+from toyexp.base.bounds import require_float32
+from toyexp.contract.format import Conversion, Layout
 from toyexp_models.language import Keys, decimal
 from toyexp_models.rotary import RotaryModel
 

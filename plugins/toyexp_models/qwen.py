@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import UserError
-from toyexp.formats.conversion import Conversion
-from toyexp.formats.huggingface import Layout
+from toyexp.contract.format import Conversion, Layout
 from toyexp_models.rotary import ATTENTION, RotaryModel
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
-from toyexp.contract.bounds import MOST
+from toyexp.base.bounds import MOST
+from toyexp.contract.format import Layout, Numbers, Place, unchanged
 from toyexp.contract.ops import Tensor
-from toyexp.formats.huggingface import Layout, Numbers, Place, unchanged
 from toyexp_models.language import Keys, LanguageModel
 from toyexp_models.scaling import rope_scaling
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -22,15 +22,14 @@ from toyexp import (
     Normal,
     Ops,
     Params,
-    Session,
     TensorSpec,
     UserError,
     choose,
     printable,
 )
+from toyexp.contract.format import Layout, ModelFile, Place
 from toyexp.contract.ops import Tensor
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.huggingface import Layout, Place
 
 ARCHITECTURE = "toyexp-vit"
 # form of the blocks: the GGUF key of its norms' eps
@@ -167,11 +166,11 @@ class ViT(Model):
         x = norm(ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
         return linear(x, v, "head")
 
-    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
+    def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """The share of images whose likeliest class is theirs."""
         right = total = 0.0
         for batch in batches:
-            chosen = session.logits({"patches": batch["patches"]}).argmax(-1)
+            chosen = logits({"patches": batch["patches"]}).argmax(-1)
             right += float(batch["weights"][chosen == batch["targets"]].sum())
             total += float(batch["weights"].sum())
         return {"accuracy": right / total}
@@ -230,7 +229,7 @@ class ViT(Model):
         return ARCHITECTURE
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Self:
+    def from_gguf(cls, file: ModelFile) -> Self:
         """The file's model; UserError for one that is no such thing or lacks something."""
         return cast("Self", _described(file.path, file.metadata, {n: info.shape for n, info in file.tensors.items()}))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp import FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError
+from toyexp.config.restored import file_of
 from toyexp.contract.optimiser import LORA
-from toyexp.formats.gguf.open_model import file_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text
 

@@ -25,7 +25,7 @@ from toyexp import (
     UserError,
     choose,
 )
-from toyexp.contract.bounds import require_positive
+from toyexp.base.bounds import require_positive
 from toyexp.contract.plan import lora_names
 from toyexp_recipes.base import FromBase
 

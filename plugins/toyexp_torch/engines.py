@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, choose, needed
-from toyexp.base.threads import available_cores, calm_threads, check_threads, counted, crowding
+from toyexp.base.threads import available_cores, calm_threads, check_threads, crowding
+from toyexp.base.words import counted
+from toyexp_torch.wanted import Wanted
 
 if TYPE_CHECKING:
     import types
@@ -49,10 +51,13 @@ class TorchEngine(Engine):
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
-        self.check()
+        wanted = self._wanted()
         from toyexp_torch.session import TorchSession
 
-        return TorchSession(plan, self)
+        return TorchSession(plan, wanted)
+
+    def _wanted(self) -> Wanted:
+        return Wanted(self.device, self.check(), self.dtype, self.compile, self.deterministic)
 
 
 @dataclass
@@ -70,6 +75,9 @@ class TorchCPU(TorchEngine):
         self._check_settings()
         check_threads(self.threads)
         return f"torch {import_torch().__version__}, {counted(self.threads or available_cores())}"
+
+    def _wanted(self) -> Wanted:
+        return replace(super()._wanted(), threads=self.threads or available_cores())
 
     def advice(self) -> list[str]:
         """Whether its threads have to share their cores."""
@@ -109,6 +117,9 @@ class TorchCUDA(TorchEngine):
                 "sets it)"
             )
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+
+    def _wanted(self) -> Wanted:
+        return replace(super()._wanted(), tf32=self.tf32)
 
 
 @dataclass

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toyexp import FromGGUF
-from toyexp.contract.values import opened
 from toyexp.formats.gguf.read import TYPES, dequantise
+from toyexp.formats.gguf.source import opened
 
 
 class Packed:

@@ -11,21 +11,17 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
-from toyexp.base.threads import available_cores
 from toyexp_torch.decoder import CachedDecoder
-from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
-
-if TYPE_CHECKING:
-    from toyexp_torch.engines import TorchEngine
+from toyexp_torch.wanted import Wanted
 
 ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
 NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused kernel's own bias correction
@@ -34,12 +30,12 @@ NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused 
 class TorchSession(Session):
     """A Plan on one torch device."""
 
-    def __init__(self, plan: Plan, engine: TorchEngine):
-        self._engine = engine
-        self._device = torch.device(engine.device)
-        self._dtype = torch.float64 if engine.dtype == "float64" else torch.float32
+    def __init__(self, plan: Plan, wanted: Wanted):
+        self._wanted = wanted
+        self._device = torch.device(wanted.device)
+        self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
         self._ops = TorchOps()
-        self._settings = _Settings(engine)
+        self._settings = _Switches(wanted)
         # Matrices first: what decays is then one contiguous part of the vector.
         order = sorted(plan.trainable, key=lambda t: not t.decays)
         sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
@@ -63,9 +59,9 @@ class TorchSession(Session):
         """Device, precision and threads."""
         return {
             "framework": f"torch {torch.__version__}",
-            "device": self._engine.check(),
-            "dtype": self._engine.dtype,
-            "compile": self._engine.compile,
+            "device": self._wanted.title,
+            "dtype": self._wanted.dtype,
+            "compile": self._wanted.compile,
             "threads": self._settings.threads or torch.get_num_threads(),
         }
 
@@ -99,7 +95,7 @@ class TorchSession(Session):
         self._params = None if self.plan.drops else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
-        if self._engine.compile:
+        if self._wanted.compile:
             # One eager pass fills the tables that ops keep, so that the compiler finds them as constants.
             shape = {n: np.zeros((self.plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
             with torch.no_grad():
@@ -199,7 +195,7 @@ class TorchSession(Session):
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._engine.dtype != "bfloat16":
+        if self._wanted.dtype != "bfloat16":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
@@ -220,7 +216,7 @@ def _host(tensor: Tensor | None) -> np.ndarray:
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hp: Sequence[float]) -> None:
-    """AdamW in place on flat tensors, from the seven numbers of toyexp.contract.optimiser, through torch's fused kernel.
+    """AdamW in place on flat tensors, from AdamW's seven numbers, through torch's fused kernel.
 
     The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
     and the slots are folded into its other numbers:
@@ -238,17 +234,15 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hp: Sequence[float]) -> No
     )  # fmt: skip
 
 
-class _Settings:
+class _Switches:
     """The process-wide switches a session wants, in force only while it computes.
 
     Sessions of other settings live in the same process (sweeps, parity), so nothing is left changed behind.
     """
 
-    def __init__(self, engine: TorchEngine):
-        self.threads = (engine.threads or available_cores()) if isinstance(engine, TorchCPU) else None
-        self._tf32 = engine.tf32 if isinstance(engine, TorchCUDA) else None
-        self._deterministic = engine.deterministic
-        if self._deterministic and engine.device == "cuda":
+    def __init__(self, wanted: Wanted):
+        self.threads, self._tf32, self._deterministic = wanted.threads, wanted.tf32, wanted.deterministic
+        if self._deterministic and wanted.device == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
 
     @contextlib.contextmanager

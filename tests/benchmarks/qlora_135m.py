@@ -20,7 +20,6 @@ import numpy as np
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import calm_threads
 from toyexp.contract.recipe import start
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.write import write_model
 from toyexp_models.llama import Llama
 
@@ -106,7 +105,7 @@ def main(rounds):
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base.gguf"
         model = Llama(**SHAPE, context=CONTEXT, tied=True)
-        write_model(base, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None, "q8_0")
+        write_model(base, model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None, "q8_0")
         mapped = base.stat().st_size / 1e6
         running = {}
         for side in SIDES:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from toyexp.commands.line import main
-from toyexp.commands.registered import COMMANDS
+from toyexp.commands.table import COMMANDS
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]

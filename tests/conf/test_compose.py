@@ -13,7 +13,7 @@ from toyexp import Unavailable
 from toyexp.commands.line import main
 from toyexp.config.build import build, compose, sweep_of
 from toyexp.config.mistakes import valid_choices
-from toyexp.config.schema import PARTS, Settings, Source, conf_dir, store_schemas
+from toyexp.config.schema import PARTS, Root, Source, conf_dir, store_schemas
 from toyexp.contract.registry import KINDS, load, settings_of
 from toyexp_recipes.scratch import DONOR
 
@@ -109,7 +109,7 @@ def test_every_default_of_config_yaml_is_that_of_the_schema_and_the_other_way_ro
     shipped = yaml.safe_load((CONF / "config.yaml").read_text())
     for part in ("defaults", "hydra"):
         shipped.pop(part)
-    own = leaves({key: value for key, value in asdict(Settings()).items() if key not in (*PARTS, "callbacks")})
+    own = leaves({key: value for key, value in asdict(Root()).items() if key not in (*PARTS, "callbacks")})
     assert leaves(shipped) == own
     assert {"lr", "sweep.submitit.timeout_min", "plugins"} <= own.keys()
 
@@ -118,7 +118,7 @@ def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, 
     parts = "{model: nano}, {data: random}, {recipe: scratch}, {engine: auto}, {optim: adamw}, {callbacks: []}"
     (tmp_path / "config.yaml").write_text(f"defaults: [{parts}, _self_]\nseed: 3\n")
     own, shipped = (compose([], registry, source) for source in (Source.of(str(tmp_path)), SOURCE))
-    keys = {f.name for f in fields(Settings)} - {*PARTS, "callbacks", "seed"}
+    keys = {f.name for f in fields(Root)} - {*PARTS, "callbacks", "seed"}
     assert {k: own[k] for k in keys} == {k: shipped[k] for k in keys} and own.seed == 3
 
 

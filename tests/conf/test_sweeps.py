@@ -31,7 +31,7 @@ from toyexp.sweep.directory import Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import Lookahead, first_look
 from toyexp.sweep.request import combinations, swept
 from toyexp.sweep.runner import Runner
-from toyexp.training.experiment import config_hash
+from toyexp.training.introduction import config_hash
 from toyexp.training.rundir import lock
 
 # What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.

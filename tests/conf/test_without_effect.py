@@ -14,7 +14,7 @@ from toyexp.commands.line import main
 from toyexp.config.build import build, compose
 from toyexp.config.schema import Source, store_schemas
 from toyexp.contract.registry import load
-from toyexp.contract.values import FromGGUF
+from toyexp.formats.gguf.source import FromGGUF
 from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_recipes.lora import Lora

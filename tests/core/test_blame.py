@@ -13,9 +13,8 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Callback, Engine, PlanTensor, Recipe, RunFailed, UserError, hookimpl
-from toyexp.contract.data import TokenBatches, TokenDataset
-from toyexp.contract.model import Model
+from toyexp import Callback, Engine, Model, PlanTensor, Recipe, RunFailed, TokenBatches, TokenDataset, UserError
+from toyexp import hookimpl
 from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.noise import Random
 from toyexp_models.llama import Llama
@@ -133,8 +132,8 @@ class ClumsyModel(Llama):
         fail(self.at, "tensors")
         return super().tensors()
 
-    def scores(self, session, batches):
-        if session.steps:
+    def scores(self, logits, batches):
+        if logits.__self__.steps:
             fail(self.at, "scores")
         return {}
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
 from toyexp.base.files import read_text
+from toyexp.base.random import stream
 from toyexp.commands.line import main
-from toyexp.contract.data import batch_digest
-from toyexp.contract.values import stream
+from toyexp.contract.batch import batch_digest
 from toyexp.text.pieces import encoded
 from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp_data import cache as caching

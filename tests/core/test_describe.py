@@ -25,7 +25,6 @@ from toyexp.commands.uses import pasted, setting, shell
 from toyexp.config import mistakes
 from toyexp.contract.ops import Params, Rotary
 from toyexp.contract.registry import Registry, load
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.reference.engine import ReferenceOps
 from toyexp.text.tokenizer import BPE, Bytes
@@ -508,7 +507,7 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
     from my_models import Mine
 
     model = replace(Mine(**{**SIZES, "d_ff": 64}), vocab=VOCAB)
-    write_model(Path("mine.gguf"), model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None)
+    write_model(Path("mine.gguf"), model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
     assert told(capsys, "mine.gguf")["family"] is None
     found = told(capsys, "mine.gguf", "plugins=[my_models]")
     assert found["family"] == "mine" and found["forward"]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tiny import plan, write_base
 
 from toyexp import Decoder, RunFailed
+from toyexp.base.random import stream
 from toyexp.commands.generate import Scribe
 from toyexp.commands.line import main
 from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
-from toyexp.contract.values import draw, stream
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
 from toyexp.text.tokenizer import BPE, Bytes
@@ -207,7 +207,7 @@ def files(tmp_path):
     write_base(tmp_path / "chat.gguf", "llama", tokenizer=chat_tokenizer(), context=80)
     write_base(tmp_path / "ids.gguf", "llama")
     model = ViT(d_model=8, n_layers=1, n_heads=2, d_ff=8).fit(image_dataset())
-    write_model(tmp_path / "vit.gguf", model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, None)
+    write_model(tmp_path / "vit.gguf", model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
     write_base(tmp_path / "base.gguf", "llama")
     lora = plan("llama", recipe=Lora(base="base.gguf", rank=2))
     write_adapter(tmp_path / "adapter.gguf", lora, {t.name: lora.initial(t) for t in lora.tensors})

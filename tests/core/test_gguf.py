@@ -21,9 +21,8 @@ import pytest
 
 from toyexp import Constant, FromGGUF, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
-from toyexp.contract.data import sequence_inputs
 from toyexp.contract.registry import load
-from toyexp.contract.values import draw
+from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
@@ -529,10 +528,10 @@ def test_a_weight_that_is_no_number_is_named_when_a_run_reads_it(tmp_path, name)
     for tensor_name, info in spec.items():
         values = FromGGUF(str(path), tensor_name)
         if tensor_name != Q:
-            assert not draw(values, info.shape, 0, tensor_name).any()
+            assert not values.draw(info.shape, 0, tensor_name).any()
             continue
         with pytest.raises(GGUFError, match=re.escape(cause)):
-            draw(values, info.shape, 0, tensor_name)
+            values.draw(info.shape, 0, tensor_name)
         with GGUFFile(path) as file:
             file.check_finite(Q, rows=7)
             for rows in (8, None):
@@ -679,7 +678,7 @@ class Tiny(Model):
 
 
 def weights(model: Model) -> dict[str, np.ndarray]:
-    return {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+    return {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
 
 
 def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):

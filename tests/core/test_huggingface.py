@@ -15,7 +15,6 @@ from tiny import MODELS, split, write_base
 
 from toyexp import Rotary, RunFailed, UserError
 from toyexp.commands.line import main
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import notes, write_folder
@@ -166,7 +165,7 @@ def test_what_is_missing_or_does_not_fit_is_told(capsys):
     config = json_of("ids-hf/config.json")
     assert config["eos_token_id"] is None and config["bos_token_id"] is None and config["pad_token_id"] is None
     model = write_base(Path("big.gguf"), "llama", tokenizer=Bytes())
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     values["blk.0.ffn_up.weight"][1, 2] = 1e5
     write_model(Path("big.gguf"), model, values, Bytes())
     assert main(["export", "big.gguf", "--type", "hf-f16"]) == 0
@@ -202,7 +201,7 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
 )
 def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
     model = replace(model, vocab=257) if model.reads == "tokens" else model
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     write_model(Path("m.gguf"), model, values, Bytes() if model.reads == "tokens" else None)
     assert main(["export", "m.gguf", "--type", "hf"]) == 2
     err = capsys.readouterr().err

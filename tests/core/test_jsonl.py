@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.contract.data import batch_digest
+from toyexp.contract.batch import batch_digest
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.formats.gguf.write import write_model

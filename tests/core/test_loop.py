@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
-from toyexp.contract.data import batch_digest
+from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
@@ -88,7 +88,7 @@ class Notes(Saver):
 class Scored(OpModel):
     """Also reports how many held-out batches there are."""
 
-    def scores(self, session, batches):
+    def scores(self, logits, batches):
         return {"seen": sum(1 for _ in batches)}
 
 

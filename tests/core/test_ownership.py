@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from toyexp import RunFailed, UserError
-from toyexp.base.whole import swap
+from toyexp.base.ownership import LEDGER, Ledger, require_empty
+from toyexp.base.writing import swap
 from toyexp.commands.line import main
-from toyexp.training.bus import Run
-from toyexp.training.ownership import LEDGER, Ledger, require_empty
+from toyexp.contract.run import Run
 from toyexp.training.rundir import RunDir, lock
 
 PLUGINS = "plugins=[toyexp.testing.null]"
@@ -160,9 +160,7 @@ def test_a_lock_alone_is_of_a_process_that_did_not_come_to_write():
 
 def test_a_directory_that_cannot_be_begun_is_left_as_it_was(monkeypatch, capsys):
     Path("D").mkdir()
-    monkeypatch.setattr(
-        "toyexp.training.ownership.swap", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-    )
+    monkeypatch.setattr("toyexp.base.ownership.swap", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert main([*NOOP, "hydra.run.dir=D"]) == 2
     assert "No space left" in capsys.readouterr().err
     assert not list(Path("D").iterdir())
@@ -264,7 +262,7 @@ def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):
         ledger = Ledger.open(root)
         with monkeypatch.context() as patch:
             if dies:
-                patch.setattr("toyexp.training.ownership.swap", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                patch.setattr("toyexp.base.ownership.swap", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             try:
                 with ledger.output(name) as place:
                     place.write_text(text)

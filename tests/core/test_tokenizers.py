@@ -15,7 +15,6 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.read import GGUFError, GGUFFile
 from toyexp.formats.gguf.special_tokens import ENDS
 from toyexp.formats.gguf.tokenizer import read_tokenizer
@@ -95,7 +94,7 @@ def read(path: Path, keys: Keys, **further: Any) -> Tokenizer:
 
 def write(path: Path, tokenizer: Tokenizer, rows: int) -> Path:
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=rows)
-    write_model(path, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, tokenizer)
+    write_model(path, model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, tokenizer)
     return path
 
 
@@ -189,7 +188,7 @@ def test_special_tokens_of_a_file_called_phi_3_swallow_the_white_space_after_the
 def test_an_export_is_called_so_that_llama_cpp_makes_the_ids_that_were_learned(tmp_path, name, plain, of_phi):
     for tokenizer, expected in ((read(tmp_path, sentencepiece()), plain), (phi(tmp_path), of_phi)):
         model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
-        values = {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+        values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
         write_model(tmp_path / "model.gguf", model, values, tokenizer, general={"name": name})
         with GGUFFile(tmp_path / "model.gguf") as file:
             assert file.metadata["general.name"] == expected

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 from toyexp.commands.line import main
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.text.tokenizer import Bytes
@@ -31,7 +30,7 @@ def _here(tmp_path, monkeypatch):
 
 def write_base(path, **changed):
     """A random llama; `changed` maps a tensor's name to what is done with its array."""
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in MODEL.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in MODEL.tensors()}
     for name, change in changed.items():
         change(values[name])
     write_model(Path(path), MODEL, values, Bytes())
@@ -138,7 +137,7 @@ def test_a_run_that_can_only_skip_is_given_up(capsys):
 @pytest.mark.parametrize(("kind", "huge"), [("f16", 70_000.0), ("q8_0", 1e7), ("f16", -3e38), ("bf16", 3e38)])
 def test_what_a_type_cannot_hold_is_exported_in_float32(kind, huge, tmp_path):
     model = tiny.MODELS["llama"].fit(tiny.token_dataset(tiny.VOCAB))
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     values["blk.0.ffn_gate.weight"][1, 2] = huge
     write_model(tmp_path / "model.gguf", model, values, None, kind)
     with GGUFFile(tmp_path / "model.gguf") as file:

@@ -8,7 +8,7 @@ import pytest
 from faults import TEXT, words
 
 from toyexp.commands.line import main
-from toyexp.commands.restored import gguf_of
+from toyexp.config.restored import gguf_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint
 

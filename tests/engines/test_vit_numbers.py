@@ -109,7 +109,7 @@ def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
             data = plan.model.batches(DATA, 6, 0)
             hps = [AdamW.for_from_scratch().hp_for_step(s) for s in range(20)]
             curves.append([session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)])
-            scores.append(plan.model.scores(session, data.held_out()))
+            scores.append(plan.model.scores(session.logits, data.held_out()))
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-3)
     assert scores[0] == scores[1]
     assert curves[0][-1] < curves[0][0]
@@ -123,7 +123,7 @@ def test_accuracy_counts_the_images_that_weigh_something():
     weights = {n: torch.from_numpy(v).double() for n, v in values.items()}
     right = vit(weights, plan.model, images).argmax(-1).numpy() == DATA.held_out[1]
     with realized("torch", plan, values) as session:
-        assert plan.model.scores(session, batches) == {"accuracy": pytest.approx(right.mean())}
+        assert plan.model.scores(session.logits, batches) == {"accuracy": pytest.approx(right.mean())}
     assert 0 < right.mean() < 1, "the test can tell"
 
 

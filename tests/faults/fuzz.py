@@ -23,7 +23,6 @@ import numpy as np
 from faults import words
 
 from toyexp import ToyexpError, UserError
-from toyexp.base.terminal import print_table
 from toyexp.commands.line import main
 from toyexp.config import build as config
 from toyexp.config import schema
@@ -32,6 +31,7 @@ from toyexp.contract.registry import load
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.sweep.directory import Job, Status, SweepDir
+from toyexp.sweep.table import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.training.resume import load as load_run

@@ -18,7 +18,7 @@ from transformers_ids import answers
 
 from toyexp import InputSpec, Model, Setup, Tokenizer
 from toyexp.commands.line import main
-from toyexp.contract.data import sequence_inputs
+from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model

@@ -18,8 +18,6 @@ from requantised import q4_k, requantised
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
-from toyexp.config.build import Config
-from toyexp.config.schema import Settings
 from toyexp.contract.optimiser import Optim
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
@@ -28,6 +26,8 @@ from toyexp.formats.gguf.write import export_tensors, write_model
 from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp.training.loop import Training
+from toyexp.training.parts import Config
+from toyexp.training.settings import Settings
 from toyexp_callbacks.export import GGUFExport
 from toyexp_callbacks.schedules import Cosine
 from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize

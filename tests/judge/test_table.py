@@ -22,9 +22,8 @@ from gguf import GGMLQuantizationType
 from requantised import requantised
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
-from toyexp.contract.data import TokenDataset
 from toyexp.contract.recipe import start
-from toyexp.contract.values import draw
+from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
@@ -381,7 +380,7 @@ def test_a_file_that_ends_llama_cpp_is_named_and_the_next_one_judged(tmp_path):
     windows = held_out()["tokens"][:1, :2]
     good, bad = tmp_path / "good.gguf", tmp_path / "bad.gguf"
     model = sized("llama", "f32")
-    write_model(good, model, {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}, TOKENIZER)
+    write_model(good, model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, TOKENIZER)
     bad.write_bytes(good.read_bytes()[:-9000])
     assert judge(good, windows).shape == (1, 2, TOKENIZER.vocab)
     with pytest.raises(pytest.fail.Exception, match=r"llama\.cpp ended with .* at bad\.gguf:\n(.*\n)*.*file bounds"):

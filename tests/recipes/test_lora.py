@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
 from toyexp import AdamW, Setup, UserError
-from toyexp.contract.data import Dropout
 from toyexp.contract.plan import lora_names
 from toyexp.contract.recipe import start
+from toyexp.datasets.dropout import Dropout
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import export_tensors, write_adapter
 from toyexp.reference.engine import reference_loss as reference_ops_loss

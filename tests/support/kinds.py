@@ -7,7 +7,6 @@ from gguf import GGUFWriter
 from tiny import CONTEXT, VOCAB, write_base
 
 from toyexp import Setup
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
@@ -17,7 +16,7 @@ VIT = ViT(d_model=16, n_layers=2, n_heads=2, d_ff=24, patch=4, image_size=8, cha
 
 def write_vit(path, model=VIT):
     """An image classifier of random values."""
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     data = {"classes": ["a", "b", "c"], "image_mean": [0.5], "image_std": [0.5]}
     write_model(path, model, values, None, "f32", {"name": "digits"}, data)
     return model

@@ -48,7 +48,8 @@ def imports(path: Path, known: Iterable[str]) -> set[str]:
 
 def module_graph(package: str = "toyexp") -> dict[str, set[str]]:
     """Which module imports which; the facade, which imports all that it names, is left out."""
-    known = {name: path for name, path in modules(ROOT / package).items() if name != package}
+    folder = ROOT / package if (ROOT / package).is_dir() else ROOT / "plugins" / package
+    known = {name: path for name, path in modules(folder).items() if name != package}
     return {name: imports(path, known) - {name} for name, path in known.items()}
 
 

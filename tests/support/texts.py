@@ -7,7 +7,6 @@ import unicodedata
 from pathlib import Path
 
 from toyexp import Tokenizer
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.write import write_model
 from toyexp_data.chat import Message
 from toyexp_models.llama import Llama
@@ -81,6 +80,6 @@ def scrambled(seed: int, count: int) -> list[str]:
 def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int, name: str | None = None) -> Path:
     """A smallest model around a tokenizer, called `name`."""
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=32, vocab=vocab)
-    values = {t.name: draw(t.init, t.shape, 0, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
     write_model(path, model, values, tokenizer, general={"name": name} if name else None)
     return path

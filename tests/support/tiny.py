@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from toyexp import Setup
-from toyexp.contract.values import draw
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.testing import token_dataset
@@ -53,7 +52,7 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
 def write_base(path, name, kind="f32", tokenizer=None, spoil=None, **sizes):
     """A GGUF of random values to start from, one of them no number in the tensor `spoil`, and its model."""
     model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
-    values = {t.name: draw(t.init, t.shape, 7, t.name) for t in model.tensors()}
+    values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     for name in values.keys() & {"token_embd.weight", "position_embd.weight", "output.weight"}:
         values[name] *= 15  # so that its logits differ
     if spoil:

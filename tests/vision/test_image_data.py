@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from toyexp import ImageDataset, UserError
-from toyexp.contract.data import batch_digest
+from toyexp.contract.batch import batch_digest
 from toyexp.datasets.images import augmented, held_out_mask
 from toyexp.testing import DataSuite, image_dataset
 from toyexp_data.digits import Digits

@@ -11,7 +11,7 @@ from toyexp.base.errors import PluginFailed, RunFailed, ToyexpError
 from toyexp.base.memory import running_out
 from toyexp.base.packages import broken_requirement
 from toyexp.base.signals import hidden_interrupt
-from toyexp.base.terminal import short
+from toyexp.base.words import short
 
 LIMIT = 300  # characters of what an exception says
 

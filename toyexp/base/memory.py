@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.contract.engine import Engine
-from toyexp.contract.plan import Plan
+from toyexp.base.errors import RunFailed, printable
 
 GROUPS = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
@@ -54,27 +49,6 @@ def _read(path: Path) -> int | None:
     """The number in a file; None for one that is not there or says `max`."""
     text = path.read_text().strip() if path.is_file() else "max"
     return None if text == "max" else int(text)
-
-
-def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
-
-    That is one step's batch, and the trainable tensors with their gradients and moments in float32 (of a device with
-    memory of its own: the largest of them, which passes through the machine's). Activations come on top.
-    """
-    rows = plan.rows * plan.accumulate
-    batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
-    sizes = [4 * t.size for t in plan.trainable]
-    weights = max(sizes, default=0) if engine.own_memory else 4 * sum(sizes)
-    left = available_bytes()
-    if left is not None and batch + weights > left:
-        parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and AdamW take")]
-        most, what = max(parts)
-        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
 
 
 @contextlib.contextmanager

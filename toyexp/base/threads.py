@@ -6,9 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from toyexp.base.bounds import MOST, is_whole
 from toyexp.base.errors import UserError
-from toyexp.commands.options import is_whole
-from toyexp.contract.bounds import MOST
 
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 
@@ -51,11 +50,6 @@ def check_threads(threads: int) -> None:
     """Raises UserError for a number of threads that cannot be, where 0 means as many as there are cores."""
     if not 0 <= threads <= MOST_THREADS:
         raise UserError(f"engine.threads={threads}: must be from 0 (all cores) to {MOST_THREADS}")
-
-
-def counted(threads: int) -> str:
-    """`1 thread`, `2 threads`."""
-    return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 def crowding(threads: int) -> str:

@@ -19,13 +19,13 @@ import numpy as np
 import toyexp
 from toyexp.base.errors import UserError
 from toyexp.base.threads import available_cores
+from toyexp.base.words import count
 from toyexp.commands.bench_stepper import EngineStepper, Entry, Stepper, alone, baselines
 from toyexp.commands.options import read_options, require_settings, whole
 from toyexp.commands.variants import Variant, prepare_variants
-from toyexp.contract.engine import Batch
+from toyexp.contract.batch import Batch
 from toyexp.contract.plan import Plan
 from toyexp.contract.registry import Registry
-from toyexp.training.experiment import count
 
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:

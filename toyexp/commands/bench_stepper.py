@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.threads import available_cores, counted
+from toyexp.base.threads import available_cores
+from toyexp.base.words import counted
 from toyexp.commands.variants import Variant, prepare_variants
-from toyexp.contract.engine import Batch
+from toyexp.contract.batch import Batch
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import Registry, load
 

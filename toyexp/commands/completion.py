@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from toyexp.commands.flags import FLAGS, SHORT
 from toyexp.commands.options import PROBE, Tables
+from toyexp.commands.table import COMMANDS
 from toyexp.contract.registry import KINDS, Registry, Setting, conf_dir, load, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
@@ -35,7 +36,7 @@ class Candidate:
 def complete(words: Sequence[str]) -> list[Candidate]:
     """What the last of the words behind `toyexp` may become; it may be empty."""
     *before, word = words
-    command = before[0] if before and before[0] in _commands() else None
+    command = before[0] if before and before[0] in COMMANDS else None
     line = Line(before, word)
     found = line.of_command(command) if command else line.of_run()
     unique: dict[str, Candidate] = {}
@@ -45,16 +46,8 @@ def complete(words: Sequence[str]) -> list[Candidate]:
     return sorted(unique.values(), key=lambda c: c.text)
 
 
-def _commands() -> Mapping[str, Any]:
-    from toyexp.commands.registered import COMMANDS
-
-    return COMMANDS
-
-
 def flags() -> tuple[set[str], dict[str, tuple[str, ...]]]:
     """The flags of a run that take nothing, and those that take a value, with its choices."""
-    from toyexp.commands.line import FLAGS
-
     values = {flag: takes for flag, takes in FLAGS.items() if takes is not None}
     return {*(FLAGS.keys() - values.keys()), "--help", "--version"}, values
 
@@ -63,7 +56,7 @@ def tables(command: str) -> Tables:
     """The options of a sub-command, as it is about to read them; none of one that reads no options."""
     with contextlib.redirect_stdout(None):
         try:
-            _commands()[command]([PROBE])
+            COMMANDS[command]([PROBE])
         except Tables as found:
             return found
         except Exception:  # it refuses the word in its own way
@@ -88,8 +81,6 @@ class Line:
 
     def of_run(self) -> Iterator[Candidate]:
         """A run or sweep: flags, settings, and at first the commands."""
-        from toyexp.commands.line import SHORT
-
         switches, values = flags()
         last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
         flag, equals, value = self.word.partition("=")
@@ -101,13 +92,11 @@ class Line:
             yield from map(Candidate, (*switches, *values))
         else:
             if not self.before:
-                yield from (Candidate(n, _first_line(command)) for n, command in _commands().items())
+                yield from (Candidate(name, command.about) for name, command in COMMANDS.items())
             yield from self.settings()
 
     def of_command(self, command: str) -> Iterator[Candidate]:
         """A sub-command: its options, and what it takes beside them."""
-        from toyexp.commands.registered import TAKES
-
         options = tables(command)
         flag, equals, _ = self.word.partition("=")
         last = self.before[-1]
@@ -119,7 +108,7 @@ class Line:
         elif self.word.startswith("-"):
             yield from map(Candidate, (*options.switches, *options.values, "--help"))
         else:
-            for kind in TAKES.get(command, "file settings").split():
+            for kind in COMMANDS[command].takes.split():
                 yield from self._rest(kind)
 
     def _rest(self, kind: str) -> Iterator[Candidate]:
@@ -230,8 +219,6 @@ class Line:
         return [*KINDS, "optim", "experiment"]
 
     def _config_dirs(self) -> list[Path]:
-        from toyexp.commands.line import SHORT
-
         pairs = zip(self.before, self.before[1:], strict=False)
         given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
         return [*map(Path, given), conf_dir()]

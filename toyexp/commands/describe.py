@@ -1,6 +1,6 @@
 """What is in a GGUF file, and what can be done with it here: what `toyexp describe` shows.
 
-Reads headers, and numbers as far as `toyexp.commands.uses` looks. What a file says of itself is a stranger's text: shown through
+Reads headers, and numbers as far as `uses` looks. What a file says of itself is a stranger's text: shown through
 `printable`, and never rendered.
 """
 
@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.words import count
 from toyexp.commands.forward_listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.commands.options import read_options, refuse_settings
-from toyexp.commands.restored import origin
 from toyexp.commands.uses import Offers, Use
+from toyexp.config.restored import ADAPTER, MODEL, file_of, origin
+from toyexp.contract.format import TensorInfo
 from toyexp.contract.registry import Registry
-from toyexp.contract.values import opened
-from toyexp.formats.gguf.open_model import ADAPTER, MODEL, file_of
-from toyexp.formats.gguf.read import GGUFFile, TensorInfo
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.text.tokenizer import CONTROL
-from toyexp.training.experiment import count
 
 HELP = """\
 usage: toyexp describe WHAT [options] [plugins=[my_module]]

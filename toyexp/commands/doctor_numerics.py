@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from toyexp.base.errors import Unavailable, UserError, choose
-from toyexp.contract.engine import Batch, Engine
+from toyexp.contract.batch import Batch
+from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan
 from toyexp.contract.registry import Registry

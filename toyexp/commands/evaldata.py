@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from toyexp.base.errors import UserError, choose
-from toyexp.commands.restored import is_checkpoint
+from toyexp.config.restored import is_checkpoint
 from toyexp.config.trust import require_plugins
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.base.memory import TO_LOOK, check_plan, running_out
+from toyexp.base.memory import TO_LOOK, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
-from toyexp.commands.restored import origin
-from toyexp.contract.data import Dataset
+from toyexp.config.restored import file_of, origin
+from toyexp.contract.dataset import Dataset
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.open_model import file_of, model_of
+from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text
+from toyexp.training.memory import check_plan
 
 if TYPE_CHECKING:
-    from toyexp.config.build import Config
+    from toyexp.training.parts import Config
 
 HELP = """\
 usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
@@ -118,7 +119,7 @@ def evaluate(
     with running_out(TO_LOOK), built.engine.realize(plan) as session:
         session.build()
         held_out = batches.held_out()
-        loss, scores = session.evaluate(held_out), model.scores(session, held_out)
+        loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     text = model.reads == "tokens"
     return Evaluation(

@@ -13,18 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.base.errors import UserError, choose
+from toyexp.base.writing import bytes_in, dump_json
 from toyexp.commands.options import read_options, refuse_settings
-from toyexp.commands.restored import origin
+from toyexp.config.restored import file_of, origin
+from toyexp.contract.format import TensorInfo
 from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type, checked, tensor_type
-from toyexp.formats.gguf.open_model import class_in, file_of, model_in
+from toyexp.formats.gguf.open_model import class_in, model_in
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import GGUFError, GGUFFile, TensorInfo, dequantise
+from toyexp.formats.gguf.read import GGUFError, GGUFFile, dequantise
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer
 from toyexp.formats.huggingface import TYPES, notes, write_folder
 from toyexp.text.tokenizer import Tokenizer
-from toyexp.training.rundir import bytes_in, dump_json
 
 PLAIN = ("F32", "F16", "BF16")
 FOLDERS = {"hf": "float32", "hf-f16": "float16", "hf-bf16": "bfloat16"}  # directories for transformers

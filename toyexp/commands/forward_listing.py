@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from toyexp.base.words import count
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Ops, Params, Rotary, Tensor
-from toyexp.training.experiment import count
 
 Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")

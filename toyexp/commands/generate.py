@@ -12,22 +12,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
-from toyexp.base.memory import check_plan, running_out
+from toyexp.base.memory import running_out
+from toyexp.base.random import stream
 from toyexp.base.threads import MOST_THREADS
-from toyexp.commands.options import is_whole, read_options, real, refuse_settings, take_plugins, whole
-from toyexp.commands.restored import origin
-from toyexp.contract.data import sequence_inputs
+from toyexp.commands.options import read_options, real, refuse_settings, take_plugins, whole
+from toyexp.config.restored import file_of, origin
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.contract.sampling import Sampling, continuation
-from toyexp.contract.values import stream
+from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.open_model import file_of, model_of
+from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFError, GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.text.chat import Template
 from toyexp.text.tokenizer import Tokenizer
+from toyexp.training.memory import check_plan
 
 LLAMA_CPP = "llama.cpp"
 LESS = "fewer --tokens take less"

@@ -54,7 +54,8 @@ def _value(after: Sequence[str]) -> str:
 
 def _setting(name: str, value: str) -> str | None:
     """The setting that is meant, such as lr=0.1, if there is one of that name."""
-    from toyexp.config.schema import GROUPS, Settings  # deferred: Hydra takes a third of a second
+    from toyexp.config.schema import GROUPS
+    from toyexp.training.settings import Settings
 
     key = name.replace("-", "_")
     if key in EPOCHS:

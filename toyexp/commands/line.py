@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.base.errors import RunFailed, ToyexpError, UserError, choose
+from toyexp.base.errors import RunFailed, ToyexpError, UserError
 from toyexp.base.home import with_home, with_quotes
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
-from toyexp.base.terminal import (
-    complain,
-    drop_output,
-    fit_encoding,
-    hold_standard_files,
-    output_fails,
-    print_result,
-    say,
-    short,
-    status,
-)
+from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, say, status
 from toyexp.base.threads import available_cores
-from toyexp.commands.habits import no_option, no_setting
-from toyexp.commands.registered import COMMANDS, show_help, show_version
+from toyexp.base.words import short
+from toyexp.commands.flags import FLAGS, SHOWING, check_flags, split, take_resume
+from toyexp.commands.registered import show_help, show_version
+from toyexp.commands.table import COMMANDS
 from toyexp.contract.registry import Registry, load
 from toyexp.sweep.request import follow_the_sweep, in_our_words, local_modules
+from toyexp.training.introduction import print_result
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
     from toyexp.config.schema import Source
-    from toyexp.training.experiment import Result
+    from toyexp.training.parts import Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,24 +98,6 @@ def _interrupted(error: KeyboardInterrupt) -> int:
 
 # -- running --------------------------------------------------------------------------------------------------------
 
-SHORT = {
-    "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
-    "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir",
-}  # fmt: skip
-# What a flag takes: None is nothing, () anything, and otherwise one of these words.
-FLAGS: dict[str, tuple[str, ...] | None] = {
-    "--multirun": None,
-    "--cfg": ("job", "hydra", "all"),
-    "--resolve": None,
-    "--package": (),
-    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-    "--config-path": (),
-    "--config-name": (),
-    "--config-dir": (),
-    "--hydra-help": None,
-}
-SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
-
 
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
@@ -180,75 +155,6 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags with their values, by their long names, and the settings; UserError for what is neither."""
-    flags: dict[str, str] = {}
-    settings: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            if "=" not in word and word[:1] not in "~+":
-                raise no_setting(word, settings, left, COMMANDS)
-            settings.append(word)
-            continue
-        given, equals, value = word.partition("=")
-        flag = SHORT.get(given, given)
-        if flag not in FLAGS:
-            raise no_option(word, left, FLAGS)
-        takes = FLAGS[flag]
-        if equals and not value and takes is not None:
-            raise UserError(f"{word}: is empty (a variable that is not set?); leave {given} out, or give it a value")
-        if equals or takes is None or (flag == "--info" and (not left or left[0] not in takes)):
-            if equals and takes is None:
-                raise UserError(f"{word}: {flag} takes no value")
-            value = value or "all"
-        elif not left:
-            raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
-        else:
-            value = left.pop(0)
-            if not value:
-                raise UserError(f"{given} '': is empty (a variable that is not set?); leave it out, or give it a value")
-        if flag in flags and flags[flag] != value:
-            raise UserError(f"{given} {value}: {flag} was given already, as {flags[flag]}; leave one of them out")
-        if takes and value not in takes:
-            raise UserError(f"{given} {value}: {choose(value, takes)}")
-        flags[flag] = value
-    return flags, settings
-
-
-def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
-    """Raises UserError for flags of which one would be passed over in silence."""
-    for flag in ("--resolve", "--package"):
-        if flag in flags and "--cfg" not in flags:
-            raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
-    showing = sorted(flags.keys() & SHOWING)
-    if len(showing) > 1:
-        raise UserError(f"{' '.join(showing)}: show one thing at a time; leave out all but one")
-    if showing and "--multirun" in flags:
-        raise UserError(f"{showing[0]}: is about one configuration; leave out -m and give each key one value")
-    if showing and resume:
-        saved = f"; that of a run is the file {resume}/config.yaml" if resume != "auto" else ""
-        raise UserError(f"{showing[0]}: shows what settings compose, whatever resume={resume} goes on with{saved}")
-    for flag in sorted(flag for flag in flags if flag.startswith("--config-") and resume not in (None, "auto")):
-        raise UserError(f"{flag}: resume={resume} goes on with that run's own configuration; leave {flag} out")
-
-
-def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
-    """The settings without `resume=`, and its value as it was typed: a path may hold what means something to Hydra."""
-    given = [word.lstrip("+").removeprefix("resume=") for word in settings if word.lstrip("+").startswith("resume=")]
-    if not given or given[-1] == "null":
-        return list(settings), None
-    value = given[-1]
-    if other := next((text for text in given if text != value), None):
-        raise UserError(f"resume={value}: was given already, as resume={other}; leave one of them out")
-    if not value:
-        raise UserError("resume=: takes the directory of a run, or auto for the newest of this name")
-    if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
-        value = value[1:-1]
-    return [word for word in settings if not word.lstrip("+").startswith("resume=")], value
-
-
 def experiment(
     cfg: DictConfig,
     registry: Registry,
@@ -261,9 +167,9 @@ def experiment(
     `directory` is asked once the settings were checked, before the data is opened.
     """
     from toyexp.base.memory import running_out
+    from toyexp.base.ownership import require_empty
     from toyexp.config.build import build
     from toyexp.training.experiment import execute, prepare
-    from toyexp.training.ownership import require_empty
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
 

@@ -1,8 +1,8 @@
 """llama.cpp writes text, in a process of its own: on some files it ends its process.
 
-`python -m toyexp.commands.llamacpp` reads one request in JSON and answers in lines of JSON: {"prompt_ids": [...]}, then {"text":
-...} as it comes, and at last {"count": ..., "stopped": "eos" or "limit"}. Its key/value cache is float32 and flash
-attention off, so that nothing is rounded that our engines do not round.
+Its module run as a program reads one request in JSON and answers in lines of JSON: {"prompt_ids": [...]}, then
+{"text": ...} as it comes, and at last {"count": ..., "stopped": "eos" or "limit"}. Its key/value cache is float32 and
+flash attention off, so that nothing is rounded that our engines do not round.
 """
 
 from __future__ import annotations

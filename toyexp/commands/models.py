@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.words import count
 from toyexp.commands.describe import in_bytes, types_of
 from toyexp.commands.forward_listing import columns
 from toyexp.commands.options import read_options, refuse_settings
 from toyexp.commands.uses import Offers, pasted
 from toyexp.contract.registry import Registry
-from toyexp.contract.values import opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.training.experiment import count
+from toyexp.formats.gguf.source import opened
 
 HELP = """\
 usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
 
 PROBE = "--\0"  # a word that no command line can hold: read_options answers it with its tables
@@ -94,12 +95,6 @@ def whole(flag: str, text: str, least: int, most: int) -> int:
     if not is_whole(text, least, most):
         raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}")
     return int(text)
-
-
-def is_whole(text: str, least: int, most: int) -> bool:
-    """Whether a text is a whole number from least to most."""
-    digits = text.lstrip("0") or text[:1]
-    return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most
 
 
 def real(flag: str, text: str, low: float, high: float = math.inf) -> float:

@@ -14,11 +14,12 @@ import numpy as np
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.commands.options import read_options, real, require_settings
 from toyexp.commands.variants import Variant
-from toyexp.contract.data import Batches
+from toyexp.contract.dataset import Batches
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import settings_of
-from toyexp.training.bus import Run
-from toyexp.training.experiment import Prepared, introduction
+from toyexp.contract.run import Run
+from toyexp.training.introduction import introduction
+from toyexp.training.parts import Prepared
 
 STEPS = 20  # unless the user says how many
 SHOWN = 3  # tensors listed for each engine without --all

@@ -136,9 +136,9 @@ def parity(words: Sequence[str]) -> int:
         print(help_text())
         return 0
     options, settings = split(words)
+    from toyexp.base.writing import dump_json
     from toyexp.commands.variants import prepare_variants
     from toyexp.config.schema import Source
-    from toyexp.training.rundir import dump_json
 
     registry, modules, parsed = _for_one_experiment("parity", settings, OF_A_RUN)
     for override in parsed:
@@ -175,7 +175,7 @@ def bench(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     options, settings = split(words)
-    from toyexp.training.rundir import dump_json
+    from toyexp.base.writing import dump_json
 
     registry, modules, _ = _for_one_experiment("bench", settings, (*OF_A_RUN, "callbacks"))
     report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
@@ -192,7 +192,7 @@ def evaluate(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     what, settings, given = _file_and_settings(words)
-    from toyexp.training.rundir import dump_json
+    from toyexp.base.writing import dump_json
 
     registry, modules, _ = _for_one_experiment("eval", settings)
     found = run(Path(what), settings, registry, modules, given.values.get("--data"))
@@ -224,8 +224,8 @@ def generate(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = split(words)
+    from toyexp.base.writing import dump_json
     from toyexp.config import schema
-    from toyexp.training.rundir import dump_json
 
     registry = load(options.plugins)
     schema.store_schemas(registry)
@@ -250,7 +250,7 @@ def describe(words: Sequence[str]) -> int:
         return 0
     modules, rest = take_plugins("describe", words)
     path, flags = split(rest)
-    from toyexp.training.rundir import dump_json
+    from toyexp.base.writing import dump_json
 
     found = read(path, load(modules), "--metadata" in flags, "--tensors" in flags)
     print(dump_json(found.plain(), indent=2) if "--json" in flags else "\n".join(found.lines()))
@@ -266,7 +266,7 @@ def models(words: Sequence[str]) -> int:
         return 0
     modules, rest = take_plugins("models", words)
     directories, as_json = split(rest)
-    from toyexp.training.rundir import dump_json
+    from toyexp.base.writing import dump_json
 
     found = find(load(modules), directories)
     print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
@@ -372,31 +372,3 @@ def completion(words: Sequence[str]) -> int:
     from toyexp.commands.shells import show
 
     return show(words)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "plugins": plugins,
-    "doctor": doctor,
-    "parity": parity,
-    "bench": bench,
-    "eval": evaluate,
-    "describe": describe,
-    "models": models,
-    "generate": generate,
-    "export": export,
-    "completion": completion,
-    "help": show_help,
-}
-# What they take beside their options, for completion; settings and a file unless it stands here.
-TAKES = {
-    "plugins": "names",
-    "doctor": "settings",
-    "parity": "settings",
-    "bench": "settings",
-    "describe": "file",
-    "models": "directory",
-    "generate": "file",
-    "export": "file",
-    "completion": "shells",
-    "help": "",
-}

@@ -13,10 +13,10 @@ from typing import cast
 from toyexp.base.errors import UserError, printable
 from toyexp.commands.export import PLAIN, choose_target
 from toyexp.contract.compatibility import misfit
-from toyexp.contract.data import sequence_inputs
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
+from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile

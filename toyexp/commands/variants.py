@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from toyexp.base.errors import UserError
 from toyexp.contract.registry import Registry
-from toyexp.training.experiment import Prepared, prepare
+from toyexp.training.experiment import prepare
+from toyexp.training.parts import Prepared
 
 
 @dataclass(frozen=True)

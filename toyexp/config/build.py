@@ -10,7 +10,6 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from toyexp.config.mistakes import (
 from toyexp.config.schema import (
     AUTO,
     PARTS,
-    Settings,
+    Root,
     Source,
     Submitit,
     Sweep,
@@ -51,43 +50,17 @@ from toyexp.config.schema import (
     yaml_error,
 )
 from toyexp.config.trust import require_plugins
+from toyexp.contract.callback import Callback, answers_lr
 from toyexp.contract.compatibility import misfit, suited
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
-from toyexp.contract.optimiser import Optim
-from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import Registry
-from toyexp.contract.values import opened
 from toyexp.formats.gguf.open_model import model_in
-from toyexp.training.bus import Callback, answers_lr
-
-
-@dataclass
-class Config:
-    """A run's parts, each built from its own settings; no part sees another's."""
-
-    settings: Settings
-    model: Model
-    data: Data
-    recipe: Recipe
-    engine: Engine
-    optim: Optim
-    callbacks: dict[str, Callback]
-    plain: dict[str, Any]  # the same as resolved plain data, for the run directory
-    engine_note: str  # which engine, and why that one
-    base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
-    by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
-    suited: str = ""  # how an error about a model or data of another kind ends: what to type
-    left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
-
-    def warnings(self, planned: Planned) -> list[str]:
-        """What is told before the first step: what was left out, and the settings that have no effect."""
-        parts: list[Engine | Recipe | Data | Callback] = [
-            self.engine, self.recipe, self.data, *self.callbacks.values()
-        ]  # fmt: skip
-        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned))]
+from toyexp.formats.gguf.source import opened
+from toyexp.training.parts import Config
+from toyexp.training.settings import Settings
 
 
 def compose(overrides: Sequence[str], registry: Registry, source: Source, job: int = 0) -> DictConfig:
@@ -114,7 +87,7 @@ def compose(overrides: Sequence[str], registry: Registry, source: Source, job: i
         given = {o.key_or_group for o in parsed}
         cfg.hydra.sweeper.params = {key: values for key, values in sweep_of(cfg).items() if key not in given}
         for key in valid_keys(None, registry, "") - {str(k) for k in cfg}:  # a person's own file may leave keys out
-            cfg[key] = getattr(Settings(), key)
+            cfg[key] = getattr(Root(), key)
     HydraConfig.instance().set_config(cfg)  # what ${hydra:...} reads
     return cfg
 
@@ -202,13 +175,13 @@ def look_over(cfg: DictConfig, registry: Registry) -> None:
 
 def _parts(cfg: DictConfig, registry: Registry) -> dict[str, Any]:
     """The parts of a run by their names in Config, each checked, but for the engine."""
-    plain = _typed(Settings, _resolved(cfg), "")
+    plain = _typed(Root, _resolved(cfg), "")
     del plain["sweep"]  # is about many runs, and no part of any
     for kind in PARTS:
         plain[kind] = _typed(class_of(kind, plain[kind], registry), plain[kind], kind)
     for name, node in plain["callbacks"].items():
         plain["callbacks"][name] = _typed(registry.get("callbacks", name), node, f"callbacks.{name}")
-    parts = {"settings": Settings(**plain)}
+    parts = {"settings": Settings(**{f.name: plain[f.name] for f in dataclasses.fields(Settings)})}
     parts |= {kind: make(class_of(kind, plain[kind], registry), plain[kind]) for kind in PARTS if kind != "engine"}
     for kind, part in parts.items():
         title = getattr(part, "name", kind)

@@ -22,7 +22,7 @@ from toyexp.config.schema import (
     LAUNCHERS,
     PARTS,
     AutoEngine,
-    Settings,
+    Root,
     Source,
     Submitit,
     Sweep,
@@ -31,9 +31,9 @@ from toyexp.config.schema import (
     conf_dir,
     types_of,
 )
-from toyexp.config.trust import CODE, NAMES_CODE, names_code
+from toyexp.config.trust import CODE, names_code
 from toyexp.contract.optimiser import Optim
-from toyexp.contract.registry import Registry
+from toyexp.contract.registry import NAMES_CODE, Registry
 
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
@@ -227,7 +227,7 @@ def check_keys(cfg: DictConfig, registry: Registry) -> None:
 def valid_keys(cfg: DictConfig | None, registry: Registry, where: str) -> set[str]:
     """The keys that may stand under `where` ("" is the top level)."""
     if where == "":
-        return {f.name for f in dataclasses.fields(Settings)}
+        return {f.name for f in dataclasses.fields(Root)}
     if where == "optim":
         return {"name"} | {f.name for f in dataclasses.fields(Optim)}
     kind, _, name = where.partition(".")

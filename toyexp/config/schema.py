@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import io
-import math
-import operator
 import os
-import re
 import shutil
 import tempfile
 import types
@@ -33,28 +29,15 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
-from toyexp.contract.bounds import require_float32
 from toyexp.contract.optimiser import Optim
 from toyexp.contract.planned import changed
 from toyexp.contract.registry import Registry, conf_dir
-from toyexp.training.checkpoint import Interval
+from toyexp.training.settings import Settings, default, shipped
 
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
-NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
 LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
-
-
-@functools.cache
-def shipped() -> Mapping[str, Any]:
-    """conf/config.yaml as it stands."""
-    return load_yaml(conf_dir() / "config.yaml")
-
-
-def default(key: str) -> Any:
-    """A field whose default, and what it means, stands in conf/config.yaml under this key and nowhere else."""
-    return field(default_factory=lambda: copy.deepcopy(functools.reduce(operator.getitem, key.split("."), shipped())))
 
 
 @dataclass
@@ -106,21 +89,9 @@ class Sweep:
 
 
 @dataclass
-class Settings:
-    """The top-level keys; what they mean stands in conf/config.yaml, which shows them all."""
+class Root(Settings):
+    """All top-level keys of a configuration: a run's own settings, its parts, and how -m runs its jobs."""
 
-    name: str = default("name")
-    seed: int = default("seed")
-    steps: int = default("steps")
-    batch_size: int = default("batch_size")
-    lr: float = default("lr")
-    eval_every: int = default("eval_every")
-    checkpoint_every: str = default("checkpoint_every")
-    checkpoint_keep: int = default("checkpoint_keep")
-    checkpoint_best: str | None = default("checkpoint_best")
-    nonfinite: str = default("nonfinite")
-    resume: str | None = default("resume")
-    plugins: list[str] = default("plugins")  # noqa: RUF009 - a field, whose value is made anew each time
     sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
     data: Any = MISSING
@@ -128,45 +99,6 @@ class Settings:
     engine: Any = MISSING
     optim: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raises UserError for numbers that cannot work."""
-        for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("eval_every", 0)):
-            value = getattr(self, name)
-            if not least <= value < 2**63:
-                most = f" to {2**63 - 1}" if value > least else ""
-                raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
-        Interval.parse(self.checkpoint_every, "checkpoint_every")
-        if self.checkpoint_keep < 1:
-            raise UserError(
-                f"checkpoint_keep={self.checkpoint_keep}: must be at least 1; checkpoint_every=0 writes none"
-            )
-        if self.checkpoint_best is not None and not self.eval_every:
-            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
-        if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
-            raise UserError(
-                f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
-            )
-        if self.nonfinite not in NONFINITE:
-            raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
-        if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise UserError(f"lr={self.lr}: must be a number, 0 or above")
-        require_float32("lr", self.lr)
-        if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
-            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
-
-    def warnings(self) -> list[str]:
-        """A sentence for each of these settings that has no effect in this run."""
-        told = []
-        saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
-        if changed(self, "eval_every") and self.eval_every > self.steps:
-            looks = "the held-out data is looked at before the first and after the last"
-            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {looks}")
-        if saves.steps > self.steps:
-            told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
-        if changed(self, "checkpoint_keep") and not saves:
-            told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
-        return told
 
 
 @dataclass
@@ -215,7 +147,7 @@ def store_schemas(registry: Registry) -> None:
     """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
     SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
-    store.store(name="schema", node=Settings)
+    store.store(name="schema", node=Root)
     store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
     store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
     for kind, offers in registry.offers.items():
@@ -254,7 +186,7 @@ def types_of(key: str, registry: Registry) -> set[Any]:
     offers = registry.offers.get(kind, {})
     known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep], "optim": [Optim]}
     if not rest:
-        classes: list[type] = [Settings]
+        classes: list[type] = [Root]
     elif kind == "callbacks":
         classes = [offers[rest[0]].cls] if rest[0] in offers else []
     else:

@@ -14,11 +14,10 @@ from typing import Any
 import yaml
 
 from toyexp.base.errors import UserError, printable
+from toyexp.contract.registry import NAMES_CODE
 
 SIZE_LIMIT = 256 << 10  # bytes of a file
 NODE_LIMIT = 20_000  # values in it, each repeated one counted again
-# Keys by which Hydra and its kin are told what to call.
-NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
 CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
 HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
@@ -105,15 +104,6 @@ def check_text(text: str, place: str) -> None:
                 "the run leaves; give it on the command line: key=$NAME"
             )
         raise UserError(f"{place}: {printable(text)} is not taken from a file; there may be ${{key}} and ${{now:...}}")
-
-
-def escaped(value: Any) -> Any:
-    """Plain data whose texts mean themselves when a configuration is read back: ${ stays what it is."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
-    if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
-    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:

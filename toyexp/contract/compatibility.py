@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from toyexp.base.errors import UserError
+from toyexp.contract.batch import InputSpec
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
-from toyexp.contract.plan import InputSpec
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Offer, Registry
 

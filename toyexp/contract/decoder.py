@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import numpy as np
 
 from toyexp.base.errors import SessionError
 
 if TYPE_CHECKING:
-    from toyexp.contract.engine import Session
+    from toyexp.contract.batch import Batch
+    from toyexp.contract.plan import Plan
+
+
+class Weights(Protocol):
+    """What a decoder reads by: a session, of which it needs no more."""
+
+    plan: Plan
+    version: int  # counts what makes the memory of earlier positions worthless
+
+    def logits(self, inputs: Batch) -> np.ndarray:
+        """The float32 logits [B, T, V]."""
 
 
 class Decoder(ABC):
@@ -21,7 +32,7 @@ class Decoder(ABC):
     was not trained. Once it is full, or the session has taken a step, ask for a new one.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Weights):
         self.session = session
         self.context = session.plan.inputs["tokens"].shape[0]
         self.position = 0  # ids read so far
@@ -57,7 +68,7 @@ class Decoder(ABC):
 class Recompute(Decoder):
     """Computes the whole sequence anew for every piece: for any engine, such as one of static graphs."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Weights):
         super().__init__(session)
         self._ids = np.zeros(0, np.int32)
 

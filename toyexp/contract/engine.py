@@ -17,11 +17,10 @@ from typing import Any, ClassVar, NamedTuple, final
 import numpy as np
 
 from toyexp.base.errors import SessionError, choose, printable
+from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.planned import Planned
-
-Batch = Mapping[str, np.ndarray]
 
 
 class State(Enum):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from toyexp.contract.engine import Batch
-    from toyexp.training.bus import Run
+    from toyexp.contract.batch import Batch
+    from toyexp.contract.run import Run
 
 hookspec = pluggy.HookspecMarker("toyexp")
 hookimpl = pluggy.HookimplMarker("toyexp")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from toyexp.base.bounds import MOST, require_positive
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.contract.bounds import MOST, require_positive
 from toyexp.contract.ops import Ops, Params, Tensor
 from toyexp.contract.values import Values
 
 if TYPE_CHECKING:
-    from toyexp.contract.data import Batches, Dataset
-    from toyexp.contract.engine import Batch, Session
-    from toyexp.formats.gguf.read import GGUFFile
-    from toyexp.formats.huggingface import Layout
+    from toyexp.contract.batch import Batch
+    from toyexp.contract.dataset import Batches, Dataset
+    from toyexp.contract.format import Layout, ModelFile
 
 
 MOST_BLOCKS = 10_000
@@ -73,8 +72,11 @@ class Model(ABC):
         """The data's batches as the model reads them."""
         return dataset.batches(getattr(self, "context", 0), rows, seed)
 
-    def scores(self, session: Session, batches: Iterable[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}."""
+    def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
+        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}.
+
+        `logits` gives those of the inputs of a batch, [B, T, V] or [B, classes].
+        """
         return {}
 
     def require_metric(self, key: str, name: str) -> None:
@@ -97,7 +99,7 @@ class Model(ABC):
         return {}
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Self:
+    def from_gguf(cls, file: ModelFile) -> Self:
         """The model that `file` holds, for recipes with a base; UserError for what it cannot represent exactly."""
         raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
 

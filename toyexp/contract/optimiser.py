@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toyexp.base.bounds import require_float32
 from toyexp.base.errors import UserError, choose
-from toyexp.contract.bounds import require_float32
 
 FROM_SCRATCH = "from_scratch"
 LORA = "lora"

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UserError
+from toyexp.contract.batch import InputSpec
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Adapted, LowRank, Params, Tensor
-from toyexp.contract.values import FromGGUF, Values, draw, opened
+from toyexp.contract.values import Values
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,6 @@ class Lens:
 
     target: str
     projection: str
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One array of a batch, without its leading batch axis."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    below: int | None = None  # what integers must stay below, from 0; None: unchecked
-    optional: bool = False  # a batch without it means zeros
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ class Plan:
 
     def initial(self, tensor: PlanTensor) -> np.ndarray:
         """The float32 values that `tensor` starts from."""
-        array = draw(tensor.values, tensor.shape, self.seed, tensor.name)
+        array = tensor.values.draw(tensor.shape, self.seed, tensor.name)
         if array.shape != tensor.shape:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
         return array
@@ -128,8 +119,7 @@ class Plan:
     def check_values(self) -> None:
         """Raises GGUFError unless what comes from files is there and holds finite numbers alone."""
         for values in (t.values for t in self.tensors):
-            if isinstance(values, FromGGUF):
-                opened(values.path).check_finite(values.tensor, values.rows)
+            values.check_finite()
 
     @property
     def drops(self) -> tuple[LoraAdapter, ...]:

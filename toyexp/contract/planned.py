@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toyexp.contract.data import Batches, Dataset
+    from toyexp.contract.dataset import Batches, Dataset
     from toyexp.contract.plan import Plan
 
 

@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp.base.blame import blamed
+from toyexp.contract.batch import InputSpec
 from toyexp.contract.engine import Engine, Session
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import FROM_SCRATCH
-from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor
+from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.contract.planned import Planned
 
 

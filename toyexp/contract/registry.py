@@ -18,13 +18,15 @@ import pluggy
 
 from toyexp.base.errors import UserError, choose
 from toyexp.base.packages import why
-from toyexp.config.trust import NAMES_CODE
+from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe
-from toyexp.training.bus import Callback
+
+# Keys by which Hydra and its kin are told what to call.
+NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
 
 GROUP = "toyexp"  # of entry points
 OWN = "toyexp"  # the distribution whose names nobody can take over

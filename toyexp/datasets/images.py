@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.contract.data import Batches, Dataset
-from toyexp.contract.engine import Batch
-from toyexp.contract.plan import InputSpec
-from toyexp.contract.values import stream
+from toyexp.base.random import stream
+from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.dataset import Batches, Dataset
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from toyexp.contract.format import Conversion
 from toyexp.formats.sentencepiece_model import lacking
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import BPE, Bytes, Characters, Tokenizer
@@ -11,29 +10,21 @@ from toyexp.text.tokenizer import BPE, Bytes, Characters, Tokenizer
 GPT2_TOKENS = 50257
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What llama.cpp's converter reads of one architecture."""
-
-    kinds: tuple[str, ...] = ("bpe", "spm")  # of tokenizers
-    prefix: bool | None = True  # whether it thinks a blank before a SentencePiece's texts; None: it reads that
-    lost: str = ""  # a setting of this model that it does not read
-
-    def lacks(self, tokenizer: Tokenizer | None) -> str:
-        """Why it does not take the directory, or makes another model of it; nothing if all is well."""
-        if tokenizer is None:
-            return "the model has no tokenizer"
-        if isinstance(tokenizer, Bytes | Characters):
-            return f"it has no {tokenizer.kind} tokenizer"
-        if tokenizer.kind not in self.kinds:
-            return f"for this architecture it has no {tokenizer.kind} tokenizer"
-        if isinstance(tokenizer, BPE) and _trained_here(tokenizer):
-            return "of byte-level BPE it knows only published vocabularies, not one trained here"
-        if isinstance(tokenizer, SentencePiece):
-            if self.prefix not in (None, tokenizer.prefix):
-                return f"for this architecture it sets add_space_prefix={str(self.prefix).lower()}"
-            return lacking(tokenizer) or self.lost
-        return self.lost
+def lacks(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
+    """Why it does not take the directory, or makes another model of it; nothing if all is well."""
+    if tokenizer is None:
+        return "the model has no tokenizer"
+    if isinstance(tokenizer, Bytes | Characters):
+        return f"it has no {tokenizer.kind} tokenizer"
+    if tokenizer.kind not in conversion.kinds:
+        return f"for this architecture it has no {tokenizer.kind} tokenizer"
+    if isinstance(tokenizer, BPE) and _trained_here(tokenizer):
+        return "of byte-level BPE it knows only published vocabularies, not one trained here"
+    if isinstance(tokenizer, SentencePiece):
+        if conversion.prefix not in (None, tokenizer.prefix):
+            return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
+        return lacking(tokenizer) or conversion.lost
+    return conversion.lost
 
 
 def _trained_here(tokenizer: BPE) -> bool:

@@ -10,8 +10,8 @@ from toyexp.base.errors import printable
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
-from toyexp.contract.values import FromGGUF
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import FromGGUF
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:

@@ -9,7 +9,6 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,46 +16,19 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed
-from toyexp.base.whole import swap
+from toyexp.base.writing import dump_json, swap, sync_directory, write_synced
+from toyexp.contract.format import Place
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
-from toyexp.formats.conversion import Conversion
+from toyexp.formats.conversion import lacks
 from toyexp.formats.gguf.encode import encoded, pieces_of
 from toyexp.formats.huggingface_tokenizer import tokenizer_files
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
-from toyexp.training.rundir import dump_json, sync_directory, write_synced
 
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
-Numbers = Callable[[np.ndarray], np.ndarray]
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
-
-
-def unchanged(numbers: np.ndarray) -> np.ndarray:
-    """The numbers as they are."""
-    return numbers
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor of a model stands in transformers."""
-
-    name: str
-    rows: Numbers = unchanged  # the order of its outputs there: of a weight's rows, a bias, or those of a LoRA's B
-    form: Numbers = unchanged  # what else becomes of the numbers, after that; numpy.transpose in a Conv1D
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A model in transformers: config.json, where each of its tensors stands, and what it needs beyond that."""
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Place]  # by our name
-    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
-    tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
-    conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
 
 
 def write_folder(
@@ -104,7 +76,7 @@ def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) ->
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
         lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
-    lost = model.huggingface(data).conversion.lacks(tokenizer) if model.reads == "tokens" else ""
+    lost = lacks(model.huggingface(data).conversion, tokenizer) if model.reads == "tokens" else ""
     if lost:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
     return lines

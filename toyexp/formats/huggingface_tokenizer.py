@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from toyexp.base.writing import dump_json
 from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
-from toyexp.training.rundir import dump_json
 
 # Of some model_types transformers 5 takes only vocabulary and merges from tokenizer.json, and cuts and normalises text
 # in a way of its own. It leaves the tokenizer of a directory alone that names a class of its own. That class is here

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from toyexp.contract.engine import Batch
+from toyexp.contract.batch import Batch
 from toyexp.contract.ops import Ops, Rotary
 from toyexp.contract.plan import Plan
 

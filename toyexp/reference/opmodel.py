@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp.contract.engine import Batch
+from toyexp.contract.batch import Batch, InputSpec
 from toyexp.contract.model import Model, TensorSpec
 from toyexp.contract.ops import Ops, Params, Rotary, Tensor
-from toyexp.contract.plan import InputSpec, Lens, LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.values import Constant, Normal
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8

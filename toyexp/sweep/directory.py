@@ -16,14 +16,14 @@ from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
+from toyexp.base.ownership import SWEEP, require_empty
+from toyexp.base.writing import dump_json, write_atomically
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt
-from toyexp.training.ownership import require_empty
-from toyexp.training.rundir import dump_json, lock, write_atomically
+from toyexp.training.rundir import lock
 
 log = logging.getLogger("toyexp")
 
 FORMAT = 1
-STATE = "sweep.json"
 
 
 class Status(StrEnum):
@@ -144,16 +144,16 @@ class SweepDir:
     @classmethod
     def open(cls, path: Path) -> SweepDir:
         """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
-        if not (path / STATE).is_file():
-            what = f"holds no sweep ({STATE})" if path.exists() else absent(path)
+        if not (path / SWEEP).is_file():
+            what = f"holds no sweep ({SWEEP})" if path.exists() else absent(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
-        state = read_json(path / STATE)
+        state = read_json(path / SWEEP)
         try:
             jobs = _check(state)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path / STATE}: is damaged: {printable(str(error))}") from None
+            raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
         return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd")})
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class SweepDir:
         state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
         table = rows(self.jobs, self._where)
         files: dict[str, Callable[[], str]] = {
-            STATE: lambda: dump_json(state, indent=1) + "\n",
+            SWEEP: lambda: dump_json(state, indent=1) + "\n",
             "summary.csv": lambda: _csv(table),
             "summary.md": lambda: _markdown(table),
         }
@@ -184,7 +184,7 @@ class SweepDir:
                     write_atomically(self.path / name, content())
             except OSError as error:
                 if not self._told:
-                    log.warning("%s: not written (%s); the sweep goes on", self.path / STATE, error.strerror)
+                    log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
                 self._told = True
 
     def _where(self, job: Job) -> str:

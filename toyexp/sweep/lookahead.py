@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from toyexp.base.errors import UserError
 from toyexp.config import build as config
 from toyexp.config import mistakes
-from toyexp.config.schema import GROUPS, Settings, Source, class_of
+from toyexp.config.schema import GROUPS, Root, Source, class_of
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import Registry
 from toyexp.sweep.directory import Job
@@ -124,8 +124,8 @@ class Lookahead:
         for key in (word.partition("=")[0] for word in others):
             if key.rpartition(".")[0] == owner:
                 node[key.rpartition(".")[2]] = OmegaConf.select(cfg, key)
-        cls = self.registry.get(kind, name) if name else class_of(kind, node, self.registry) if owner else Settings
-        (cls(**node) if cls is Settings else config.make(cls, node)).check()
+        cls = self.registry.get(kind, name) if name else class_of(kind, node, self.registry) if owner else Root
+        (cls(**node) if cls is Root else config.make(cls, node)).check()
 
 
 def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:

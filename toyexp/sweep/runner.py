@@ -19,17 +19,20 @@ import numpy as np
 
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
-from toyexp.base.terminal import print_result, print_table, say, short, status
+from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
+from toyexp.base.words import short
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
 from toyexp.sweep.request import combinations, local_modules, own_sweep, swept
+from toyexp.sweep.table import print_table
+from toyexp.training.introduction import print_result
 from toyexp.training.rundir import lock
 
 if TYPE_CHECKING:
     from toyexp.config.schema import Source, Sweep
     from toyexp.contract.registry import Registry
-    from toyexp.training.experiment import Result
+    from toyexp.training.parts import Result
 
 log = logging.getLogger("toyexp")
 

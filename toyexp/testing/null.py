@@ -5,94 +5,10 @@ Give it to a run with `plugins=[toyexp.testing.null] engine=noop`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
-
-from toyexp.contract.engine import Batch, Engine, Session, StepMetrics
 from toyexp.contract.hooks import Register, hookimpl
-from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.reference.null import NullEngine, NullSession
 
-
-@dataclass
-class NullEngine(Engine):
-    """Computes nothing; its loss falls by itself."""
-
-    name: ClassVar[str] = "noop"
-    priority: ClassVar[int] = -1
-
-    nan_at: int = 0  # step whose loss is NaN; 0: none
-
-    def check(self) -> str:
-        """Always works."""
-        return "computes nothing"
-
-    def realize(self, plan: Plan) -> Session:
-        """A session that only keeps the tensors."""
-        return NullSession(plan, self)
-
-
-class NullSession(Session):
-    """Keeps the plan's tensors in numpy and counts steps."""
-
-    def __init__(self, plan: Plan, engine: NullEngine):
-        self._engine = engine
-        self._tensors: dict[str, np.ndarray] = {}
-        self._steps = 0
-        super().__init__(plan)
-
-    def _loss(self) -> float:
-        return math.nan if self._steps and self._steps == self._engine.nan_at else 1 + 1 / (1 + self._steps)
-
-    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        """Keeps a copy."""
-        self._tensors[tensor.name] = array.copy()
-
-    def do_build(self) -> None:
-        """Nothing to build."""
-
-    def do_reset_moments(self) -> None:
-        """No moments."""
-
-    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
-        """Counts."""
-        self._steps += 1
-        return StepMetrics(self._loss(), 0.0)
-
-    def do_loss(self, micro: Batch) -> float:
-        """The loss of the steps taken so far, for every target."""
-        return self._loss() * float(micro["weights"].sum())
-
-    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        """Zeros: every token is equally likely."""
-        shape = self.plan.inputs["targets"].shape
-        classes = next(t.shape[0] for t in self.plan.tensors if len(t.shape) > 1)
-        return np.zeros((rows, *shape, classes), np.float32)
-
-    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """Zeros."""
-        return {t.name: np.zeros(t.shape, np.float32) for t in self.plan.trainable}
-
-    def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        """What was uploaded."""
-        return self._tensors[tensor.name].copy()
-
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The values, and as moments how many steps were taken, which is all that its loss depends on."""
-        steps = np.full(tensor.shape, self._steps, np.float32)
-        return self._tensors[tensor.name].copy(), steps, steps
-
-    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
-        """The values and the steps."""
-        self._tensors[tensor.name] = values.copy()
-        self._steps = int(m.flat[0])
-
-    def do_close(self) -> None:
-        """Forgets the tensors."""
-        self._tensors.clear()
+__all__ = ["NullEngine", "NullSession"]
 
 
 @hookimpl

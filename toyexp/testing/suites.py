@@ -20,21 +20,25 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
-from toyexp.contract.data import Data, Dataset, TokenDataset
+from toyexp.contract.callback import Callback
+from toyexp.contract.data import Data
+from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, Session, State, StepMetrics
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.recipe import Recipe, Setup, start
 from toyexp.contract.registry import KINDS, check_class, settings_of
+from toyexp.contract.run import Run
 from toyexp.contract.values import Given
 from toyexp.datasets.images import ImageDataset
+from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.gguf.write import export_tensors
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, OpModel, op_batch, op_plan
 from toyexp.testing.null import NullEngine
 from toyexp.text.tokenizer import Bytes
-from toyexp.training.bus import Bus, Callback, Run
+from toyexp.training.bus import Bus
 from toyexp.training.loop import Training
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]

@@ -2,141 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import numbers
-from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from toyexp.base.blame import failure
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.signals import hidden_interrupt
-from toyexp.contract.hooks import RunHooks, hookimpl
-from toyexp.contract.planned import Planned
-from toyexp.training.ownership import Ledger
+from toyexp.contract.callback import Callback
+from toyexp.contract.hooks import RunHooks
+from toyexp.contract.run import Run
 
 if TYPE_CHECKING:
-    from toyexp.contract.data import Dataset
-    from toyexp.contract.engine import Session
-    from toyexp.contract.plan import Plan
-    from toyexp.training.checkpoint import Best
+    from toyexp.contract.run import Best
 
 log = logging.getLogger("toyexp")
 
 QUESTIONS = {"lr", "stop_reason", "on_end"}  # hooks whose errors are raised at once
 OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
-
-
-@dataclass(eq=False)
-class Callback(ABC):
-    """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
-
-    Its hook methods, marked `@hookimpl`, are named after `toyexp.contract.hooks.RunHooks`. It observes or answers; whatever
-    two callbacks would have to share belongs to the loop.
-    """
-
-    name: ClassVar[str]  # what `callbacks=[...]` takes
-
-    def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
-        """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
-
-    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
-        """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
-
-    def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
-        """Raises UserError for a model or recipe it cannot work with, before anything is written."""
-
-    def best_by(self) -> str | None:
-        """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
-        return None
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
-        return ()
-
-    def outputs(self, plan: Plan) -> Sequence[str]:
-        """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
-        return ()
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
-        return {}
-
-    def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
-        """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
-
-    def join(self, step: int) -> None:  # noqa: B027 - optional, as above
-        """Called in place of `resume` when the run began without it; raises UserError if it cannot join at `step`."""
-
-
-@dataclass(eq=False)
-class Schedule(Callback):
-    """Base of the callbacks that scale the base learning rate at every step; a run has one answer to `lr` at most."""
-
-    def factor(self, step: int, steps: int) -> float:
-        """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
-        raise NotImplementedError
-
-    @hookimpl
-    def lr(self, run: Run, step: int, steps: int) -> float:
-        """The base learning rate times `factor`."""
-        return run.lr * self.factor(step, steps)
-
-
-def answers_lr(cls: type[Callback]) -> bool:
-    """Whether callbacks of this class set the learning rate."""
-    return getattr(getattr(cls, "lr", None), "toyexp_impl", None) is not None
-
-
-@dataclass(frozen=True)
-class Run:
-    """What callbacks know about the run they are in."""
-
-    name: str
-    dir: Path
-    seed: int
-    steps: int
-    lr: float  # the base learning rate
-    config: Mapping[str, Any]  # the resolved configuration
-    engine: str  # the engine's name; with engine=auto the one that was picked
-    plan: Plan
-    session: Session
-    dataset: Dataset
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
-    bus: Bus | None = field(default=None, repr=False)
-    resumed: int = 0  # the step it continues from, of a run that was resumed
-    ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
-    stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
-
-    def best(self) -> Best | None:
-        """The best look at the held-out data so far, with its weights; None of a run that keeps no best."""
-        return self.bus.best(True) if self.bus is not None else None
-
-    @contextlib.contextmanager
-    def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
-
-        A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
-        stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
-        """
-        try:
-            with (self.ledger or Ledger(self.dir)).output(path, grows) as place:
-                yield place
-        except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
-        except RunFailed as error:
-            raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
-
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Tells every callback (events.jsonl among them) that something happened."""
-        if self.bus is not None:
-            self.bus.say(self, kind, fields)
 
 
 class Bus:

@@ -30,9 +30,10 @@ import numpy as np
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import misfit
+from toyexp.base.writing import dump_json, sync_directory, write_synced
 from toyexp.contract.engine import MOMENTS
 from toyexp.contract.model import falls
-from toyexp.training.rundir import dump_json, sync_directory, write_synced
+from toyexp.contract.run import Best
 
 log = logging.getLogger("toyexp")
 
@@ -55,16 +56,6 @@ class Checkpoint:
     step: int
     arrays: Mapping[str, np.ndarray] = field(repr=False)  # what Session.restore takes
     state: Mapping[str, Any] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best look at the held-out data that a run has taken."""
-
-    step: int
-    metric: str
-    score: float
-    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
 
 
 @dataclass(frozen=True)

@@ -3,69 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import shlex
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import PluginFailed, RunFailed, UserError
-from toyexp.base.memory import check_plan, running_out
+from toyexp.base.memory import running_out
+from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals, stop_signals
-from toyexp.base.terminal import short
+from toyexp.base.words import short
 from toyexp.contract.compatibility import refusal
-from toyexp.contract.data import Batches, Dataset, Dropout
 from toyexp.contract.engine import Session
-from toyexp.contract.model import Model
-from toyexp.contract.optimiser import AdamW
-from toyexp.contract.plan import Plan
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
-from toyexp.sweep.directory import STATE
-from toyexp.training.bus import Bus, Run
-from toyexp.training.checkpoint import Best, Damaged, Interval, Keeper, steps
+from toyexp.contract.run import Best, Run
+from toyexp.datasets.dropout import Dropout
+from toyexp.training.bus import Bus
+from toyexp.training.checkpoint import Damaged, Interval, Keeper, steps
+from toyexp.training.introduction import facts, introduction
 from toyexp.training.loop import Outcome, Saver, Training
+from toyexp.training.memory import check_plan
+from toyexp.training.parts import Prepared, Result
 from toyexp.training.resume import Resumed, identity
-from toyexp.training.rundir import RunDir, git_facts, host_facts
+from toyexp.training.rundir import RunDir
 
 if TYPE_CHECKING:
-    from toyexp.config.build import Config
+    from toyexp.training.parts import Config
 
 log = logging.getLogger("toyexp")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything a run needs, checked, with nothing allocated and nothing written yet."""
-
-    config: Config
-    dataset: Dataset
-    model: Model
-    batches: Batches
-    plan: Plan
-    adamw: AdamW
-    bus: Bus
-    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came out of a run."""
-
-    name: str
-    dir: Path
-    outcome: Outcome
-    reads: str  # what the model reads, and the run's speed is counted in
-    artifacts: list[Path] = field(default_factory=list)
-    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
-    best: Best | None = None  # the best look, of a run that keeps it
 
 
 def prepare(config: Config) -> Prepared:
@@ -255,7 +226,7 @@ def _tell_what_is_left(prepared: Prepared, directory: Path, error: BaseException
     plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
     command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
     go_on = f"{saved} of {prepared.config.settings.steps} steps are saved; go on: {command}" if saved else ""
-    if (directory.parent / STATE).exists():  # a sweep says how
+    if (directory.parent / SWEEP).exists():  # a sweep says how
         go_on = ""
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(directory)}'}",)
@@ -340,64 +311,3 @@ class RunSaver(Saver):
             if not last:  # which is an error
                 self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
             self._keeper.trouble = None
-
-
-def introduction(prepared: Prepared) -> list[str]:
-    """What a person wants to know before the first step."""
-    config, plan = prepared.config, prepared.plan
-    total = sum(t.size for t in plan.tensors)
-    trainable = sum(t.size for t in plan.trainable)
-    share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes, reads = prepared.dataset.describe(), prepared.model.reads
-    known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
-    known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
-    facts = f" ({'; '.join(known)})" if known else ""
-    origin = config.recipe.origin()
-    return [
-        f"engine  {config.engine_note}",
-        *(f"note    {line}" for line in config.engine.advice()),
-        f"model   {config.model.name}, {count(total)} parameters{share}",
-        f"data    {config.data.name}{facts}",
-        f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
-        *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
-    ]
-
-
-def count(n: float) -> str:
-    """A number as people say it: 950, 12.3k, 4.5M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.0f}"
-
-
-def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
-    """What run_start records."""
-    settings = prepared.config.settings
-    model = prepared.model
-    return {
-        "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "host": host_facts(),
-        "git": git_facts(),
-        "backend": {"kind": prepared.config.engine.name, **engine},
-        "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
-        "data": {
-            "name": prepared.config.data.name,
-            **prepared.dataset.describe(),
-            "left_out": list(prepared.dataset.left_out()),
-        },
-        "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
-        "config_sha256": config_hash(prepared.config.plain),
-        "optim": asdict(prepared.adamw),
-    }
-
-
-def config_hash(plain: dict[str, Any]) -> str:
-    """A digest of everything that decides a run's numbers; its name and its callbacks do not."""
-    kept = {k: v for k, v in plain.items() if k not in NOT_NUMBERS}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# Top-level keys that change no number of a run.
-NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
-               "sweep")  # fmt: skip

@@ -13,10 +13,12 @@ import numpy as np
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed
-from toyexp.contract.data import Batches, batch_digest
-from toyexp.contract.engine import Batch, Session
+from toyexp.contract.batch import Batch, batch_digest
+from toyexp.contract.dataset import Batches
+from toyexp.contract.engine import Session
 from toyexp.contract.optimiser import AdamW
-from toyexp.training.bus import Bus, Run
+from toyexp.contract.run import Run
+from toyexp.training.bus import Bus
 
 log = logging.getLogger("toyexp")
 
@@ -157,7 +159,7 @@ class Training:
         try:
             with self._blamed("engine"):
                 loss = run.session.evaluate(self._until_stopped())
-                scores = run.plan.model.scores(run.session, self._until_stopped())
+                scores = run.plan.model.scores(run.session.logits, self._until_stopped())
         except _Stopped:  # the look is taken again when the run is resumed
             outcome.reason = "interrupted"
             return

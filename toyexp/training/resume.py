@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, require
-from toyexp.base.terminal import short
+from toyexp.base.ownership import Ledger, fingerprint
+from toyexp.base.words import short
 from toyexp.contract.engine import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.loop import Outcome
-from toyexp.training.ownership import Ledger, fingerprint
 
 if TYPE_CHECKING:
+    from toyexp.contract.callback import Callback
     from toyexp.contract.data import Data
-    from toyexp.training.bus import Callback
-    from toyexp.training.experiment import Prepared
+    from toyexp.training.parts import Prepared
 
 log = logging.getLogger("toyexp")
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.config.trust import escaped
-from toyexp.training.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
+from toyexp.base.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
+from toyexp.base.writing import dump_json, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -160,56 +158,6 @@ def runnable(config: Mapping[str, Any]) -> str:
     return text + yaml.safe_dump({"defaults": defaults, **escaped(config)}, sort_keys=False, allow_unicode=True)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and renames it; text that is no UTF-8 escaped."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
-            temporary.unlink(missing_ok=True)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file and flushes it to the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Flushes the names in a directory to the disk."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def bytes_in(path: Path) -> int:
-    """The size of a file, or of the files in a directory."""
-    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
-
-
-def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict JSON: numbers that are not finite become null."""
-    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, np.generic):  # float32 is no float to json, and would become text
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
-
-
 def host_facts() -> dict[str, str]:
     """The machine, as run_start records it."""
     return {
@@ -230,3 +178,12 @@ def git_facts() -> dict[str, str]:
         return {"sha": ask("rev-parse", "HEAD"), "branch": ask("rev-parse", "--abbrev-ref", "HEAD")}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def escaped(value: Any) -> Any:
+    """Plain data whose texts mean themselves when a configuration is read back: ${ stays what it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value

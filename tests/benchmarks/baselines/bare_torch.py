@@ -5,7 +5,7 @@ import torch._dynamo  # torch.optim would import it later, and its 70 MB would c
 import torch.nn.functional as F
 
 from toyexp import Unavailable
-from toyexp.base.threads import counted
+from toyexp.base.words import counted
 
 ENGINE = "cpu"
 

@@ -7,7 +7,7 @@ import ggml
 import numpy as np
 
 from toyexp import Unavailable
-from toyexp.base.threads import counted
+from toyexp.base.words import counted
 
 ENGINE = "ggml"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -11,42 +9,7 @@ from typing import cast
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
-from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM, GGUFFile
-
-MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
-
-
-def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
-    """The file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
-
-    UserError when there is nothing.
-    """
-    if not os.path.lexists(path):
-        raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
-    if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
-        return path
-    if not os.access(path, os.X_OK):
-        raise UserError(f"{path}: is a directory that may not be entered")
-    there = [path / name for name in leaves if os.path.lexists(path / name)]
-    if there:
-        return next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
-    from toyexp.commands.restored import gguf_of, is_checkpoint, newest_in  # deferred: it plans a run again
-
-    if is_checkpoint(path):
-        return gguf_of(path, registry)
-    newest = newest_in(path)
-    named = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
-    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_converted(path) or named}")
-
-
-def _converted(path: Path) -> str | None:
-    """How a directory of transformers or PEFT becomes a GGUF; None for any other."""
-    for config, script in (("adapter_config.json", "convert_lora_to_gguf.py"), ("config.json", HF_TO_GGUF)):
-        if (path / config).is_file():
-            return (
-                f"{PROGRAM} makes one of Hugging Face's: python {script} {shlex.quote(str(path))} --outfile model.gguf"
-            )
-    return None
+from toyexp.formats.gguf.read import GGUFFile
 
 
 def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None) -> Model:

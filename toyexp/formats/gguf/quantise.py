@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toyexp.base.errors import RunFailed, Unavailable, printable
 from toyexp.base.packages import why_not_apart
-from toyexp.base.whole import in_one_piece
+from toyexp.base.writing import in_one_piece
 
 # It takes the words that llama-quantize takes. llama.cpp may abort, which must not end more than this.
 CHILD = """

@@ -16,7 +16,6 @@ import stat
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import misfit
+from toyexp.contract.format import TensorInfo
 
 HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
 KEY_LIMIT = 65_535  # bytes of a key
@@ -67,19 +67,6 @@ PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF o
 
 class GGUFError(UserError):
     """A file that is not a GGUF we can read, with its path and the cause."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a file: its shape in numpy order ([out, in]), its type, and where its bytes are."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    type_id: int
-    path: Path  # the file that holds it, of a split model one of several
-    offset: int  # bytes from the start of that file
-    nbytes: int
 
 
 class GGUFFile:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.base.whole import in_one_piece
+from toyexp.base.writing import in_one_piece
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.gguf.encode import (

@@ -28,3 +28,9 @@ def require_positive(key: str, value: float) -> None:
         require_float32(key, value)
     elif value > MOST:
         raise UserError(f"{key}={value}: must be at most {MOST}")
+
+
+def is_whole(text: str, least: int, most: int) -> bool:
+    """Whether a text is a whole number from least to most."""
+    digits = text.lstrip("0") or text[:1]
+    return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import dangling
-from toyexp.base.whole import swap
+from toyexp.base.writing import swap
 
 LEDGER = "written.json"
 LOCK = "run.lock"
+SWEEP = "sweep.json"  # of the directory of a sweep
 LEDGER_LIMIT = 1 << 20  # bytes that are read of it
 # What systems and people put into a directory that they call empty. No run writes under these names.
 NOTHING = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
@@ -37,7 +38,7 @@ def require_empty(path: Path, key: str) -> None:
         return
     except OSError as error:  # it is a file, or its name is too long
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
-    if "sweep.json" in found:
+    if SWEEP in found:
         raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
     begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
     if begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found):
@@ -129,7 +130,7 @@ class Ledger:
         return path.relative_to(self._root).as_posix()
 
     def _note(self, path: Path, digest: str) -> None:
-        from toyexp.training.rundir import write_atomically  # which is about whole directories, and uses this
+        from toyexp.base.writing import write_atomically
 
         name = self._name(path)
         before = [_digest(path)] if path.exists() else []

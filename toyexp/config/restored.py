@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
+import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ from toyexp.base.errors import UserError, printable
 from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry, load
-from toyexp.contract.values import FromGGUF, opened
 from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM
+from toyexp.formats.gguf.source import FromGGUF, opened
 from toyexp.formats.gguf.write import export_tensors, inherited, write_model
 from toyexp.training import checkpoint
+
+MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 _written: dict[tuple[Path, int], Path] = {}  # by a checkpoint's manifest and when it was written; for this process
 _origins: dict[Path, Path] = {}
@@ -73,8 +79,8 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     except UserError as error:
         raise UserError(f"{path}: its run cannot be set up again: {error}") from None
     _check_fit(path, plan, found)
-    from toyexp.testing.null import NullEngine  # which holds tensors, and computes nothing
-    from toyexp.training.experiment import config_hash
+    from toyexp.reference.null import NullEngine  # which holds tensors, and computes nothing
+    from toyexp.training.introduction import config_hash
 
     with start(recipe, NullEngine(), plan) as session:
         values = {t.name: session.download(t.name) for t in plan.tensors}
@@ -112,3 +118,36 @@ def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:
                 f"{path}: its {printable(name)} is {list(there.get(name) or ())}, and the run's configuration says "
                 f"{list(wanted.get(name) or ())}: its data or base is no longer what it was"
             )
+
+
+def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
+    """The file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
+
+    UserError when there is nothing.
+    """
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
+    if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
+        return path
+    if not os.access(path, os.X_OK):
+        raise UserError(f"{path}: is a directory that may not be entered")
+    there = [path / name for name in leaves if os.path.lexists(path / name)]
+    if there:
+        return next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
+    from toyexp.config.restored import gguf_of, is_checkpoint, newest_in  # deferred: it plans a run again
+
+    if is_checkpoint(path):
+        return gguf_of(path, registry)
+    newest = newest_in(path)
+    named = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
+    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_converted(path) or named}")
+
+
+def _converted(path: Path) -> str | None:
+    """How a directory of transformers or PEFT becomes a GGUF; None for any other."""
+    for config, script in (("adapter_config.json", "convert_lora_to_gguf.py"), ("config.json", HF_TO_GGUF)):
+        if (path / config).is_file():
+            return (
+                f"{PROGRAM} makes one of Hugging Face's: python {script} {shlex.quote(str(path))} --outfile model.gguf"
+            )
+    return None

@@ -1,0 +1,22 @@
+"""Random numbers that are a function of a key alone, the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def stream(*key: object) -> np.random.Philox:
+    """A counter-based stream of 64-bit words that is a function of its key alone; numpy promises it never changes."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """The random stream that belongs to `name` under `seed`.
+
+    Philox is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a stream is a
+    function of its key alone, so no draw depends on which other tensors were drawn before it.
+    """
+    return np.random.Generator(stream(seed, name))

@@ -1,0 +1,31 @@
+"""Numbers and paths as people say them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+def count(n: float) -> str:
+    """A number as people say it: 950, 12.3k, 4.5M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.0f}"
+
+
+def short(path: Path) -> str:
+    """Relative to here when it is below here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def counted(threads: int) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{threads} thread{'' if threads == 1 else 's'}"

@@ -1,0 +1,100 @@
+"""Files and directories that appear under their names once they are whole, and strict JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed
+
+
+@contextlib.contextmanager
+def in_one_piece(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under; what stands there is flushed and becomes `path`, or goes away on an error.
+
+    Raises RunFailed for a disk that cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)
+
+
+def swap(new: Path, path: Path) -> None:
+    """Renames the file or directory `new` to `path`; a directory that was there is gone afterwards. Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        new.replace(path)
+        return
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        path.rename(old)
+        new.rename(path)
+    finally:
+        if not path.exists():  # interrupted between the two names
+            old.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file under a temporary name, flushes it to the disk, and renames it; text that is no UTF-8 escaped."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
+            temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file and flushes it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Flushes the names in a directory to the disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def bytes_in(path: Path) -> int:
+    """The size of a file, or of the files in a directory."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
+    """Strict JSON: numbers that are not finite become null."""
+    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic):  # float32 is no float to json, and would become text
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,77 @@
+"""A callback: what it is asked and told, and what it knows of the run it is in."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from toyexp.contract.hooks import hookimpl
+from toyexp.contract.planned import Planned
+from toyexp.contract.run import Run
+
+if TYPE_CHECKING:
+    from toyexp.contract.dataset import Dataset
+    from toyexp.contract.plan import Plan
+
+
+@dataclass(eq=False)
+class Callback(ABC):
+    """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
+
+    Its hook methods, marked `@hookimpl`, are named after those of `RunHooks` in toyexp/contract/hooks.py. It observes
+    or answers; whatever two callbacks would have to share belongs to the loop.
+    """
+
+    name: ClassVar[str]  # what `callbacks=[...]` takes
+
+    def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
+        """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
+
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
+
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+
+    def best_by(self) -> str | None:
+        """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
+        return None
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        return ()
+
+    def outputs(self, plan: Plan) -> Sequence[str]:
+        """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
+        """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
+
+    def join(self, step: int) -> None:  # noqa: B027 - optional, as above
+        """Called in place of `resume` when the run began without it; raises UserError if it cannot join at `step`."""
+
+
+@dataclass(eq=False)
+class Schedule(Callback):
+    """Base of the callbacks that scale the base learning rate at every step; a run has one answer to `lr` at most."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
+        raise NotImplementedError
+
+    @hookimpl
+    def lr(self, run: Run, step: int, steps: int) -> float:
+        """The base learning rate times `factor`."""
+        return run.lr * self.factor(step, steps)
+
+
+def answers_lr(cls: type[Callback]) -> bool:
+    """Whether callbacks of this class set the learning rate."""
+    return getattr(getattr(cls, "lr", None), "toyexp_impl", None) is not None

@@ -1,0 +1,67 @@
+"""Opened data: batches of numpy arrays, where batch k is a function of (seed, k) alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from toyexp.contract.batch import Batch, InputSpec
+from toyexp.text.tokenizer import Tokenizer
+
+
+class Dataset(ABC):
+    """Opened data: what it is, and its batches."""
+
+    tokenizer: Tokenizer | None = None
+    vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
+    chat_template: str = ""  # in Jinja, that its conversations were written by
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What run_start records: sizes and a digest of the contents."""
+
+    def left_out(self) -> Sequence[str]:
+        """What of the source is not learned from, a phrase each: how much of how much, and the key that changes that.
+
+        `batches` may add to it what the context leaves out.
+        """
+        return ()
+
+    def remarks(self) -> list[str]:
+        """What a person should know of it before training, in a few words each."""
+        return []
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """What a reader of the exported model must know of its data, without the architecture's prefix."""
+        return {}
+
+    def see_as(self, written: Mapping[str, Any]) -> None:
+        """Shows itself as the data did whose `gguf_metadata` are in a model's file, for `toyexp eval`.
+
+        Raises UserError for data that this model cannot be scored on. Keys that the file lacks are missing.
+        """
+        return
+
+    def prompt(self) -> list[int]:
+        """Ids for a model to continue, as a held-out text begins; only asked of data with a tokenizer."""
+        assert self.tokenizer is not None
+        return cast("list[int]", self.tokenizer.prompt("").tolist())
+
+    @abstractmethod
+    def batches(self, context: int, rows: int, seed: int) -> Batches:
+        """Batches of `rows` examples, `context` positions each where that applies."""
+
+
+class Batches(ABC):
+    """A stream of training batches with random access, and the fixed held-out batches."""
+
+    inputs: Mapping[str, InputSpec]
+
+    @abstractmethod
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`, counted from 0 without end."""
+
+    @abstractmethod
+    def held_out(self) -> Sequence[Batch]:
+        """The batches that evaluation uses, the same every time."""

@@ -1,0 +1,83 @@
+"""What callbacks know about the run they are in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed
+from toyexp.base.ownership import Ledger
+
+if TYPE_CHECKING:
+    from toyexp.contract.dataset import Dataset
+    from toyexp.contract.engine import Session
+    from toyexp.contract.plan import Plan
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best look at the held-out data that a run has taken."""
+
+    step: int
+    metric: str
+    score: float
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
+
+
+class Listeners(Protocol):
+    """Who is told what happens in a run: its bus."""
+
+    best: Callable[[bool], Best | None]  # the best look so far; with its weights, or without
+
+    def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
+        """Delivers an event."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What callbacks know about the run they are in."""
+
+    name: str
+    dir: Path
+    seed: int
+    steps: int
+    lr: float  # the base learning rate
+    config: Mapping[str, Any]  # the resolved configuration
+    engine: str  # the engine's name; with engine=auto the one that was picked
+    plan: Plan
+    session: Session
+    dataset: Dataset
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
+    bus: Listeners | None = field(default=None, repr=False)
+    resumed: int = 0  # the step it continues from, of a run that was resumed
+    ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
+    stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
+
+    def best(self) -> Best | None:
+        """The best look at the held-out data so far, with its weights; None of a run that keeps no best."""
+        return self.bus.best(True) if self.bus is not None else None
+
+    @contextlib.contextmanager
+    def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
+        """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
+
+        A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
+        stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
+        """
+        try:
+            with (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+                yield place
+        except OSError as error:
+            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
+        except RunFailed as error:
+            raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Tells every callback (events.jsonl among them) that something happened."""
+        if self.bus is not None:
+            self.bus.say(self, kind, fields)

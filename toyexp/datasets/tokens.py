@@ -1,0 +1,146 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+
+from toyexp.base.errors import UserError
+from toyexp.base.random import stream
+from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.dataset import Batches, Dataset
+from toyexp.text.tokenizer import Tokenizer
+
+PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
+
+
+class TokenDataset(Dataset):
+    """Token ids in two parts, one to train on and one held out."""
+
+    def __init__(
+        self,
+        train: np.ndarray,
+        held_out: np.ndarray,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        eval_batches: int,
+        facts: Mapping[str, Any],
+        digest: str | None = None,
+        left_out: Sequence[str] = (),
+        remarks: Sequence[str] = (),
+    ):
+        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known."""
+        self.train, self.held_out = train, held_out
+        self.tokenizer, self.vocab = tokenizer, vocab
+        self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
+        self._facts = {
+            **facts,
+            "train_tokens": len(train),
+            "held_out_tokens": len(held_out),
+            "tokens_sha256": digest or _digest((train, held_out)),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Token counts and a digest over both parts."""
+        return self._facts
+
+    def prompt(self) -> list[int]:
+        """The first words of a line of the held-out text, of one without an indent if there is one."""
+        assert self.tokenizer is not None
+        lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
+        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # the first may be cut, as the last is
+        line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
+        return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
+
+    def left_out(self) -> Sequence[str]:
+        """What whoever opened the data has left out."""
+        return self._left_out
+
+    def remarks(self) -> list[str]:
+        """What whoever opened the data has to say."""
+        return list(self._remarks)
+
+    def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
+        """Windows of `context` tokens and their next tokens."""
+        for part, ids in (("training", self.train), ("held-out", self.held_out)):
+            if len(ids) <= context:
+                raise UserError(
+                    f"model.context={context} is longer than the {part} part of the data "
+                    f"({len(ids)} tokens; a window needs {context + 1}): give more data or a smaller context"
+                )
+        return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
+
+
+class TokenBatches(Batches):
+    """Every epoch visits each window of `context` tokens once, in an order drawn from (seed, epoch).
+
+    Window boundaries move from epoch to epoch by a random offset, so that no target stays at an edge.
+    """
+
+    def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
+        self._train, self._held_out = train, held_out
+        self._context, self._rows, self._seed = context, rows, seed
+        self._eval_batches = eval_batches
+        self._span = np.arange(context + 1)
+        # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
+        self._windows = max((len(train) - 1) // context - 1, 1)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self.inputs = sequence_inputs(context)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Start positions of the epoch's windows, shuffled."""
+        words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
+        spare = len(self._train) - 1 - self._windows * self._context
+        offset = int(words[-1] % np.uint64(spare + 1))
+        return np.argsort(words[:-1], kind="stable") * self._context + offset
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        first = k * self._rows
+        starts: list[int] = []
+        while len(starts) < self._rows:  # a batch may cross into the next epoch, more than once on a tiny corpus
+            epoch, place = divmod(first + len(starts), self._windows)
+            starts.extend(self._order(epoch)[place : place + self._rows - len(starts)])
+        return _windows(self._train, np.array(starts), self._span)
+
+    def held_out(self) -> Sequence[Batch]:
+        """At most `eval_batches` batches spread evenly over the held-out part; the last rows may weigh nothing."""
+        count = (len(self._held_out) - 1) // self._context
+        wanted = min(count, self._eval_batches * self._rows)
+        starts = np.arange(wanted) * count // wanted * self._context
+        batches = []
+        for first in range(0, wanted, self._rows):
+            part = starts[first : first + self._rows]
+            spare = self._rows - len(part)  # repeated rows fill the shape and weigh nothing
+            batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches
+
+
+def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
+    """SHA-256 of arrays one after another, of which memory holds `step` ids at a time."""
+    digest = hashlib.sha256()
+    for ids in parts:
+        for first in range(0, len(ids), step):
+            digest.update(ids[first : first + step].tobytes())
+    return digest.hexdigest()
+
+
+def sequence_inputs(context: int) -> dict[str, InputSpec]:
+    """The arrays of a batch of sequences, each [context] a row: tokens, the targets after them, and their weights."""
+    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    return {name: InputSpec((context,), kind) for name, kind in kinds.items()}
+
+
+def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
+    window = ids[starts[:, None] + span]  # [rows, context + 1]: each token's target is the one after it
+    return {
+        "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
+        "targets": np.ascontiguousarray(window[:, 1:], np.int32),
+        "weights": np.ones((len(starts), len(span) - 1), np.float32),
+    }

@@ -1,0 +1,75 @@
+"""A run's parts, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toyexp.contract.callback import Callback
+from toyexp.contract.data import Data
+from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.engine import Engine
+from toyexp.contract.model import Model
+from toyexp.contract.optimiser import AdamW, Optim
+from toyexp.contract.plan import Plan
+from toyexp.contract.planned import Planned
+from toyexp.contract.recipe import Recipe
+from toyexp.contract.run import Best
+from toyexp.training.bus import Bus
+from toyexp.training.loop import Outcome
+from toyexp.training.settings import Settings
+
+
+@dataclass
+class Config:
+    """A run's parts, each built from its own settings; no part sees another's."""
+
+    settings: Settings
+    model: Model
+    data: Data
+    recipe: Recipe
+    engine: Engine
+    optim: Optim
+    callbacks: dict[str, Callback]
+    plain: dict[str, Any]  # the same as resolved plain data, for the run directory
+    engine_note: str  # which engine, and why that one
+    base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
+    by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
+    suited: str = ""  # how an error about a model or data of another kind ends: what to type
+    left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
+
+    def warnings(self, planned: Planned) -> list[str]:
+        """What is told before the first step: what was left out, and the settings that have no effect."""
+        parts: list[Engine | Recipe | Data | Callback] = [
+            self.engine, self.recipe, self.data, *self.callbacks.values()
+        ]  # fmt: skip
+        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned))]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs, checked, with nothing allocated and nothing written yet."""
+
+    config: Config
+    dataset: Dataset
+    model: Model
+    batches: Batches
+    plan: Plan
+    adamw: AdamW
+    bus: Bus
+    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a run."""
+
+    name: str
+    dir: Path
+    outcome: Outcome
+    reads: str  # what the model reads, and the run's speed is counted in
+    artifacts: list[Path] = field(default_factory=list)
+    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
+    best: Best | None = None  # the best look, of a run that keeps it

@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test faults check donor bench table wheel clean
+.PHONY: run test faults check donor bench table golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -37,6 +37,9 @@ bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engi
 
 table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the README's table
 	$(BIN)/python tests/support/make_table.py
+
+golden: $(INSTALLED)  ## record the numbers of tests/golden.json again, after a change of numbers that is meant
+	$(BIN)/python tests/support/golden.py
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -23,6 +23,7 @@ from gguf.quants import quantize
 from requantised import q4_k, requantised
 
 from toyexp.commands.line import main
+from toyexp_ggml.binding import devices
 
 RECORD = Path(__file__).parents[1] / "golden.json"
 ENGINES = ("cpu", "ggml")
@@ -157,7 +158,7 @@ def machine() -> str:
     told = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     named = [line for line in told if line.startswith(("model name", "flags"))][:2]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "ggml-python")]
-    facts = [platform.machine(), platform.system(), *named, *versions]
+    facts = [platform.machine(), platform.system(), *platform.libc_ver(), *named, *versions, *devices()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 

@@ -6,12 +6,8 @@ import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from toyexp.base.errors import for_terminal
-
-if TYPE_CHECKING:
-    pass
 
 
 def fit_encoding() -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, choose
 from toyexp.commands.habits import no_option, no_setting
 from toyexp.commands.table import COMMANDS
-
-if TYPE_CHECKING:
-    pass
 
 SHORT = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",

@@ -6,22 +6,12 @@ import hashlib
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.terminal import say
-from toyexp.base.words import count
-from toyexp.training.parts import Prepared
+from toyexp.base.words import count, short
+from toyexp.training.parts import Prepared, Result
 from toyexp.training.rundir import git_facts, host_facts
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-from toyexp.base.words import short
-
-if TYPE_CHECKING:
-    from toyexp.training.parts import Result
-
 
 # Top-level keys that change no number of a run.
 NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",

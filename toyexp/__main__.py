@@ -13,9 +13,8 @@ def main() -> int:
     signals = None
     try:
         with stop_signals() as signals:
-            from toyexp.commands.line import (
-                main as run,  # deferred: numpy takes longer than a person waits for a sign of life
-            )
+            # Deferred: numpy takes longer than a person waits for a sign of life.
+            from toyexp.commands.line import main as run
     except ToyexpError as error:
         complain(f"error: {error}")
         return error.exit_code

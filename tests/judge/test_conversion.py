@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import NASTY
+from texts import NASTY, hard_pieces
 
 from toyexp import Model, Tokenizer
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import BPE, UNUSED, USER_DEFINED, Bytes, Characters
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
@@ -82,12 +82,7 @@ def _offline(monkeypatch, tmp_path):
 
 def spm(prefix: bool = True) -> SentencePiece:
     """Words of the texts with scores of their own, all bytes, two tokens that are found as they are spelled."""
-    text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK).replace("\0", "")
-    words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)} - {""})
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tool>", "\t \t", *words]
-    types = np.array([2, 3, 3] + [6] * 256 + [4] * 2 + [1] * len(words), np.int32)
-    scores = np.array([0.0] * 261 + [-1.5 * n for n in range(len(words))], np.float32)
-    made = SentencePiece(pieces, scores, types, eos=2, unreachable=frozenset({0, 1, 2}), prefix=prefix)
+    made = hard_pieces(prefix)
     made.bos, made.add_bos, made.chat_template = 1, prefix, TURN
     return made
 

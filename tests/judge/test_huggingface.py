@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import NASTY
+from texts import NASTY, hard_pieces
 from tiny import VOCAB
 from transformers_ids import answers
 
@@ -177,12 +177,7 @@ FAMILIES += [(family, pre) for family in ("llama", "qwen2") for pre in CUTS]
 
 def spm(prefix: bool = True) -> SentencePiece:
     """A SentencePiece with byte tokens and two that are looked for first; every text begins with <s>."""
-    text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK).replace("\0", "")
-    words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)} - {""})
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tool>", "\t \t", *words]
-    types = np.array([2, 3, 3] + [6] * 256 + [4] * 2 + [1] * len(words), np.int32)
-    scores = np.array([0.0] * 261 + [-1.5 * n for n in range(len(words))], np.float32)
-    made = SentencePiece(pieces, scores, types, eos=2, unreachable=frozenset({0, 1, 2}), prefix=prefix)
+    made = hard_pieces(prefix)
     made.bos, made.add_bos, made.add_eos = 1, True, not prefix
     made.controls, made.user_defined = frozenset({0, 1}), frozenset({259, 260})
     return made

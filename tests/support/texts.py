@@ -6,8 +6,11 @@ import random
 import unicodedata
 from pathlib import Path
 
+import numpy as np
+
 from toyexp import Tokenizer
 from toyexp.formats.gguf.write import write_model
+from toyexp.text.sentencepiece import BLANK, SentencePiece
 from toyexp_data.chat import Message
 from toyexp_models.llama import Llama
 
@@ -83,3 +86,16 @@ def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int, name: s
     values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
     write_model(path, model, values, tokenizer, general={"name": name} if name else None)
     return path
+
+
+def hard_pieces(prefix: bool) -> SentencePiece:
+    """A SentencePiece of the texts' words with scores of their own, all bytes, and two tokens found as spelled.
+
+    Whoever takes it says which tokens stand at the beginning and the end of a text.
+    """
+    text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK).replace("\0", "")
+    words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)} - {""})
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tool>", "\t \t", *words]
+    types = np.array([2, 3, 3] + [6] * 256 + [4] * 2 + [1] * len(words), np.int32)
+    scores = np.array([0.0] * 261 + [-1.5 * n for n in range(len(words))], np.float32)
+    return SentencePiece(pieces, scores, types, eos=2, unreachable=frozenset({0, 1, 2}), prefix=prefix)

@@ -20,8 +20,8 @@ from toyexp.contract.model import Model
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.training.memory import check_plan
 
@@ -102,7 +102,7 @@ def evaluate(
 
     typed = _check_taken(settings)
     path, trained = file_of(what, registry=registry), trained_on(what, modules)
-    model = model_of(path, registry)
+    model = model_in(opened(str(path)), registry)
     chosen = _data(model, path, typed, registry, trained, data)
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
@@ -150,8 +150,7 @@ def _data(
     """Which data, as typed, before what was typed."""
     if data is not None and "data" in typed:
         raise UserError(f"--data {data}: goes without data=..., which says the same")
-    with GGUFFile(path) as file:
-        own = trained.settings(path, has_text(file)) if trained else []
+    own = trained.settings(path, has_text(opened(str(path)))) if trained else []
     if data is not None:
         from toyexp.config.build import setting
 
@@ -168,9 +167,9 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
         raise UserError(f"{path} reads {model.reads}; data={built.data.name} gives {built.data.gives}")
     if model.reads != "tokens":
         dataset = built.data.open(None)
-        with GGUFFile(path) as file:
-            keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
-            written = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+        metadata = opened(str(path)).metadata
+        keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
+        written = {name: metadata[key] for name, key in keys.items() if key in metadata}
         try:
             dataset.see_as(written)
             model.fit(dataset)

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import PluginFailed, RunFailed, UserError
@@ -29,12 +28,9 @@ from toyexp.training.checkpoint import Damaged, Interval, Keeper, steps
 from toyexp.training.introduction import facts, introduction
 from toyexp.training.loop import Outcome, Saver, Training
 from toyexp.training.memory import check_plan
-from toyexp.training.parts import Prepared, Result
+from toyexp.training.parts import Config, Prepared, Result
 from toyexp.training.resume import Resumed, identity
 from toyexp.training.rundir import RunDir
-
-if TYPE_CHECKING:
-    from toyexp.training.parts import Config
 
 log = logging.getLogger("toyexp")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, require
-from toyexp.base.ownership import Ledger, fingerprint
+from toyexp.base.ownership import SWEEP, Ledger, fingerprint
 from toyexp.base.words import short
 from toyexp.contract.engine import state_misfit
 from toyexp.training import checkpoint
@@ -122,7 +122,7 @@ def _no_run(path: Path, key: str) -> str:
     """Why there is no run at `path`, and which one may be meant."""
     if not path.exists():
         return absent(path)
-    if (path / "sweep.json").is_file():
+    if (path / SWEEP).is_file():
         return f"holds a sweep; go on with it: sweep.resume={path}"
     around = [p for p in path.absolute().parents if (p / "checkpoints").is_dir()]
     below = sorted((p.parent for p in path.glob("*/checkpoints")), key=lambda d: d.name, reverse=True)

@@ -1,6 +1,7 @@
 """What conf/ holds composes, builds, holds only differences, and a saved run repeats itself."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, fields
@@ -14,6 +15,7 @@ from toyexp.commands.line import main
 from toyexp.config.build import build, compose, sweep_of
 from toyexp.config.mistakes import valid_choices
 from toyexp.config.schema import PARTS, Root, Source, conf_dir, store_schemas
+from toyexp.config.top_level import top_level
 from toyexp.contract.registry import KINDS, load, settings_of
 from toyexp_recipes.scratch import DONOR
 
@@ -112,6 +114,17 @@ def test_every_default_of_config_yaml_is_that_of_the_schema_and_the_other_way_ro
     own = leaves({key: value for key, value in asdict(Root()).items() if key not in (*PARTS, "callbacks")})
     assert leaves(shipped) == own
     assert {"lr", "sweep.submitit.timeout_min", "plugins"} <= own.keys()
+
+
+def test_every_comment_of_config_yaml_is_the_help_of_its_key():
+    under, shown = [], {}
+    for line in (CONF / "config.yaml").read_text().splitlines():
+        if found := re.fullmatch(r"( *)(\w+):( .+?)? # (.+)", line):
+            under[len(found[1]) // 2 :] = [found[2]]
+            shown[".".join(under)] = found[4]
+    own = {key: setting.comment for key, setting in top_level()}
+    assert {key: text for key, text in shown.items() if key in own} == own
+    assert shown.keys() - own.keys() == {"sweep", "sweep.submitit"}
 
 
 def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):

@@ -1,5 +1,6 @@
 """Going on with a run: on the same engine to the bit, on another within its tolerance, and never another experiment."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -86,6 +87,26 @@ def test_another_experiment_is_refused_with_the_keys_that_differ(change, told, c
     assert line.startswith("toyexp: error: resume=run: that run is another experiment: ")
     assert told in line
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_a_setting_that_is_new_since_the_checkpoint_is_no_difference_at_its_default(capsys):
+    run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
+    (state,) = Path("run/checkpoints").glob("step-*/state.json")
+    told = json.loads(state.read_text())
+    config = told["config"]
+    for part, key in ((config, "nonfinite"), (config["optim"], "eps"), (config["callbacks"]["events"], "every")):
+        del part[key]
+    state.write_text(json.dumps(told))
+    manifest = json.loads(state.with_name("manifest.json").read_text())
+    manifest["files"][state.name] = {
+        "bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
+    }  # fmt: skip
+    state.with_name("manifest.json").write_text(json.dumps(manifest))
+    run("resume=run", "steps=3")
+    assert [e["changed"] for e in events("run", "resume")] == [{"steps": [2, 3]}]
+    capsys.readouterr()
+    assert main(["resume=run", "steps=4", "optim.eps=1e-7"]) == 2
+    assert "optim.eps was 1e-08 and is 1e-07" in capsys.readouterr().err
 
 
 def test_files_that_changed_since_are_noticed(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 def count(n: float) -> str:
@@ -16,6 +17,13 @@ def count(n: float) -> str:
 def short(path: Path) -> str:
     """Relative to here when it is below here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def typed(value: Any) -> str:
+    """The value of a setting as it is typed: null, true, [a,b]."""
+    if isinstance(value, list):
+        return f"[{','.join(map(typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def counted(threads: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from toyexp.commands.flags import FLAGS, SHORT
 from toyexp.commands.options import PROBE, Tables
 from toyexp.commands.table import COMMANDS
+from toyexp.config.top_level import HYDRA_KEYS, top_level
 from toyexp.contract.registry import KINDS, Registry, Setting, conf_dir, load, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
@@ -232,8 +233,8 @@ class Line:
         return [Candidate(name, text) for name, text in {**presets, **extra, **offers}.items()]
 
     def _top_level(self) -> dict[str, Setting]:
-        """The keys of conf/config.yaml, with those below `sweep` and `hydra`."""
-        return {key: setting for key, setting in top_level() if not key.startswith(("defaults", "hydra.output"))}
+        """The keys that are no part's, and where Hydra has runs and sweeps go."""
+        return {**dict(top_level()), **{key: Setting("dir", "str", "", "") for key in HYDRA_KEYS[:3]}}
 
     def _settings_in(self, where: str) -> list[tuple[str, Setting]]:
         """A group's settings, of what is chosen on this line or of all that could be, by their whole keys."""
@@ -246,19 +247,6 @@ class Line:
         chosen = name or next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
         classes = [offers[chosen].cls] if chosen in offers else [] if name else [o.cls for o in offers.values()]
         return [(f"{where}.{s.name}", s) for cls in classes for s in settings_of(cls)]
-
-
-def top_level() -> Iterator[tuple[str, Setting]]:
-    """Every key of conf/config.yaml by its whole name, with its default as it stands there, and its comment."""
-    under: list[str] = []
-    for line in (conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines():
-        key, _, comment = line.partition("#")
-        name, colon, value = key.strip().partition(":")
-        if colon and not name.startswith("-"):
-            under[(len(line) - len(line.lstrip())) // 2 :] = [name]
-            kind = "bool" if value.strip() in ("true", "false") else "str"
-            if value.strip():
-                yield ".".join(under), Setting(name, kind, value.strip(), comment.strip())
 
 
 def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
@@ -275,13 +263,9 @@ def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
     words = [first.split()[-1], *(other.split()[0] for other in others)] if others else []
     choices = [word.strip(":,;.") for word in words if word != "a"]
     kinds = set(PATH.findall(comment)) | ({"directory"} if setting.name == "dir" else set())
-    if not kinds or not (choices or setting.name == "dir" or setting.default in (None, "", "null")):
+    if not kinds or not (choices or setting.name == "dir" or setting.default in (None, "")):
         return choices, None
     return choices, (".gguf",) if "GGUF" in kinds else () if "file" in kinds else ("/",)
-
-
-def _first_line(command: object) -> str:
-    return (command.__doc__ or "").strip().splitlines()[0]
 
 
 # -- what is on the disk ----------------------------------------------------------------------------------------------

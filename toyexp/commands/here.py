@@ -8,6 +8,7 @@ from functools import partial
 from toyexp.base.errors import Broken, Unavailable, UserError
 from toyexp.base.packages import why
 from toyexp.commands import llamacpp
+from toyexp.config.top_level import LAUNCHERS
 from toyexp.contract.registry import Offer, Registry
 from toyexp.formats.gguf.quantise import quantiser
 from toyexp.sweep.process import require
@@ -56,8 +57,6 @@ def _check(cls: type) -> None:
 
 
 def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
-    from toyexp.config.schema import LAUNCHERS
-
     for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
         for name, offer in sorted(registry.offers[kind].items()):
             yield form.format(name), partial(_check, offer.cls)

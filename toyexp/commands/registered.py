@@ -6,17 +6,20 @@ import math
 import platform
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.terminal import say, write_text
+from toyexp.base.words import typed
 from toyexp.commands.options import Words, asks_for_help, read_options, refuse_settings, take_plugins
 from toyexp.commands.usage import DOCTOR_HELP, PLUGINS_HELP
+from toyexp.config.top_level import top_level
 from toyexp.contract.compatibility import table
 from toyexp.contract.registry import KINDS, Registry, conf_dir, load
 from toyexp.sweep.request import combinations, local_modules, own_sweep
+from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -24,8 +27,7 @@ if TYPE_CHECKING:
     from toyexp.commands.parity import Report
 
 
-# What is about a run alone: its directory, and when it is looked at and saved.
-OF_A_RUN = ("name", "eval_every", "checkpoint_every", "checkpoint_keep", "checkpoint_best", "resume", "sweep", "hydra")
+ALONE = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # what is about a run alone
 
 
 def plugins(words: Sequence[str]) -> int:
@@ -122,7 +124,7 @@ def _graphs(settings: Sequence[str]) -> int:
     from toyexp.commands.doctor import report
     from toyexp.commands.variants import prepare_variants
 
-    registry, modules, _ = _for_one_experiment("doctor --graph", settings, (*OF_A_RUN, "steps", "lr", "callbacks"))
+    registry, modules, _ = _for_one_experiment("doctor --graph", settings, {*ALONE, "steps", "lr", "callbacks"})
     for line in report(prepare_variants(settings, registry, modules, default="ggml")):
         print(line)
     return 0
@@ -140,7 +142,7 @@ def parity(words: Sequence[str]) -> int:
     from toyexp.commands.variants import prepare_variants
     from toyexp.config.schema import Source
 
-    registry, modules, parsed = _for_one_experiment("parity", settings, OF_A_RUN)
+    registry, modules, parsed = _for_one_experiment("parity", settings, ALONE)
     for override in parsed:
         kind, _, rest = override.key_or_group.partition(".")
         offer = registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
@@ -177,7 +179,7 @@ def bench(words: Sequence[str]) -> int:
     options, settings = split(words)
     from toyexp.base.writing import dump_json
 
-    registry, modules, _ = _for_one_experiment("bench", settings, (*OF_A_RUN, "callbacks"))
+    registry, modules, _ = _for_one_experiment("bench", settings, {*ALONE, "callbacks"})
     report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
     print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
     return 0
@@ -286,7 +288,7 @@ def export(words: Sequence[str]) -> int:
 
 
 def _for_one_experiment(
-    command: str, settings: Sequence[str], ignored: Sequence[str] = ()
+    command: str, settings: Sequence[str], ignored: Collection[str] = ()
 ) -> tuple[Registry, list[str], list[Override]]:
     """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
 
@@ -310,8 +312,6 @@ def show_help(words: Sequence[str] = ()) -> int:
     """How to use the command line."""
     if words and not asks_for_help(words):
         raise UserError(f"help {words[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
-    from toyexp.commands.completion import top_level
-
     registry = load()
     print(
         textwrap.dedent("""\
@@ -352,8 +352,7 @@ def show_help(words: Sequence[str] = ()) -> int:
         print(f"  {form:<16} " + ("\n" + " " * 19).join(listed))
     print("\ntop-level keys (conf/config.yaml)")
     for key, setting in top_level():
-        if setting.comment:
-            print(f"  {f'{key}={setting.default}':<34} {setting.comment}")
+        print(f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}")
     print("\nThe composed configuration: toyexp [key=value ...] --cfg job")
     print('Tab completion (or zsh, fish): eval "$(toyexp completion bash)"')
     return 0

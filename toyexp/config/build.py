@@ -41,14 +41,13 @@ from toyexp.config.schema import (
     PARTS,
     Root,
     Source,
-    Submitit,
-    Sweep,
     class_of,
     compose_raw,
     default_callbacks,
     schema,
     yaml_error,
 )
+from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import require_plugins
 from toyexp.contract.callback import Callback, answers_lr
 from toyexp.contract.compatibility import misfit, suited

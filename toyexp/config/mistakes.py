@@ -19,24 +19,19 @@ from toyexp.config.chosen import misplaced
 from toyexp.config.schema import (
     AUTO,
     GROUPS,
-    LAUNCHERS,
     PARTS,
     AutoEngine,
     Root,
     Source,
-    Submitit,
-    Sweep,
     class_of,
     compose_raw,
     conf_dir,
     types_of,
 )
+from toyexp.config.top_level import HYDRA_KEYS, LAUNCHERS, top_level
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.optimiser import Optim
 from toyexp.contract.registry import NAMES_CODE, Registry
-
-# Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
-HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -171,8 +166,7 @@ def _check_sweep(key: str, line: str) -> None:
 
 
 def _sweep_keys() -> set[str]:
-    of_submitit = {f"sweep.submitit.{f.name}" for f in dataclasses.fields(Submitit)}
-    return {f"sweep.{f.name}" for f in dataclasses.fields(Sweep)} - {"sweep.submitit"} | of_submitit
+    return {key for key, _ in top_level() if key.startswith("sweep.")}
 
 
 def _unknown_sweep_key(key: str) -> UserError:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from toyexp.base.errors import UserError, choose
+from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine, conf_dir
 from toyexp.contract.optimiser import Optim
 from toyexp.contract.registry import KINDS, Registry, settings_of
@@ -62,20 +63,13 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
     """The settings of a class with their defaults, or the `values` that take their place."""
     shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
-    return [f"  {f'{prefix}.{s.name}={_written(value)}':<34} {s.comment}" for s, value in shown]
-
-
-def _written(value: Any) -> str:
-    """A value as it is typed."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return [f"  {f'{prefix}.{s.name}={typed(value)}':<34} {s.comment}" for s, value in shown]
 
 
 def _choices(defaults: list[Any]) -> Iterator[str]:
     for part in defaults:
         for key, value in part.items() if isinstance(part, dict) else ():
-            yield f"{str(key).rpartition('/')[2]}={_written(value)}"
+            yield f"{str(key).rpartition('/')[2]}={typed(value)}"
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -84,4 +78,4 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={_written(value)}"
+            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={typed(value)}"

@@ -28,64 +28,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
+from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.optimiser import Optim
-from toyexp.contract.planned import changed
 from toyexp.contract.registry import Registry, conf_dir
-from toyexp.training.settings import Settings, default, shipped
+from toyexp.training.settings import Settings
 
 AUTO = "auto"
 PARTS = ("model", "data", "recipe", "engine", "optim")
-LAUNCHERS = ("serial", "joblib", "submitit")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
-
-
-@dataclass
-class Submitit:
-    """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
-
-    cluster: str | None = default("sweep.submitit.cluster")
-    partition: str | None = default("sweep.submitit.partition")
-    timeout_min: int = default("sweep.submitit.timeout_min")
-    gpus: int = default("sweep.submitit.gpus")
-    cpus: int | None = default("sweep.submitit.cpus")
-    mem_gb: float | None = default("sweep.submitit.mem_gb")
-
-
-@dataclass
-class Sweep:
-    """How -m runs its jobs. No number of a run depends on it."""
-
-    launcher: str = default("sweep.launcher")
-    jobs: int = default("sweep.jobs")
-    isolate: bool = default("sweep.isolate")
-    fail_fast: bool = default("sweep.fail_fast")
-    resume: str | None = default("sweep.resume")
-    retry: bool = default("sweep.retry")
-    submitit: Submitit = field(default_factory=Submitit)
-
-    def check(self) -> None:
-        """Raises UserError for what cannot work together."""
-        if self.launcher not in LAUNCHERS:
-            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
-        if self.jobs < 0:
-            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
-        if self.jobs > 1 and self.launcher == "serial":
-            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
-        if not self.isolate and self.launcher != "serial":
-            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
-        if self.retry and self.resume is None:
-            raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
-        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
-        if asked and self.launcher != "submitit":
-            raise UserError(
-                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
-            )
-        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
-        for name, least in limits.items():
-            value = getattr(given, name)
-            if value is not None and not least <= value < 2**31:
-                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least} to {2**31 - 1}")
 
 
 @dataclass
@@ -276,7 +227,7 @@ class Source:
             return []
         quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
         added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
-        ours = shipped()["hydra"]
+        ours = load_yaml(conf_dir() / "config.yaml")["hydra"]
         if self.directory == conf_dir():
             return added + _places(ours)
         path = self.directory / f"{self.name}.yaml"

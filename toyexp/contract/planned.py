@@ -31,8 +31,11 @@ class Planned:
         return [f"{key}={every}: the run has {self.steps} steps; {instead}"] if every > self.steps else []
 
 
+def defaults(part: Any) -> dict[str, Any]:
+    """The default of each setting of a part, which is a dataclass, or its class."""
+    return {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(part)}
+
+
 def changed(part: Any, name: str) -> bool:
-    """Whether a setting of a part, which is a dataclass, is another than its default."""
-    (field,) = (f for f in dataclasses.fields(part) if f.name == name)
-    default = field.default_factory() if callable(field.default_factory) else field.default
-    return bool(getattr(part, name) != default)
+    """Whether a setting of a part is another than its default."""
+    return bool(getattr(part, name) != defaults(part)[name])

@@ -23,6 +23,7 @@ from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.model import Model
+from toyexp.contract.planned import defaults
 from toyexp.contract.recipe import Recipe
 
 # Keys by which Hydra and its kin are told what to call.
@@ -263,7 +264,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> list[Setting]:
-    """The settings of a plugin class, each with the comment that stands behind it in the source."""
+    """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
     comments: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         if dataclasses.is_dataclass(part):
@@ -273,7 +274,7 @@ def settings_of(cls: type) -> list[Setting]:
                     comments[match[1]] = match[2]
     shown = []
     for f in dataclasses.fields(cls):
-        default = f.default_factory() if callable(f.default_factory) else f.default
         kind = f.type if isinstance(f.type, str) else f.type.__name__
-        shown.append(Setting(f.name, kind, default, comments.get(f.name, "")))
+        help_text = f.metadata.get("help") or comments.get(f.name, "")
+        shown.append(Setting(f.name, kind, defaults(cls)[f.name], help_text))
     return shown

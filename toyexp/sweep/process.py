@@ -29,7 +29,7 @@ from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
 
 if TYPE_CHECKING:
-    from toyexp.config.schema import Submitit
+    from toyexp.config.top_level import Submitit
 
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 SAVING = 60.0  # seconds that a run has for saving when its node is taken away

@@ -30,7 +30,8 @@ from toyexp.training.introduction import print_result
 from toyexp.training.rundir import lock
 
 if TYPE_CHECKING:
-    from toyexp.config.schema import Source, Sweep
+    from toyexp.config.schema import Source
+    from toyexp.config.top_level import Sweep
     from toyexp.contract.registry import Registry
     from toyexp.training.parts import Result
 

@@ -10,12 +10,8 @@ from typing import Any
 
 from toyexp.base.terminal import say
 from toyexp.base.words import count, short
-from toyexp.training.parts import Prepared, Result
+from toyexp.training.parts import ASIDE_KEYS, Prepared, Result
 from toyexp.training.rundir import git_facts, host_facts
-
-# Top-level keys that change no number of a run.
-NOT_NUMBERS = ("name", "callbacks", "plugins", "resume", "checkpoint_every", "checkpoint_keep", "checkpoint_best",
-               "sweep")  # fmt: skip
 
 
 def introduction(prepared: Prepared) -> list[str]:
@@ -62,7 +58,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
 
 def config_hash(plain: dict[str, Any]) -> str:
     """A digest of everything that decides a run's numbers; its name and its callbacks do not."""
-    kept = {k: v for k, v in plain.items() if k not in NOT_NUMBERS}
+    kept = {k: v for k, v in plain.items() if k not in ASIDE_KEYS}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 

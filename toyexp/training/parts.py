@@ -19,7 +19,7 @@ from toyexp.contract.recipe import Recipe
 from toyexp.contract.run import Best
 from toyexp.training.bus import Bus
 from toyexp.training.loop import Outcome
-from toyexp.training.settings import Settings
+from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_with
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Config:
     model: Model
     data: Data
     recipe: Recipe
-    engine: Engine
+    engine: Engine = field(metadata=about("what computes", FREE))
     optim: Optim
-    callbacks: dict[str, Callback]
+    callbacks: dict[str, Callback] = field(metadata=about("what watches, steers and exports", FREE, ASIDE))
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
@@ -46,6 +46,10 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned))]
+
+
+FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change
+ASIDE_KEYS = keys_with(ASIDE, Settings, Config)  # what changes no number of a run
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,18 @@ from toyexp.base.files import absent, require
 from toyexp.base.ownership import SWEEP, Ledger, fingerprint
 from toyexp.base.words import short
 from toyexp.contract.engine import state_misfit
+from toyexp.contract.planned import defaults
 from toyexp.training import checkpoint
 from toyexp.training.loop import Outcome
+from toyexp.training.parts import FREE_KEYS, Config, Prepared
 
 if TYPE_CHECKING:
     from toyexp.contract.callback import Callback
     from toyexp.contract.data import Data
-    from toyexp.training.parts import Prepared
 
 log = logging.getLogger("toyexp")
 
 AUTO = "auto"
-# What a resumed run may change; everything else decides what the steps before the checkpoint have computed.
-FREE = ("name", "steps", "lr", "eval_every", "engine", "callbacks", "plugins", "resume", "nonfinite",
-        "checkpoint_every", "checkpoint_keep", "checkpoint_best", "sweep")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,8 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if not all(isinstance(state.get(part), dict) for part in parts):
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
     outcome = _outcome(found)
-    changed = dict(differences(state["config"], prepared.config.plain))
-    fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE}
+    changed = dict(differences(with_defaults(state["config"], prepared.config), prepared.config.plain))
+    fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE_KEYS}
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
         told = [
@@ -214,6 +212,29 @@ def _completed(directory: Path) -> bool:
         return bool(result["reason"] == "completed" and not result.get("error"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """A saved configuration with the settings that are new since then at their defaults: so they were meant to be."""
+    parts = {kind: getattr(config, kind) for kind, now in config.plain.items() if isinstance(now, Mapping)}
+    del parts["callbacks"]
+    callbacks = _filled(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
+    return {
+        **defaults(config.settings), **then, "callbacks": callbacks,
+        **_filled({kind: then.get(kind) for kind in parts}, config.plain, parts),
+    }  # fmt: skip
+
+
+def _filled(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """The settings of some parts, each with the defaults of those that it has only now, if it is the same thing."""
+    if not isinstance(then, Mapping):
+        return then
+    filled = dict(then)
+    for kind, part in parts.items():
+        node = then.get(kind)
+        if isinstance(node, Mapping) and node.get("name") == now[kind]["name"]:
+            filled[kind] = {**{k: v for k, v in defaults(part).items() if k in now[kind]}, **node}
+    return filled
 
 
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

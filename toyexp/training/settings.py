@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
-import operator
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-import yaml
 
 from toyexp.base.bounds import require_float32
 from toyexp.base.errors import UserError, choose
 from toyexp.contract.planned import changed
-from toyexp.contract.registry import conf_dir
 from toyexp.training.checkpoint import Interval
 
 NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
 
-
-@functools.cache
-def shipped() -> Mapping[str, Any]:
-    """conf/config.yaml as it stands."""
-    found: Mapping[str, Any] = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    return found
+# What a key is. Without any of these it decides a run's numbers, and a run that goes on keeps it.
+FREE = "free"  # a run that goes on may have another one
+ASIDE = "aside"  # no number depends on it
+OF_A_RUN = "of a run"  # it is about a run's directory, and when it is looked at and saved; nothing else asks for it
 
 
-def default(key: str) -> Any:
-    """A field whose default, and what it means, stands in conf/config.yaml under this key and nowhere else."""
-    return field(default_factory=lambda: copy.deepcopy(functools.reduce(operator.getitem, key.split("."), shipped())))
+def about(text: str, *roles: str) -> dict[str, Any]:
+    """What a field of a dataclass says of its key: its help, and what it is."""
+    return {"help": text, "roles": roles}
+
+
+def setting(default: Any, text: str, *roles: str) -> Any:
+    """A key with its default, its help, and what it is."""
+    return field(default=default, metadata=about(text, *roles))
+
+
+def keys_with(role: str, *classes: type) -> set[str]:
+    """The fields that have a role."""
+    return {f.name for cls in classes for f in fields(cls) if role in f.metadata.get("roles", ())}
 
 
 @dataclass
 class Settings:
-    """The keys at the top, but for the parts; what they mean stands in conf/config.yaml, which shows them all."""
+    """The keys at the top, but for the parts. conf/config.yaml shows them as they stand here."""
 
-    name: str = default("name")
-    seed: int = default("seed")
-    steps: int = default("steps")
-    batch_size: int = default("batch_size")
-    lr: float = default("lr")
-    eval_every: int = default("eval_every")
-    checkpoint_every: str = default("checkpoint_every")
-    checkpoint_keep: int = default("checkpoint_keep")
-    checkpoint_best: str | None = default("checkpoint_best")
-    nonfinite: str = default("nonfinite")
-    resume: str | None = default("resume")
-    plugins: list[str] = default("plugins")  # noqa: RUF009 - a field, whose value is made anew each time
+    name: str = setting("${recipe.name}-${model.name}", "of the run, its directory and its GGUF", FREE, ASIDE, OF_A_RUN)
+    seed: int = setting(0, "of the initial values and the order of the data")
+    steps: int = setting(200, "optimiser steps", FREE)
+    batch_size: int = setting(8, "sequences (or images) in a step")
+    lr: float = setting(0.003, "base learning rate, which the schedule scales", FREE)
+    eval_every: int = setting(50, "steps between looks at the held-out data; 0 never looks", FREE, OF_A_RUN)
+    checkpoint_every: str = setting(
+        "10min",
+        "steps or a time (30s, 10min, 2h) between checkpoints, and one at the end; 0 writes the best alone, if kept",
+        FREE, ASIDE, OF_A_RUN,
+    )  # fmt: skip
+    checkpoint_keep: int = setting(2, "the last so many are kept", FREE, ASIDE, OF_A_RUN)
+    checkpoint_best: str | None = setting(
+        None,
+        "and the one whose held-out score of this name is best, which is exported: loss, ppl, or accuracy",
+        FREE, ASIDE, OF_A_RUN,
+    )  # fmt: skip
+    nonfinite: str = setting(
+        "stop", "what a loss or gradient that is no finite number does: stop (the run) | skip (the step)", FREE
+    )
+    resume: str | None = setting(
+        None, "what to go on with: auto (the newest of this name) | a run's directory", FREE, ASIDE, OF_A_RUN
+    )
+    plugins: list[str] = field(
+        default_factory=list,
+        metadata=about("local modules to load, on the command line only: plugins=[my_module]", FREE, ASIDE),
+    )
 
     def check(self) -> None:
         """Raises UserError for numbers that cannot work."""

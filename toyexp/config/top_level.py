@@ -1,0 +1,70 @@
+"""The keys at the top of a configuration: how -m runs its jobs, and a list of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from toyexp.base.errors import UserError, choose
+from toyexp.contract.planned import changed
+from toyexp.contract.registry import Setting, settings_of
+from toyexp.training.settings import Settings
+
+LAUNCHERS = ("serial", "joblib", "submitit")
+# Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
+
+
+@dataclass
+class Submitit:
+    """What `sweep.launcher=submitit` asks a cluster for; null is the cluster's own default."""
+
+    cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
+    partition: str | None = None  # of Slurm
+    timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
+    gpus: int = 0  # per job
+    cpus: int | None = None  # cores per job; null: the cluster's default
+    mem_gb: float | None = None  # memory per job; null: the cluster's default
+
+
+@dataclass
+class Sweep:
+    """How -m runs its jobs. No number of a run depends on it, and conf/config.yaml shows it as it stands here."""
+
+    launcher: str = "serial"  # serial (one job after another) | joblib (several at once here) | submitit (on a cluster)
+    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
+    isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
+    fail_fast: bool = False  # the first failure ends the sweep
+    resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
+    retry: bool = False  # with resume: jobs that failed, too
+    submitit: Submitit = field(default_factory=Submitit)  # what a job asks the cluster for
+
+    def check(self) -> None:
+        """Raises UserError for what cannot work together."""
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
+        if self.jobs < 0:
+            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
+        if self.jobs > 1 and self.launcher == "serial":
+            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
+        if not self.isolate and self.launcher != "serial":
+            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
+        if self.retry and self.resume is None:
+            raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
+        if asked and self.launcher != "submitit":
+            raise UserError(
+                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
+            )
+        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
+        for name, least in limits.items():
+            value = getattr(given, name)
+            if value is not None and not least <= value < 2**31:
+                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least} to {2**31 - 1}")
+
+
+def top_level() -> Iterator[tuple[str, Setting]]:
+    """Every key that is no part's, by its whole name."""
+    for prefix, cls in (("", Settings), ("sweep.", Sweep), ("sweep.submitit.", Submitit)):
+        yield from ((prefix + s.name, s) for s in settings_of(cls) if s.name != "submitit")

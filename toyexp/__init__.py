@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from toyexp.contract.decoder import Decoder
     from toyexp.contract.engine import Engine, Session, State, StepMetrics
     from toyexp.contract.hooks import Register, hookimpl
+    from toyexp.contract.kind import IMAGES, TOKENS, Kind
     from toyexp.contract.model import Model, TensorSpec
     from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary
     from toyexp.contract.optimiser import AdamW
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "IMAGES",
+    "TOKENS",
     "AdamW",
     "Adapted",
     "Batch",
@@ -61,6 +64,7 @@ __all__ = [
     "ImageBatches",
     "ImageDataset",
     "InputSpec",
+    "Kind",
     "Lens",
     "LoraAdapter",
     "LowRank",
@@ -109,6 +113,7 @@ _HOMES = {
     "toyexp.contract.decoder": "Decoder",
     "toyexp.contract.engine": "Engine Session State StepMetrics",
     "toyexp.contract.hooks": "Register hookimpl",
+    "toyexp.contract.kind": "IMAGES TOKENS Kind",
     "toyexp.contract.model": "Model TensorSpec",
     "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary",
     "toyexp.contract.optimiser": "AdamW",

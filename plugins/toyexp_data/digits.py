@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, Planned, Unavailable
+from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, Unavailable
 from toyexp.base.packages import broken
 from toyexp_data.images import check_images, few_images
 
@@ -23,7 +23,7 @@ class Digits(Data):
     """Handwritten digits, 8 x 8 pixels, from scikit-learn."""
 
     name: ClassVar[str] = "digits"
-    gives: ClassVar[str] = "images"
+    gives: ClassVar[Kind] = IMAGES
 
     val_fraction: float = 0.2  # of every digit, held out from training; the same images whatever the seed
     augment: str = "none"  # none | flip | shift (by a pixel) | flip_shift

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from toyexp import Batch, Batches, Dataset, Tokenizer, UserError
+from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
 from toyexp.base.random import stream
-from toyexp.datasets.tokens import sequence_inputs
 from toyexp_data.chat import Example
 
 
@@ -160,7 +159,7 @@ class ExampleBatches(Batches):
         self._rows = train.rows(context + 1, pack, shuffled)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs = sequence_inputs(context)
+        self.inputs = TOKENS.inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")

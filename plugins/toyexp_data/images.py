@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Data, ImageDataset, Planned, UserError, choose, needed, printable
+from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, UserError, choose, needed, printable
 from toyexp.base.files import read_text, require, require_folder
 from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS
 
@@ -36,7 +36,7 @@ class Images(Data):
     """Images of your own, a folder per class."""
 
     name: ClassVar[str] = "images"
-    gives: ClassVar[str] = "images"
+    gives: ClassVar[Kind] = IMAGES
 
     path: str = ""  # a folder with one folder of images per class
     labels: str = ""  # instead of folders per class: a CSV file whose lines are "file,class", classes counted from 0

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Data, TokenDataset, UserError
+from toyexp import TOKENS, Data, Kind, TokenDataset, UserError
 from toyexp.base.random import generator
 
-TOKENS = 1_000_000
+COUNT = 1_000_000
 HELD_OUT = 50_000
 EVAL_BATCHES = 16
 
@@ -21,7 +21,7 @@ class Random(Data):
     """Random token ids, for measuring speed: there is nothing in them to learn."""
 
     name: ClassVar[str] = "random"
-    gives: ClassVar[str] = "tokens"
+    gives: ClassVar[Kind] = TOKENS
 
     vocab: int = 1024  # ids run from 0 to vocab - 1
 
@@ -32,5 +32,5 @@ class Random(Data):
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
-        ids = generator(0, "data=random").integers(0, self.vocab, TOKENS, dtype=np.int32)
+        ids = generator(0, "data=random").integers(0, self.vocab, COUNT, dtype=np.int32)
         return TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, EVAL_BATCHES, {"vocab": self.vocab})

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, changed, choose
+from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, changed, choose
 from toyexp.base.errors import UnknownCharacter
 from toyexp.base.files import require
 from toyexp.base.signals import interruptible
@@ -38,7 +38,7 @@ NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__
 class TokenizedData(Data):
     """What everything that begins as text shares: a tokenizer, and a part that is held out."""
 
-    gives: ClassVar[str] = "tokens"
+    gives: ClassVar[Kind] = TOKENS
 
     tokenizer: str = "auto"  # auto (the donor's or base's) | byte | char | bpe (trained on this text) | a GGUF file
     bpe_vocab: int = 1024  # tokens that tokenizer=bpe learns

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from toyexp import Data, Planned, TokenDataset, Tokenizer, UserError, choose, printable
+from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, choose, printable
 from toyexp.base.files import open_file, read_file, require
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
@@ -26,7 +26,7 @@ class Tokens(Data):
     """A file of packed token ids: uint16 or int32, little-endian, or numpy's .npy."""
 
     name: ClassVar[str] = "tokens"
-    gives: ClassVar[str] = "tokens"
+    gives: ClassVar[Kind] = TOKENS
 
     path: str = ""  # the token file
     dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32, an .npy says its own)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from toyexp import Dataset, Model, UserError, printable
+from toyexp import TOKENS, Dataset, Kind, Model, UserError, printable
 from toyexp.contract.format import ModelFile
 
 
@@ -15,7 +15,7 @@ from toyexp.contract.format import ModelFile
 class LanguageModel(Model):
     """A causal language model over token ids [B, T]."""
 
-    reads: ClassVar[str] = "tokens"
+    reads: ClassVar[Kind] = TOKENS
 
     d_model: int = 64  # width of the residual stream
     n_layers: int = 2  # blocks

@@ -12,12 +12,14 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 
 from toyexp import (
+    IMAGES,
     Batch,
     Batches,
     Constant,
     Dataset,
     ImageDataset,
     InputSpec,
+    Kind,
     Model,
     Normal,
     Ops,
@@ -48,7 +50,7 @@ class ViT(Model):
     """Vision transformer: an image's patches, a class token, learned positions."""
 
     name: ClassVar[str] = "vit"
-    reads: ClassVar[str] = "images"
+    reads: ClassVar[Kind] = IMAGES
     score_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     d_model: int = 64  # width of the residual stream

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from toyexp import Model, Plan, PlanTensor, Recipe, Session, Setup
+from toyexp import IMAGES, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, Session, Setup
 from toyexp_recipes import original
 
 DONOR = Path(__file__).parent / "assets" / "donor.gguf"
@@ -17,7 +17,7 @@ class Scratch(Recipe):
     """All weights from random values."""
 
     name: ClassVar[str] = "scratch"
-    reads: ClassVar[tuple[str, ...]] = ("tokens", "images")
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
 
     init: str = "default"  # initial values: default (drawn by name) | toy (as the original draws llama and gpt2)
 

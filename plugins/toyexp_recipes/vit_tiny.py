@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from toyexp import Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
+from toyexp import IMAGES, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
 from toyexp.base.bounds import require_positive
 
 
@@ -14,7 +14,7 @@ class VitTiny(Recipe):
     """An image classifier, all weights from random values."""
 
     name: ClassVar[str] = "vit_tiny"
-    reads: ClassVar[tuple[str, ...]] = ("images",)
+    reads: ClassVar[tuple[Kind, ...]] = (IMAGES,)
 
     init_scale: float = 1.0  # multiplies the initial values of the blocks' matrices
 

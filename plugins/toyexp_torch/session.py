@@ -180,8 +180,8 @@ class TorchSession(Session):
 
         def forward(ops: TorchOps, ids: np.ndarray) -> np.ndarray:
             with self._settings.applied(), torch.no_grad(), self._autocast():
-                tokens = {"tokens": torch.from_numpy(ids).to(self._device)}
-                return _host(self.plan.model.forward(ops, params, tokens)[0, -1])
+                batch = {self.plan.model.reads.sequence: torch.from_numpy(ids).to(self._device)}
+                return _host(self.plan.model.forward(ops, params, batch)[0, -1])
 
         return CachedDecoder(self, forward)
 

@@ -122,11 +122,11 @@ def traced(model):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_op_has_the_shape_that_the_reference_computes(name):
-    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads == "tokens" else {}))
+    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads.text else {}))
     sizes, draw = {"B": 3, "T": 7}, np.random.default_rng(0)
     batch = {
         n: draw.integers(0, VOCAB, (3, *(sizes.get(s, s) for s in shape)))
-        if model.reads == "tokens"
+        if model.reads.text
         else draw.normal(size=(3, *shape))
         for n, shape in model.inputs().items()
     }
@@ -139,9 +139,9 @@ def test_every_op_has_the_shape_that_the_reference_computes(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_operations_are_two_a_weight_and_position_and_those_of_attention(name):
-    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads == "tokens" else {}))
+    model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads.text else {}))
     matrices = sum(math.prod(t.shape) for t in model.tensors() if len(t.shape) == 2 and "embd" not in t.name)
-    if model.reads == "tokens":
+    if model.reads.text:
         matrices += model.vocab * model.d_model if model.tied else 0
         width = next(t.shape[1] for t in model.tensors() if t.name == "blk.0.attn_output.weight")  # heads times size
         expected = {"": 2 * matrices, "T": 4 * width * model.n_layers}

@@ -19,10 +19,9 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp import Constant, FromGGUF, Model, Normal, Setup, TensorSpec, UserError
+from toyexp import TOKENS, Constant, FromGGUF, Kind, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
 from toyexp.contract.registry import load
-from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
@@ -490,7 +489,7 @@ def registry():
 
 
 def test_the_model_that_those_spoil_is_one(tmp_path, registry):
-    model = model_of(put_llama(tmp_path / "m.gguf", llama_keys()), registry, ["tokens"])
+    model = model_of(put_llama(tmp_path / "m.gguf", llama_keys()), registry, [TOKENS])
     assert (model.vocab, model.n_heads, model.n_kv_heads) == (257, 4, 2)
 
 
@@ -500,7 +499,7 @@ def test_a_file_that_is_no_model_is_an_error_with_its_path_and_one_cause(tmp_pat
     path = put_llama(tmp_path / "m.gguf", llama_keys(**keys), tensors)
     began = time.process_time()
     with pytest.raises(GGUFError) as caught:
-        model_of(path, registry, ["tokens"])
+        model_of(path, registry, [TOKENS])
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert cause in message
@@ -653,7 +652,7 @@ class Tiny(Model):
     """Tensors of every kind that the writer tells apart."""
 
     name: ClassVar[str] = "llama"
-    reads: ClassVar[str] = "tokens"
+    reads: ClassVar[Kind] = TOKENS
 
     vocab: int = 257
 
@@ -701,7 +700,7 @@ def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypa
         with pytest.raises(UserError, match=r"llama\.rope\.freq_base"):
             check_keys(Tiny())
         with pytest.raises(UserError, match="to train without"):
-            GGUFExport().check_plan(Setup(sequence_inputs(4), 1).plan(Tiny(), []))
+            GGUFExport().check_plan(Setup(TOKENS.inputs(4), 1).plan(Tiny(), []))
 
 
 def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):

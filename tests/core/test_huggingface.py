@@ -200,9 +200,9 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
     ],
 )
 def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
-    model = replace(model, vocab=257) if model.reads == "tokens" else model
+    model = replace(model, vocab=257) if model.reads.text else model
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
-    write_model(Path("m.gguf"), model, values, Bytes() if model.reads == "tokens" else None)
+    write_model(Path("m.gguf"), model, values, Bytes() if model.reads.text else None)
     assert main(["export", "m.gguf", "--type", "hf"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("toyexp: error: m.gguf: ") and said in err and err.count("\n") == 1

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from toyexp import Recipe, UserError
+from toyexp import IMAGES, Kind, Recipe, UserError
 from toyexp.contract.compatibility import cells, refusal, table
 from toyexp.contract.registry import Offer, Registry
 from toyexp.reference.opmodel import OpModel
@@ -27,7 +27,7 @@ class OfImages(Plain):
     """Reads only images."""
 
     name: ClassVar[str] = "of_images"
-    reads: ClassVar[tuple[str, ...]] = ("images", "sounds")
+    reads: ClassVar[tuple[Kind, ...]] = (IMAGES, Kind("sounds", "seconds"))
 
 
 @dataclass

@@ -135,6 +135,20 @@ BROKEN = {
         "    register(Mine)\n",
         ["Mine does not implement plan"],
     ),
+    "says in a word which data it reads": (
+        "from dataclasses import dataclass\n"
+        "from toyexp import Recipe, hookimpl\n"
+        "@dataclass\n"
+        "class Mine(Recipe):\n"
+        "    '''Trains something.'''\n"
+        "    name = 'other'\n"
+        "    reads = ('tokens',)\n"
+        "    def plan(self, model, setup): ...\n"
+        "@hookimpl\n"
+        "def register_recipes(register):\n"
+        "    register(Mine)\n",
+        ["Mine.reads is ('tokens',)", "TOKENS"],
+    ),
     "registers another kind of thing": (
         callback("other").replace("register_callbacks", "register_engines"),
         ["Mine is no subclass of toyexp.Engine"],

@@ -18,7 +18,6 @@ from transformers_ids import answers
 
 from toyexp import InputSpec, Model, Setup, Tokenizer
 from toyexp.commands.line import main
-from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
@@ -109,7 +108,7 @@ def logits(model: Model, path: Path, ids: np.ndarray, adapter: Path | None = Non
     """Our engine's [B, T, V]."""
     from toyexp_torch.engines import TorchCPU
 
-    plan = frozen_plan(model, path, Setup(sequence_inputs(ids.shape[1]), rows=len(ids)), adapter)
+    plan = frozen_plan(model, path, Setup(model.reads.inputs(ids.shape[1]), rows=len(ids)), adapter)
     with TorchCPU(threads=1).realize(plan) as session:
         session.build()
         return session.logits({"tokens": ids.astype(np.int32)})

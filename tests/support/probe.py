@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Given, InputSpec, Model, Params, Plan, PlanTensor, TensorSpec
+from toyexp import TOKENS, Given, InputSpec, Kind, Model, Params, Plan, PlanTensor, TensorSpec
 
 
 @dataclass
@@ -13,7 +13,7 @@ class Probe(Model):
     """`function(ops, p, batch)` is the forward pass; a tensor named in `computed` reaches it as an op's result."""
 
     name: ClassVar[str] = "probe"
-    reads: ClassVar[str] = "tokens"
+    reads: ClassVar[Kind] = TOKENS
 
     arrays: dict = field(default_factory=dict)
     function: object = None

@@ -91,7 +91,7 @@ class Work:
     machine: str
     model: str
     data: str
-    unit: str  # tokens or images
+    unit: str  # what speed is counted in: tokens, images
     units: int  # of them in a step
     flops: float  # in a step
 
@@ -161,13 +161,13 @@ def work_of(variant: Variant) -> Work:
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
     size = count(sum(t.size for t in plan.tensors))
     per_step = f"{rows} x {positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
-    images = prepared.model.reads == "images"
+    kind = prepared.model.reads
     return Work(
         machine=", ".join([*machine, f"toyexp {toyexp.__version__}"]),
         model=f"{prepared.model.name}, {size} parameters, {per_step}",
-        data=f"{prepared.config.data.name}, {prepared.dataset.vocab} {'classes' if images else 'token ids'}",
-        unit="images" if images else "tokens",
-        units=rows if images else rows * positions(plan),
+        data=f"{prepared.config.data.name}, {prepared.dataset.vocab} {kind.targets}",
+        unit=kind.unit,
+        units=rows * math.prod(plan.inputs["targets"].shape),
         flops=flops,
     )
 

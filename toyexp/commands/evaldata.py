@@ -10,6 +10,7 @@ from typing import Any, cast
 from toyexp.base.errors import UserError, choose
 from toyexp.config.restored import is_checkpoint
 from toyexp.config.trust import require_plugins
+from toyexp.contract.compatibility import of_kind
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
@@ -62,11 +63,11 @@ def kind_of(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
     classes = [cast("type[Data]", offer.cls) for offer in registry.offers["data"].values()]
     fits = {cls: cls.recognises(path) for cls in classes}
-    best = max(classes, key=lambda cls: (fits[cls] > 0, cls.gives == model.reads, fits[cls]))
+    readable = of_kind(model.reads, registry)
+    best = max(classes, key=lambda cls: (fits[cls] > 0, cls.name in readable, fits[cls]))
     if not fits[best]:
         raise UserError(f"--data {path}: nothing in there is known to be data; say what it is: data=NAME data.path=...")
-    if best.gives != model.reads:
-        readable = {cls.name for cls in classes if cls.gives == model.reads}
+    if best.name not in readable:
         raise UserError(f"--data {path}: is data={best.name}, which gives {best.gives}; the model reads {model.reads}; "
                         f"{choose('', readable)}")  # fmt: skip
     return best.name

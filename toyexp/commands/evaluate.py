@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from toyexp.base.errors import UserError
 from toyexp.base.memory import TO_LOOK, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
 from toyexp.config.restored import file_of, origin
+from toyexp.contract.compatibility import of_kind, unread
 from toyexp.contract.dataset import Dataset
+from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
@@ -63,21 +62,19 @@ class Evaluation:
     own: bool  # whether it is what the model's run was trained on
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
-    perplexity: float | None  # of text
-    bits_per_byte: float | None  # of text whose tokens are known
+    figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
+        """As plain data; what is known of text alone is null for others."""
+        figures = {figure.name: figure.value for figure in self.figures}
+        plain = {"perplexity": None, "bits_per_byte": None, **asdict(self), **figures}
+        del plain["figures"]
+        return plain
 
     def lines(self) -> list[str]:
         """For a person."""
-        found = [f"loss {self.loss:.4f}"]
-        if self.perplexity is not None:
-            found.append(f"perplexity {self.perplexity:.2f}")
-        if self.bits_per_byte is not None:
-            found.append(f"{self.bits_per_byte:.3f} bits per byte")
+        found = [f"loss {self.loss:.4f}", *(figure.shown for figure in self.figures if figure.value is not None)]
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
         named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
         data = "; ".join((named, *self.left_out))
@@ -121,14 +118,12 @@ def evaluate(
         held_out = batches.held_out()
         loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
-    text = model.reads == "tokens"
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
         data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()),
         share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
         targets=round(weights), loss=loss,
-        perplexity=math.exp(min(loss, 700)) if text else None,
-        bits_per_byte=_bits_per_byte(loss, held_out, dataset) if text else None, scores=scores,
+        figures=model.reads.figures(loss, held_out, dataset), scores=scores,
     )  # fmt: skip
 
 
@@ -158,48 +153,33 @@ def _data(
         return [*(own if kind in own else [kind]), given]
     if "data" in typed:
         return []
-    return own or ([] if model.reads == "tokens" else ["data=digits"])
+    return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]
 
 
 def _opened(built: Config, model: Model, path: Path) -> Dataset:
     """The data; UserError for what the file's model cannot read."""
-    if built.data.gives != model.reads:
-        raise UserError(f"{path} reads {model.reads}; data={built.data.name} gives {built.data.gives}")
-    if model.reads != "tokens":
-        dataset = built.data.open(None)
-        metadata = opened(str(path)).metadata
-        keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
-        written = {name: metadata[key] for name, key in keys.items() if key in metadata}
-        try:
-            dataset.see_as(written)
-            model.fit(dataset)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-        return dataset
-    dataset = built.data.open(path)
-    if dataset.vocab > model.vocab:  # type: ignore[attr-defined]
+    if reason := unread(str(path), model.reads, built.data):
+        raise UserError(reason)
+    dataset = built.data.open(path if model.reads.text else None)
+    if model.reads.text and dataset.vocab > model.settings().get("vocab", dataset.vocab):
         raise UserError(f"{path}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
+    metadata = opened(str(path)).metadata
+    keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
+    try:
+        dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
+        model.fit(dataset)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return dataset
 
 
-def _window(settings: Sequence[str], model: Any, trained: int | None) -> int | None:
+def _window(settings: Sequence[str], model: Model, trained: int | None) -> int | None:
     """Tokens of a window: as typed, as trained, or the model's own up to 512: longer ones gain little and cost much."""
-    if model.reads != "tokens":
+    if not model.context:
         return None
     given = [s.partition("=")[2] for s in settings if s.startswith("model.context=")]
     if not given:
-        return min(int(model.context), trained or 512)
+        return min(model.context, trained or 512)
     if not given[-1].isdigit() or not 1 <= int(given[-1]) <= model.context:
         raise UserError(f"model.context={given[-1]}: must be a whole number from 1 to {model.context}, the file's own")
     return int(given[-1])
-
-
-def _bits_per_byte(loss: float, held_out: Sequence[Mapping[str, Any]], dataset: Any) -> float | None:
-    """The loss of all targets over the bytes that they stand for."""
-    tokenizer = getattr(dataset, "tokenizer", None)
-    if tokenizer is None:
-        return None
-    lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
-    kept = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
-    total = int(lengths[kept].sum())
-    return loss * len(kept) / total / math.log(2) if total else None

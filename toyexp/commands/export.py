@@ -148,7 +148,7 @@ def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
     _check_rounding(options, file, dict.fromkeys(file.tensors, TYPES[dtype]))
     prefix = f"{file.architecture}."
     data = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    tokenizer, warnings = _tokenizer(file) if model.reads == "tokens" else (None, [])
+    tokenizer, warnings = _tokenizer(file) if model.reads.text else (None, [])
     try:
         told = notes(model, data, tokenizer)
         warnings += write_folder(target, model, file.read, tokenizer, dtype, data)
@@ -194,7 +194,7 @@ def choose_target(file: GGUFFile, kind: str, to: Path | None = None, force: bool
 def _check_model(file: GGUFFile, kind: str, registry: Registry) -> None:
     """Raises UserError unless the file holds a model of an architecture that is known here."""
     model = class_in(file, registry)
-    if kind in K_QUANTS and model.reads != "tokens":
+    if kind in K_QUANTS and not model.reads.text:
         raise file.error(f"{kind} is written by llama.cpp, which has no {file.architecture}; {choose('', FILE_TYPES)}")
 
 

@@ -22,7 +22,6 @@ from toyexp.config.restored import file_of, origin
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.contract.sampling import Sampling, continuation
-from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFError, GGUFFile
@@ -234,7 +233,7 @@ def _by_engine(
     from toyexp.config.schema import Source
 
     model: Any = model_of(path, registry)
-    if model.reads != "tokens":
+    if not model.reads.sequence:
         raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
     tokenizer, template = _language(path, options), chat_template(path, options)
     ids = _prompt_ids(path, prompt, options, tokenizer, template)
@@ -244,8 +243,8 @@ def _by_engine(
         raise UserError(f"{path}: the prompt's id {beyond[0]} is not one of its 0..{vocab - 1}")
     _require_room(path, len(ids), model.context)
     # The window holds what is asked for and no more: an engine of static graphs computes all of it for every token.
-    inputs = sequence_inputs(min(model.context, len(ids) + options.tokens))
-    inputs["tokens"] = dataclasses.replace(inputs["tokens"], below=model.vocab)
+    inputs, name = model.reads.inputs(min(model.context, len(ids) + options.tokens)), model.reads.sequence
+    inputs[name] = dataclasses.replace(inputs[name], below=model.vocab)
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
     built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
     scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()

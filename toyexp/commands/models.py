@@ -183,7 +183,7 @@ def good_for(file: GGUFFile, registry: Registry) -> str:
         return "adapter"
     offers = Offers(file, file.path, registry)
     if offers.model is not None:
-        return "base" if offers.model.reads == "tokens" else offers.model.reads
+        return "base" if offers.model.reads.text else offers.model.reads.name
     if offers.unfit_donor() is None:
         return "donor"
     reason = str(offers.refused)

@@ -16,7 +16,6 @@ from toyexp.contract.compatibility import misfit
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
-from toyexp.datasets.tokens import sequence_inputs
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile
@@ -84,11 +83,11 @@ class Offers:
             return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
         found = [self._training("lora", "lr=1e-3"), self._training("full", "lr=1e-4")]
         found = found if any(use.command for use in found) else found[:1]
-        if self.model is None or self.model.reads == "tokens":
+        if self.model is None or self.model.reads.text:
             found.append(self._donor())
         if self.model is not None:
             found.append(self._eval(self.model))
-            found += [self._generate(self.model)] if self.model.reads == "tokens" else []
+            found += [self._generate(self.model)] if self.model.reads.sequence else []
             found.append(self._export())
         return found
 
@@ -143,14 +142,14 @@ class Offers:
             return unread
         try:
             recipe.check()
-            recipe.plan(model, Setup(sequence_inputs(context), rows=1))
+            recipe.plan(model, Setup(model.reads.inputs(context), rows=1))
         except UserError as error:
             return _reason(error, self._file)
         return None
 
     def _eval(self, model: Model) -> Use:
         data = self._data
-        if model.reads != "tokens":
+        if not model.reads.text:
             sizes = model.settings()
             data = " data=images data.path=FOLDER"
             data += f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""

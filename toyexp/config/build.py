@@ -282,14 +282,15 @@ def take_base(cfg: DictConfig, typed: Sequence[Override], registry: Registry) ->
                     + (f" with {key}={there}" if key in held else "")
                     + f"; leave {override.key_or_group} out"
                 )
-    context = cfg.model.get("context", held["context"])
-    if isinstance(context, int) and context > held["context"]:
-        raise UserError(
-            f"model.context={context}: {path} holds a model for up to {held['context']} positions; "
-            f"use model.context={held['context']} or less"
-        )
+    if base.context:
+        held["context"] = cfg.model.get("context", base.context)
+        if isinstance(held["context"], int) and held["context"] > base.context:
+            raise UserError(
+                f"model.context={held['context']}: {path} holds a model for up to {base.context} positions; "
+                f"use model.context={base.context} or less"
+            )
     with open_dict(cfg):
-        cfg.model = {"name": base.name, **held, "context": context}
+        cfg.model = {"name": base.name, **held}
     return base
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from toyexp.base.errors import UserError
-from toyexp.contract.batch import InputSpec
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
+from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
-from toyexp.contract.registry import Offer, Registry
+from toyexp.contract.registry import Registry
 
 
 def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
@@ -28,11 +28,21 @@ def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
     return f"recipe={recipe.name} needs {min(lacking)}, which engine={engine.name} does not have" if lacking else None
 
 
+def unread(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
+    """Why the reader of this kind of data cannot read these; None where it can."""
+    return None if data.gives == kind else f"{reader} reads {kind}; data={data.name} gives {data.gives}"
+
+
+def of_kind(kind: Kind, registry: Registry) -> list[str]:
+    """The names of the data of a kind; the first of them is for those who name none."""
+    return [name for name, offer in registry.offers["data"].items() if cast("type[Data]", offer.cls).gives == kind]
+
+
 def misfit(recipe: Recipe, model: Model) -> str | None:
     """Why the recipe is for other kinds of models; None where it is not."""
     if model.reads in recipe.reads:
         return None
-    kinds = " or ".join(recipe.reads)
+    kinds = " or ".join(map(str, recipe.reads))
     return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
 
 
@@ -47,21 +57,15 @@ def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Da
     if "data" in typed:
         kind = data.gives
     fits = kind in (recipe.reads if "recipe" in typed else recipe.reads[:1])
-    recipes = [recipe.name] if fits else [r for r, offer in registry.offers["recipe"].items() if _first(offer) == kind]
-    models = [model.name] if model.reads == kind else _of_kind(registry, "model", "reads", kind)
-    other_data = [f"data={name}" for name in _of_kind(registry, "data", "gives", kind)][:1]
+    others = {name: cast("type[Recipe]", offer.cls) for name, offer in registry.offers["recipe"].items()}
+    recipes = [recipe.name] if fits else [name for name, cls in others.items() if cls.reads[0] == kind]
+    known = {name: cast("type[Model]", offer.cls) for name, offer in registry.offers["model"].items()}
+    models = [model.name] if model.reads == kind else [name for name, cls in known.items() if cls.reads == kind]
+    other_data = [f"data={name}" for name in of_kind(kind, registry)][:1]
     words = own_data if "data" in typed else other_data
     if not (recipes and models and words):
         return ""
     return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}"
-
-
-def _first(offer: Offer) -> str:
-    return cast("type[Recipe]", offer.cls).reads[0]
-
-
-def _of_kind(registry: Registry, part: str, attribute: str, kind: str) -> list[str]:
-    return [name for name, offer in registry.offers[part].items() if getattr(offer.cls, attribute) == kind]
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,9 @@ def cells(registry: Registry) -> Iterator[Cell]:
 
 def _setting(recipe: Recipe, model: Model) -> str | None:
     """What a plan of nothing but defaults lacks."""
-    inputs = {"targets": InputSpec((1,), "int32"), "weights": InputSpec((1,), "float32")}
     try:
         recipe.check()
-        recipe.plan(model, Setup(inputs, rows=1))
+        recipe.plan(model, Setup(model.reads.inputs(1), rows=1))
     except UserError as error:
         return str(error)
     except Exception:  # a plugin's plan may need the sizes that come from the data; a run has them

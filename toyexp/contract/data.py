@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp.contract.dataset import Dataset
+from toyexp.contract.kind import Kind
 from toyexp.contract.planned import Planned
 
 
@@ -20,7 +21,7 @@ class Data(ABC):
     """Base of all data plugins: a dataclass whose fields say which data and how to split it."""
 
     name: ClassVar[str]  # what `data=` takes
-    gives: ClassVar[str]  # the kind of data: "tokens" or "images"
+    gives: ClassVar[Kind]  # TOKENS, IMAGES, or a kind of your own
     fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
 
     @classmethod

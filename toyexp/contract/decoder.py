@@ -34,7 +34,8 @@ class Decoder(ABC):
 
     def __init__(self, session: Weights):
         self.session = session
-        self.context = session.plan.inputs["tokens"].shape[0]
+        self.input = session.plan.model.reads.sequence  # the name of what it reads
+        (self.context,) = session.plan.inputs[self.input].shape
         self.position = 0  # ids read so far
         self._version = session.version
 
@@ -46,7 +47,7 @@ class Decoder(ABC):
         """
         if self.session.version != self._version:
             raise SessionError("feed(): the session took a step or was closed since; ask for a new decoder")
-        given, below = np.asarray(ids), self.session.plan.inputs["tokens"].below
+        given, below = np.asarray(ids), self.session.plan.inputs[self.input].below
         if given.ndim != 1 or given.dtype.kind not in "iu" or not len(given):
             raise SessionError(f"feed(): expected token ids [n], got {list(given.shape)} {given.dtype}")
         wrong = given[(given < 0) | (given >= (2**31 if below is None else below))]
@@ -75,4 +76,4 @@ class Recompute(Decoder):
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
         """See Decoder."""
         self._ids = np.concatenate([self._ids[: self.position], ids])
-        return self.session.logits({"tokens": self._ids[None]})[0, -1]
+        return self.session.logits({self.input: self._ids[None]})[0, -1]

@@ -177,9 +177,10 @@ class Session(ABC):
     def decoder(self) -> Decoder:
         """What reads a sequence of tokens piece by piece, with the present weights; raises for other models."""
         self._require(State.BUILT, "decoder()")
-        tokens, targets = (self.plan.inputs.get(name) for name in ("tokens", "targets"))
-        if tokens is None or targets is None or tokens.shape != targets.shape:
-            raise SessionError(f"decoder(): model={self.plan.model.name} does not continue a sequence of tokens")
+        model = self.plan.model
+        ids, targets = (self.plan.inputs.get(name) for name in (model.reads.sequence, "targets"))
+        if ids is None or targets is None or ids.shape != targets.shape:
+            raise SessionError(f"decoder(): model={model.name} does not continue a sequence of tokens")
         return self.do_decoder()
 
     @final

@@ -12,6 +12,7 @@ import numpy as np
 
 from toyexp.base.bounds import MOST, require_positive
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.kind import Kind
 from toyexp.contract.ops import Ops, Params, Tensor
 from toyexp.contract.values import Values
 
@@ -44,7 +45,7 @@ class Model(ABC):
     """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
 
     name: ClassVar[str]  # what `model=` takes
-    reads: ClassVar[str]  # the kind of data it learns from: "tokens" or "images"
+    reads: ClassVar[Kind]  # what it learns from: TOKENS, IMAGES, or a kind of your own
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
     score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
 
@@ -62,7 +63,12 @@ class Model(ABC):
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
         """The arrays of a batch that `forward` reads, without the batch axis; a letter is a size the run chooses."""
-        return {"tokens": ("T",)}
+        return {self.reads.sequence: ("T",)}
+
+    @property
+    def context(self) -> int:
+        """Positions of a row, the one size of a model in a file that a run may make smaller; 0: rows have none."""
+        return 0
 
     def fit(self, dataset: Dataset) -> Model:
         """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
@@ -70,7 +76,7 @@ class Model(ABC):
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
         """The data's batches as the model reads them."""
-        return dataset.batches(getattr(self, "context", 0), rows, seed)
+        return dataset.batches(self.context, rows, seed)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}.

@@ -13,6 +13,7 @@ import numpy as np
 from toyexp.base.blame import blamed
 from toyexp.contract.batch import InputSpec
 from toyexp.contract.engine import Engine, Session
+from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import FROM_SCRATCH
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
@@ -51,7 +52,7 @@ class Recipe(ABC):
 
     name: ClassVar[str]  # what `recipe=` takes
     optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
-    reads: ClassVar[tuple[str, ...]] = ("tokens",)  # kinds of model it can train
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data whose models it can train
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
     needs_features: ClassVar[tuple[str, ...]] = ()  # what an engine must offer beyond the op vocabulary
 

@@ -22,6 +22,7 @@ from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.hooks import Registration, RunHooks
+from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.planned import defaults
 from toyexp.contract.recipe import Recipe
@@ -229,6 +230,20 @@ def check_class(cls: type, kind: str, base: type) -> None:
             raise UserError(f"{label}.{f.name} cannot be a setting: elsewhere a key of that name says what to call")
     if issubclass(cls, Callback):
         _check_callback(cls, label)
+    if issubclass(cls, (Data, Model, Recipe)):
+        _check_data_kinds(cls, label)
+
+
+def _check_data_kinds(cls: type[Data] | type[Model] | type[Recipe], label: str) -> None:
+    """Raises UserError unless the class says which kind of data it gives, or which ones it reads."""
+    attribute = "gives" if issubclass(cls, Data) else "reads"
+    said = getattr(cls, attribute, None)
+    kinds = said if issubclass(cls, Recipe) and isinstance(said, tuple) and said else (said,)
+    if not all(isinstance(kind, Kind) for kind in kinds):
+        several = "a tuple of kinds" if issubclass(cls, Recipe) else "a kind"
+        raise UserError(
+            f"{label}.{attribute} is {said!r}; it is {several} of data: TOKENS, IMAGES or a Kind of your own"
+        )
 
 
 def _check_callback(cls: type[Callback], label: str) -> None:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Token ids as batches of windows, where batch k is a function of (seed, k) alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.batch import Batch
 from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.kind import TOKENS
 from toyexp.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
@@ -89,7 +90,7 @@ class TokenBatches(Batches):
         # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
         self._windows = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs = sequence_inputs(context)
+        self.inputs = TOKENS.inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Start positions of the epoch's windows, shuffled."""
@@ -129,12 +130,6 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
         for first in range(0, len(ids), step):
             digest.update(ids[first : first + step].tobytes())
     return digest.hexdigest()
-
-
-def sequence_inputs(context: int) -> dict[str, InputSpec]:
-    """The arrays of a batch of sequences, each [context] a row: tokens, the targets after them, and their weights."""
-    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-    return {name: InputSpec((context,), kind) for name, kind in kinds.items()}
 
 
 def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:

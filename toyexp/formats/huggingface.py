@@ -55,7 +55,7 @@ def write_folder(
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
     config = {**layout.config, "torch_dtype": dtype, "transformers_version": FORM}
     settings = dict(layout.files)
-    if model.reads == "tokens":
+    if model.reads.text:
         ids = _special_ids(tokenizer)
         config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **ids}
         if tokenizer is not None and "eot_token_id" in config:
@@ -76,7 +76,7 @@ def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) ->
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
         lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
-    lost = lacks(model.huggingface(data).conversion, tokenizer) if model.reads == "tokens" else ""
+    lost = lacks(model.huggingface(data).conversion, tokenizer) if model.reads.text else ""
     if lost:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
     return lines

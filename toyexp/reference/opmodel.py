@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model, TensorSpec
 from toyexp.contract.ops import Ops, Params, Rotary, Tensor
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
@@ -77,7 +78,7 @@ class OpModel(Model):
     """One op between an embedding and the loss."""
 
     name: ClassVar[str] = "op"
-    reads: ClassVar[str] = "tokens"
+    reads: ClassVar[Kind] = TOKENS
 
     case: str = "rows"  # a key of CASES
 

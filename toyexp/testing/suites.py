@@ -24,6 +24,7 @@ from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, Session, State, StepMetrics
+from toyexp.contract.kind import IMAGES, TOKENS
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
@@ -386,9 +387,13 @@ class RecipeSuite(PluginSuite):
         """The recipe's class."""
         return type(self.recipe)
 
+    def dataset(self) -> Dataset:
+        """Tiny data for the model; for a kind of data of your own, say which."""
+        return {TOKENS: token_dataset(self.vocab), IMAGES: image_dataset()}[self.model.reads]
+
     def planned(self) -> Plan:
         """A plan for tiny batches."""
-        dataset = image_dataset() if self.model.reads == "images" else token_dataset(self.vocab)
+        dataset = self.dataset()
         model = self.model.fit(dataset)
         return self.recipe.plan(model, Setup(model.batches(dataset, 2, 0).inputs, rows=2, seed=1))
 

@@ -17,7 +17,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals, stop_signals
 from toyexp.base.words import short
-from toyexp.contract.compatibility import refusal
+from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.engine import Session
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
@@ -41,11 +41,8 @@ def prepare(config: Config) -> Prepared:
     reason = refusal(recipe, config.model, config.engine)
     if reason:
         raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
-    if config.data.gives != config.model.reads:
-        raise UserError(
-            f"model={config.model.name} reads {config.model.reads}; data={config.data.name} gives {config.data.gives}"
-            f"{config.suited}"
-        )
+    if reason := unread(f"model={config.model.name}", config.model.reads, config.data):
+        raise UserError(reason + config.suited)
     bus = Bus(config.callbacks, config.by_default)
     with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
         vocabulary = recipe.vocabulary()
@@ -123,8 +120,8 @@ def _judge(
     """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
-        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads, list(bus.artifacts), bus.steps_of,
-        best,
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.unit, list(bus.artifacts),
+        bus.steps_of, best,
     )  # fmt: skip
     summary = {
         **asdict(outcome),

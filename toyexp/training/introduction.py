@@ -20,8 +20,8 @@ def introduction(prepared: Prepared) -> list[str]:
     total = sum(t.size for t in plan.tensors)
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes, reads = prepared.dataset.describe(), prepared.model.reads
-    known = [f"{count(sizes[f'train_{reads}'])} {reads} to train on"] if f"train_{reads}" in sizes else []
+    sizes, unit = prepared.dataset.describe(), prepared.model.reads.unit
+    known = [f"{count(sizes[f'train_{unit}'])} {unit} to train on"] if f"train_{unit}" in sizes else []
     known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
@@ -68,7 +68,7 @@ def print_result(result: Result) -> None:
     from toyexp.base.writing import bytes_in
 
     outcome = result.outcome
-    speed = f" · {count(outcome.tokens_per_second)} {result.reads}/s" if outcome.tokens_per_second else ""
+    speed = f" · {count(outcome.tokens_per_second)} {result.unit}/s" if outcome.tokens_per_second else ""
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import cast
 
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.read import GGUFFile
 
 
-def model_of(path: Path, registry: Registry, reads: Sequence[str] | None = None) -> Model:
+def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The model that a GGUF file holds; UserError when none of those that read `reads` (any) has its architecture."""
     with GGUFFile(path) as file:
         return model_in(file, registry, reads)
@@ -25,7 +26,7 @@ def require_model(file: GGUFFile) -> None:
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
 
 
-def class_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = None) -> type[Model]:
+def class_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> type[Model]:
     """Who has the architecture of an open file's model; see `model_of`."""
     require_model(file)
     offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
@@ -35,7 +36,7 @@ def class_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = N
     return known[file.architecture]
 
 
-def model_in(file: GGUFFile, registry: Registry, reads: Sequence[str] | None = None) -> Model:
+def model_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The same as `model_of`, of a file that is open."""
     found = class_in(file, registry, reads)
     _check_counts(file)

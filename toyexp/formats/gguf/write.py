@@ -88,7 +88,7 @@ def write_model(
         general["name"] = fitting_name(general["name"], tokenizer)
     for key, value in model_metadata(model, general, data or {}).items():
         writer.add(key, value)
-    if model.reads == "tokens":
+    if model.reads.text:
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
             writer.add(key, value)
     for name, array in {**tensors, **model.constants()}.items():

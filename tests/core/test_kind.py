@@ -1,0 +1,66 @@
+"""The kinds of data: which goes with which, and what a kind says for itself."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from toyexp import IMAGES, TOKENS, Kind, TokenDataset
+from toyexp.commands.evaluate import Evaluation
+from toyexp.contract.compatibility import of_kind, refusal, unread
+from toyexp.contract.registry import load
+from toyexp.reference.opmodel import OpModel
+from toyexp.testing import NullEngine
+from toyexp.text.tokenizer import Bytes
+from toyexp_data.digits import Digits
+from toyexp_recipes.scratch import Scratch
+from toyexp_recipes.vit_tiny import VitTiny
+
+SOUNDS = Kind("sounds", "clips")
+
+
+@dataclass
+class Hears(OpModel):
+    """Reads sounds."""
+
+    reads: ClassVar[Kind] = SOUNDS
+
+
+@dataclass
+class Listens(Scratch):
+    """Trains models of sounds alone, a kind that another package made of the same name."""
+
+    reads: ClassVar[tuple[Kind, ...]] = (Kind("sounds", "seconds"),)
+
+
+def test_two_kinds_are_the_same_by_name_alone():
+    assert refusal(Listens(), Hears("rows"), NullEngine()) is None
+    assert refusal(Scratch(), Hears("rows"), NullEngine()) == (
+        "recipe=scratch trains models that read tokens or images; model=op reads sounds"
+    )
+    assert "read images; model=op reads sounds" in refusal(VitTiny(), Hears("rows"), NullEngine())
+    assert unread("model=vit", IMAGES, Digits()) is None
+    assert unread("x.gguf", SOUNDS, Digits) == "x.gguf reads sounds; data=digits gives images"
+
+
+def test_who_names_no_data_gets_the_first_that_is_registered_of_the_kind():
+    registry = load()
+    assert of_kind(TOKENS, registry)[0] == "stdlib"
+    assert of_kind(IMAGES, registry) == ["digits", "images"]
+    assert of_kind(SOUNDS, registry) == []
+
+
+@pytest.mark.parametrize(("tokenizer", "bits"), [(Bytes(), 2.0), (None, None)])
+def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
+    dataset = TokenDataset(np.arange(9), np.arange(9), tokenizer, 257, 1, {})
+    batch = {"targets": np.array([[97, 98, 99]]), "weights": np.array([[1, 0, 1]])}  # a byte each, of which two count
+    figures = TOKENS.figures(2 * math.log(2), [batch], dataset)
+    values = {figure.name: figure.value for figure in figures}
+    assert values == {"perplexity": pytest.approx(4), "bits_per_byte": bits and pytest.approx(bits)}
+    assert TOKENS.figures(1e6, [batch], dataset)[0].value < math.inf
+    assert IMAGES.figures(2.0, [batch], dataset) == SOUNDS.figures(2.0, [batch], dataset) == []
+    found = Evaluation("f", "m", "e", "d", None, [], {}, True, 2, 1.0, figures, {})
+    assert "perplexity 4.00" in found.lines()[-1] and ("2.000 bits per byte" in found.lines()[-1]) is bool(bits)
+    assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()

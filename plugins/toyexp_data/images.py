@@ -6,14 +6,14 @@ import csv
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, UserError, choose, needed, printable
+from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, Tokenizer, UserError, choose, needed, printable
 from toyexp.base.files import read_text, require, require_folder
 from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS
 
@@ -56,6 +56,12 @@ class Images(Data):
         """A folder with images in it, or in the folders in it."""
         below = (f for depth in ("*", "*/*") for f in path.glob(depth)) if path.is_dir() else ()
         return 2 if any(f.suffix.lower() in SUFFIXES for f in below) else 0
+
+    @classmethod
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+        """As the model was trained to see them."""
+        size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
+        return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""

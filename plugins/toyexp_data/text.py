@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from toyexp_data.found import Found, find, meant
 
 KINDS = ("auto", "byte", "char", "bpe")
 ON_ERROR = ("refuse", "skip")
+SMALL = 2000  # tokens of a vocabulary that may lack characters, and a text with many of them:
+ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 LONG = 20_000_000  # bytes of text from which on tokenizing is announced
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
 
@@ -213,6 +215,16 @@ class Stdlib(TextData):
 
     max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
 
+    @classmethod
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+        """For a model whose tokenizer takes any text."""
+        try:
+            if tokenizer and tokenizer.vocab <= SMALL:
+                tokenizer.encode(ANY_TEXT)
+        except UserError:
+            return None
+        return "" if tokenizer else None
+
     def files(self) -> Found:
         """Every .py file of the library but its tests, in path order."""
         root = sysconfig.get_path("stdlib")
@@ -231,6 +243,11 @@ class Text(TextData):
 
     path: str = ""  # a text file, a folder, or a pattern such as 'books/*.txt'
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
+
+    @classmethod
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+        """For a model with a tokenizer."""
+        return "data.path=TEXT.txt" if tokenizer else None
 
     @classmethod
     def recognises(cls, path: Path) -> int:

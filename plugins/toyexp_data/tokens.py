@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,11 @@ class Tokens(Data):
     def recognises(cls, path: Path) -> int:
         """A file by its name."""
         return 2 if path.suffix in (".bin", ".npy") else 0
+
+    @classmethod
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+        """For a model that knows ids alone."""
+        return None if tokenizer else "data.path=IDS.bin"
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and files that are not there."""

@@ -19,6 +19,7 @@ class FromBase(Recipe):
     """A recipe whose model, with all its values and its tokenizer, comes from a GGUF file, which is only read."""
 
     optim_mode: ClassVar[str] = LORA
+    starts_from: ClassVar[str] = "base"
 
     base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2
 

@@ -16,6 +16,7 @@ class Full(FromBase):
     """All weights of a GGUF model, trained further."""
 
     name: ClassVar[str] = "full"
+    hint: ClassVar[str] = "lr=1e-4"
 
     train_embeddings: bool = True  # false keeps the token and position embeddings as they are
 

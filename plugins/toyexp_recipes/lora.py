@@ -39,6 +39,7 @@ class Lora(FromBase):
     """Low-rank adapters on a frozen GGUF model."""
 
     name: ClassVar[str] = "lora"
+    hint: ClassVar[str] = "lr=1e-3"
 
     rank: int = 8  # inner size of an adapter
     alpha: float | None = None  # an adapter is scaled by alpha / rank; null: alpha = rank

@@ -41,6 +41,7 @@ class Warm(Recipe):
     """Embeddings from a donor GGUF, the rest from random values."""
 
     name: ClassVar[str] = "warm"
+    starts_from: ClassVar[str] = "donor"
     needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
     donor: str | None = None  # GGUF, run's directory or checkpoint whose embedding is used; null: the small one of ours

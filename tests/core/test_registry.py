@@ -135,6 +135,20 @@ BROKEN = {
         "    register(Mine)\n",
         ["Mine does not implement plan"],
     ),
+    "starts from what is no setting": (
+        "from dataclasses import dataclass\n"
+        "from toyexp import Recipe, hookimpl\n"
+        "@dataclass\n"
+        "class Mine(Recipe):\n"
+        "    '''Trains something.'''\n"
+        "    name = 'other'\n"
+        "    starts_from = 'base'\n"
+        "    def plan(self, model, setup): ...\n"
+        "@hookimpl\n"
+        "def register_recipes(register):\n"
+        "    register(Mine)\n",
+        ["Mine.starts_from is 'base'", "no setting"],
+    ),
     "says in a word which data it reads": (
         "from dataclasses import dataclass\n"
         "from toyexp import Recipe, hookimpl\n"

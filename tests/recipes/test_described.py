@@ -1,7 +1,9 @@
 """What toyexp describe says can be typed works as it stands, whatever file it is about."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from toyexp.commands.describe import describe
 from toyexp.commands.line import main
 from toyexp.config import build as config
 from toyexp.config.schema import Source, store_schemas
-from toyexp.contract.registry import load
+from toyexp.contract.registry import Offer, Registry, load
 from toyexp.formats.gguf.read import TYPES, GGUFFile
 from toyexp.formats.gguf.write import Writer
 from toyexp.text.tokenizer import Bytes, Characters
 from toyexp.training.experiment import prepare
+from toyexp_data.tokens import Tokens
+from toyexp_recipes.full import Full
 
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop"]
 QUICK = [*NOOP, "steps=1", "batch_size=2", "eval_every=0", "callbacks=[]"]
@@ -182,3 +186,33 @@ def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
     base(spoil="blk.1.attn_v.weight", **BYTES)(path)
     monkeypatch.setattr("toyexp.commands.uses.LOOKED_THROUGH", 1000)
     assert describe(path, registry).uses[0].command
+
+
+def test_a_recipe_and_data_of_a_stranger_are_offered_by_what_they_say_of_themselves(registry):
+    @dataclass
+    class Longer(Full):
+        """Trains on, slowly."""
+
+        name: ClassVar[str] = "longer"
+        hint: ClassVar[str] = "lr=1e-6"
+
+    @dataclass
+    class Ids(Tokens):
+        """Ids of another program."""
+
+        name: ClassVar[str] = "their_ids"
+
+        @classmethod
+        def suggested(cls, sizes, tokenizer):
+            return None if tokenizer else f"data.path=THEIRS data.below={sizes['vocab']}"
+
+    offers = {
+        "recipe": {"longer": Offer("recipe", "longer", Longer, "theirs", "theirs 1.0")},
+        "model": registry.offers["model"],
+        "data": {"their_ids": Offer("data", "their_ids", Ids, "theirs", "theirs 1.0"), **registry.offers["data"]},
+    }
+    base("gpt2")(Path("ids.gguf"))
+    shown = {use.what: use.command for use in describe(Path("ids.gguf"), Registry(offers)).uses}
+    assert shown["train on"].startswith("toyexp recipe=longer recipe.base=ids.gguf data=their_ids data.path=THEIRS ")
+    assert shown["train on"].endswith(f"data.below={VOCAB} model.context=12 lr=1e-6") and "donor" not in shown
+    assert shown["eval"].endswith(f"data=their_ids data.path=THEIRS data.below={VOCAB}")

@@ -182,10 +182,8 @@ def good_for(file: GGUFFile, registry: Registry) -> str:
     if file.metadata.get("general.type") == "adapter":
         return "adapter"
     offers = Offers(file, file.path, registry)
-    if offers.model is not None:
-        return "base" if offers.model.reads.text else offers.model.reads.name
-    if offers.unfit_donor() is None:
-        return "donor"
+    if best := offers.best:
+        return best
     reason = str(offers.refused)
     return f"no: {reason.removeprefix('its ').partition(';')[0].replace('architecture is', 'architecture')}"
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 from toyexp.base.errors import UserError, printable
 from toyexp.commands.export import PLAIN, choose_target
-from toyexp.contract.compatibility import misfit
+from toyexp.contract.compatibility import misfit, of_kind
+from toyexp.contract.data import Data
+from toyexp.contract.kind import TOKENS
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
@@ -23,11 +25,8 @@ from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer
 
 PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
-TRAINING_WINDOW = 64  # the default of model.context, which must not be longer than the file's
 LOOKED_THROUGH = 256 << 20  # bytes of a file whose numbers are all looked at; of a larger one a run says
 PROMPT = "Once upon a time"
-SMALL = 2000  # tokens of a vocabulary that may lack characters
-ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 EXPORTS = ("q8_0", "f16", "f32")
 
 
@@ -81,91 +80,93 @@ class Offers:
         """Everything, in the order of a work."""
         if self._file.metadata.get("general.type") == "adapter":
             return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
-        found = [self._training("lora", "lr=1e-3"), self._training("full", "lr=1e-4")]
+        found = [self._training(recipe) for recipe in self._starting_from("base")]
         found = found if any(use.command for use in found) else found[:1]
-        if self.model is None or self.model.reads.text:
-            found.append(self._donor())
+        found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]
         if self.model is not None:
-            found.append(self._eval(self.model))
+            found.append(self._eval())
             found += [self._generate(self.model)] if self.model.reads.sequence else []
             found.append(self._export())
         return found
 
     @cached_property
     def _data(self) -> str:
-        """The data to name where the standard library's text, which is read by default, is not for this file."""
-        tokenizer = self._tokenizer_or_reason
-        if not isinstance(tokenizer, Tokenizer):
-            return " data=tokens data.path=IDS.bin"
-        try:
-            if tokenizer.vocab <= SMALL:
-                tokenizer.encode(ANY_TEXT)
-        except UserError:
-            return " data=text data.path=TEXT.txt"
+        """The data to name where those that are read by default are not for this file."""
+        tokenizer, sizes = self._tokenizer_or_reason, self.model.settings() if self.model else {}
+        for name in of_kind(self.model.reads if self.model else TOKENS, self._registry):
+            cls = cast("type[Data]", self._registry.get("data", name))
+            words = cls.suggested(sizes, tokenizer if isinstance(tokenizer, Tokenizer) else None)
+            if words is not None:
+                return f" data={name} {words}" if words else ""
         return ""
 
-    def _training(self, recipe: str, lr: str) -> Use:
+    def _starting_from(self, what: str) -> list[type[Recipe]]:
+        recipes = (cast("type[Recipe]", offer.cls) for offer in self._registry.offers["recipe"].values())
+        return [recipe for recipe in recipes if recipe.starts_from == what and self._models(recipe)]
+
+    def _models(self, recipe: type[Recipe]) -> list[Model]:
+        """Those that the recipe trains, the first of them where none is named."""
+        models = (cast("type[Model]", offer.cls) for offer in self._registry.offers["model"].values())
+        return [model() for model in models if model.reads in recipe.reads]
+
+    def _is_for(self, recipe: type[Recipe]) -> bool:
+        return self.model is None or self.model.reads in recipe.reads
+
+    def _command(self, recipe: type[Recipe], context: str = "") -> str:
+        file = setting(f"recipe.{recipe.starts_from}", self._path)
+        return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
+
+    def _training(self, recipe: type[Recipe]) -> Use:
         if self.model is None:
             return Use("train on", None, self.refused)
-        own = int(self.model.settings().get("context", TRAINING_WINDOW))
-        context = f" model.context={own}" if own < TRAINING_WINDOW else ""
-        command = f"toyexp recipe={recipe} {setting('recipe.base', self._path)}{self._data}{context} {lr}"
-        base = {"base": str(self._file.path)}
-        return _use("train on", command, self._no_numbers or self._refusal(recipe, base, self.model, own))
+        own = self.model.context
+        context = f" model.context={own}" if 0 < own < self._models(recipe)[0].context else ""
+        reason = self._no_numbers or self._refusal(recipe, self.model)
+        return _use("train on", self._command(recipe, context), reason)
 
-    def _donor(self) -> Use:
-        command = f"toyexp recipe=warm {setting('recipe.donor', self._path)}{self._data}"
-        return _use("donor", command, self.unfit_donor(whole=True))
-
-    def unfit_donor(self, whole: bool = False) -> str | None:
-        """Why recipe=warm cannot take the file's embedding for the default model; None where it can.
-
-        With `whole` the tokenizer has to fit too, and the numbers that are taken, unless the file is large.
-        """
-        offer = self._registry.offers["model"].get("llama")
-        if offer is None:
-            return "there is no model=llama to warm"
-        tokenizer, table = self._tokenizer_or_reason if whole else "", self._file.tensors.get("token_embd.weight")
+    def _donor(self, recipe: type[Recipe]) -> Use:
+        tokenizer, table = self._tokenizer_or_reason, self._file.tensors.get("token_embd.weight")
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
         if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
-            rows = 1
-        model = offer.cls(vocab=rows)
-        return self._refusal("warm", {"donor": str(self._file.path)}, model, TRAINING_WINDOW)
+            rows = 1  # a run says what is wrong with the others
+        return _use("donor", self._command(recipe), self._unfit_donor(recipe, rows))
 
-    def _refusal(self, name: str, settings: dict[str, str], model: Model, context: int) -> str | None:
-        """Why a recipe refuses to plan a run of one step; None where it does not."""
-        offer = self._registry.offers["recipe"].get(name)
-        if offer is None:
-            return f"there is no recipe={name}"
-        recipe = cast("Recipe", offer.cls(**settings))
+    def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
+        """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
+        model = self._models(recipe)[0]
+        vocab = {"vocab": rows} if "vocab" in model.settings() else {}
+        return self._refusal(recipe, replace(model, **vocab))
+
+    @property
+    def best(self) -> str:
+        """The most that the file is good for, in a word: base, or its kind of data, or donor; empty: nothing."""
+        if self.model is not None:
+            trained_on = any(self._is_for(recipe) for recipe in self._starting_from("base"))
+            return "base" if trained_on else self.model.reads.name
+        return "donor" if any(self._unfit_donor(r) is None for r in self._starting_from("donor")) else ""
+
+    def _refusal(self, cls: type[Recipe], model: Model) -> str | None:
+        """Why a recipe refuses to plan a run of one step from this file; None where it does not."""
+        recipe = cls(**{cls.starts_from: str(self._file.path)})
         if unread := misfit(recipe, model):
             return unread
         try:
             recipe.check()
-            recipe.plan(model, Setup(model.reads.inputs(context), rows=1))
+            recipe.plan(model, Setup(model.reads.inputs(max(model.context, 1)), rows=1))
         except UserError as error:
             return _reason(error, self._file)
         return None
 
-    def _eval(self, model: Model) -> Use:
-        data = self._data
-        if not model.reads.text:
-            sizes = model.settings()
-            data = " data=images data.path=FOLDER"
-            data += f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
-            data += " data.color=false" * (sizes.get("channels") == 1)
-        return _use("eval", f"toyexp eval {shell(str(self._path))}{data}", self._no_numbers)
+    def _eval(self) -> Use:
+        return _use("eval", f"toyexp eval {shell(str(self._path))}{self._data}", self._no_numbers)
 
     def _generate(self, model: Model) -> Use:
         return _use("generate", f"toyexp generate {shell(str(self._path))} {self._prompt(model)}", self._no_numbers)
 
     def _prompt(self, model: Model) -> str:
         """What the file's tokenizer and context can take."""
-        settings, tokenizer = model.settings(), self._tokenizer_or_reason
-        context, vocab = int(settings.get("context", TRAINING_WINDOW)), int(settings.get("vocab", 2))
+        tokenizer, context, vocab = self._tokenizer_or_reason, model.context, int(model.settings().get("vocab", 2))
         if isinstance(tokenizer, Tokenizer):
-            if tokenizer.vocab > SMALL and context > 2 * len(PROMPT):
-                return f"--prompt '{PROMPT}'"
             with contextlib.suppress(UserError):
                 if len(tokenizer.prompt(PROMPT)) <= context:
                     return f"--prompt '{PROMPT}'"

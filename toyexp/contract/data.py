@@ -6,14 +6,15 @@ So every engine sees the same data, micro-batches cut the same rows, and a saved
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Kind
 from toyexp.contract.planned import Planned
+from toyexp.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -28,6 +29,11 @@ class Data(ABC):
     def recognises(cls, path: Path) -> int:
         """How well `path` fits where no `data=` says what it is: 2 like no other, 1 if nothing better does, 0 not."""
         return 0
+
+    @classmethod
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+        """What to type beside `data=<name>` for a file's model of these sizes; None where these are not for it."""
+        return None
 
     @abstractmethod
     def check(self) -> None:

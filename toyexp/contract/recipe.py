@@ -53,6 +53,8 @@ class Recipe(ABC):
     name: ClassVar[str]  # what `recipe=` takes
     optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data whose models it can train
+    starts_from: ClassVar[str] = ""  # the setting that names a GGUF: base (a whole model), donor (a part of one)
+    hint: ClassVar[str] = ""  # what a first try with a file adds, such as lr=1e-4
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
     needs_features: ClassVar[tuple[str, ...]] = ()  # what an engine must offer beyond the op vocabulary
 

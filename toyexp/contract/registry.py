@@ -230,6 +230,8 @@ def check_class(cls: type, kind: str, base: type) -> None:
             raise UserError(f"{label}.{f.name} cannot be a setting: elsewhere a key of that name says what to call")
     if issubclass(cls, Callback):
         _check_callback(cls, label)
+    if issubclass(cls, Recipe) and cls.starts_from and cls.starts_from not in cls.__dataclass_fields__:
+        raise UserError(f"{label}.starts_from is {cls.starts_from!r}, which is no setting of it")
     if issubclass(cls, (Data, Model, Recipe)):
         _check_data_kinds(cls, label)
 

@@ -30,9 +30,6 @@ class GGMLOps(Ops):
         self._tape: Tape = []
         self._turned: dict[Node, Node] = {}
 
-    def begin_block(self) -> None:
-        """Called where the model begins one of its blocks."""
-
     # -- the tape -----------------------------------------------------------------------------------------------
 
     def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:

@@ -190,7 +190,7 @@ class GGMLSession(Session):
     def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
         kind = RecomputingOps if self._wanted.recompute else GGMLOps
         ops = kind(graph, self._profile, self._inputs)
-        params = self.plan.params(self._weights, self._inputs.batch, on_block=ops.begin_block)
+        params = self.plan.params(self._weights, self._inputs.batch)
         return ops, self.plan.model.forward(ops, params, self._inputs.batch)
 
     def _loss_and_gradients(self, graph: Graph) -> tuple[Node, dict[str, Node]]:

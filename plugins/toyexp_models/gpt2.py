@@ -72,25 +72,28 @@ class GPT2(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, T, vocab] of tokens [B, T]."""
-
-        def linear(x: Tensor, b: Params, name: str) -> Tensor:
-            return ops.linear(x, b[f"{name}.weight"], b[f"{name}.bias"])
-
-        def norm(x: Tensor, b: Params, name: str) -> Tensor:
-            return ops.layer_norm(x, b[f"{name}.weight"], b[f"{name}.bias"], self.norm_eps)
-
         length = batch["tokens"].shape[-1]
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
         for i in range(self.n_layers):
-            b = p.block(i)
-            qkv = ops.split(linear(norm(x, b, "attn_norm"), b, "attn_qkv"), 3)  # 3 times [B, T, d]
-            q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
-            x = ops.add(x, linear(ops.attention(q, k, v), b, "attn_output"))
-            h = ops.gelu(linear(norm(x, b, "ffn_norm"), b, "ffn_up"))  # [B, T, d_ff]
-            x = ops.add(x, linear(h, b, "ffn_down"))
-        x = norm(x, p, "output_norm")
+            x = ops.block(self.block, x, p.block(i))
+        x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
         return ops.linear(x, p["token_embd.weight" if self.tied else "output.weight"])
+
+    def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
+        """What attention and the feed-forward layer make of x [B, T, d]."""
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return ops.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
+
+        qkv = ops.split(linear(norm(x, "attn_norm"), "attn_qkv"), 3)  # 3 times [B, T, d]
+        q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
+        x = ops.add(x, linear(ops.attention(q, k, v), "attn_output"))
+        h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
+        return ops.add(x, linear(h, "ffn_down"))
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The keys llama.cpp reads for architecture gpt2."""

@@ -133,29 +133,32 @@ class RotaryModel(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, T, vocab] of tokens [B, T]."""
-
-        def norm(x: Tensor, b: Params, name: str) -> Tensor:
-            return ops.rms_norm(x, b[f"{name}.weight"], self.norm_eps)
-
-        def linear(x: Tensor, b: Params, name: str) -> Tensor:
-            return ops.linear(x, b[f"{name}.weight"], b.get(f"{name}.bias"))
-
-        rotary = self.rotary()
         x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
-            b = p.block(i)
-            h = norm(x, b, "attn_norm")
-            q = ops.heads(linear(h, b, "attn_q"), self.n_heads)  # [B, T, H, D]
-            k, v = (ops.heads(linear(h, b, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
-            if self.head_norms:
-                q, k = norm(q, b, "attn_q_norm"), norm(k, b, "attn_k_norm")
-            h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v)  # [B, T, H*D]
-            x = ops.add(x, linear(h, b, "attn_output"))
-            h = norm(x, b, "ffn_norm")
-            h = self.gated(ops, linear(h, b, "ffn_gate"), linear(h, b, "ffn_up"))  # [B, T, d_ff]
-            x = ops.add(x, linear(h, b, "ffn_down"))
-        x = norm(x, p, "output_norm")
+            x = ops.block(self.block, x, p.block(i))
+        x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
         return ops.linear(x, p["token_embd.weight" if self.tied else "output.weight"])
+
+    def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
+        """What attention and the feed-forward layer make of x [B, T, d]."""
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+        rotary = self.rotary()
+        h = norm(x, "attn_norm")
+        q = ops.heads(linear(h, "attn_q"), self.n_heads)  # [B, T, H, D]
+        k, v = (ops.heads(linear(h, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
+        if self.head_norms:
+            q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
+        h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v)  # [B, T, H*D]
+        x = ops.add(x, linear(h, "attn_output"))
+        h = norm(x, "ffn_norm")
+        h = self.gated(ops, linear(h, "ffn_gate"), linear(h, "ffn_up"))  # [B, T, d_ff]
+        return ops.add(x, linear(h, "ffn_down"))
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The keys llama.cpp reads for these architectures."""

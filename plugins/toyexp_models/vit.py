@@ -145,28 +145,27 @@ class ViT(Model):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, classes] of patches [B, P, channels * patch * patch]."""
-        classic = self.block == "layernorm_gelu"
-
-        def linear(x: Tensor, b: Params, name: str) -> Tensor:
-            return ops.linear(x, b[f"{name}.weight"], b.get(f"{name}.bias"))
-
-        def norm(x: Tensor, b: Params, name: str) -> Tensor:
-            if classic:
-                return ops.layer_norm(x, b[f"{name}.weight"], b[f"{name}.bias"], self.norm_eps)
-            return ops.rms_norm(x, b[f"{name}.weight"], self.norm_eps)
-
         v = Params(p, "v.")
-        x = ops.prepend(linear(batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
+        x = ops.prepend(_linear(ops, batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
         x = ops.add(x, v["position_embd.weight"])
         for i in range(self.n_layers):
-            b = v.block(i)
-            h = norm(x, b, "ln1")
-            q, k, value = (ops.heads(linear(h, b, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
-            x = ops.add(x, linear(ops.attention(q, k, value, causal=False), b, "attn_out"))
-            h = linear(norm(x, b, "ln2"), b, "ffn_up")  # [B, P+1, d_ff]
-            x = ops.add(x, linear(ops.gelu(h) if classic else ops.silu(h), b, "ffn_down"))
-        x = norm(ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
-        return linear(x, v, "head")
+            x = ops.block(self._block, x, v.block(i))
+        x = self._norm(ops, ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
+        return _linear(ops, x, v, "head")
+
+    def _block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
+        """What attention and the feed-forward layer make of x [B, P+1, d]."""
+        h = self._norm(ops, x, p, "ln1")
+        q, k, v = (ops.heads(_linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
+        x = ops.add(x, _linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
+        h = _linear(ops, self._norm(ops, x, p, "ln2"), p, "ffn_up")  # [B, P+1, d_ff]
+        h = ops.gelu(h) if self.block == "layernorm_gelu" else ops.silu(h)
+        return ops.add(x, _linear(ops, h, p, "ffn_down"))
+
+    def _norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
+        if self.block == "layernorm_gelu":
+            return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
+        return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """The share of images whose likeliest class is theirs."""
@@ -249,6 +248,10 @@ class ViT(Model):
             "attention.head_count": self.n_heads,
             BLOCKS[self.block]: self.norm_eps,
         }
+
+
+def _linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
+    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
 
 class Patches(Batches):

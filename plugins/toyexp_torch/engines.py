@@ -40,6 +40,7 @@ class TorchEngine(Engine):
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
     compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
     deterministic: bool = False  # only kernels that repeat to the bit; some are slower
+    recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
     def _check_settings(self) -> None:
         if self.dtype not in DTYPES:
@@ -57,7 +58,7 @@ class TorchEngine(Engine):
         return TorchSession(plan, wanted)
 
     def _wanted(self) -> Wanted:
-        return Wanted(self.device, self.check(), self.dtype, self.compile, self.deterministic)
+        return Wanted(self.device, self.check(), self.dtype, self.compile, self.deterministic, self.recompute)
 
 
 @dataclass

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from toyexp import Ops, Rotary
+from toyexp import Ops, Params, Rotary
 from toyexp_torch.packed import Packed, PackedLinear
 
 
@@ -16,8 +20,15 @@ class TorchOps(Ops):
     start = 0  # the position that rope counts from
     longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
+        self._recompute = recompute  # the activations of a block are not kept for the backward pass
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
+
+    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+        if not (self._recompute and torch.is_grad_enabled()):
+            return super().block(function, x, p, *rest)
+        # No op draws random numbers, whose state would have to be kept.
+        return checkpoint(lambda x: function(self, x, p, *rest), x, use_reentrant=False, preserve_rng_state=False)
 
     def rows(self, table: Tensor | Packed, ids: Tensor) -> Tensor:
         if isinstance(table, Packed):

@@ -34,7 +34,7 @@ class TorchSession(Session):
         self._wanted = wanted
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
-        self._ops = TorchOps()
+        self._ops = TorchOps(wanted.recompute)
         self._settings = _Switches(wanted)
         # Matrices first: what decays is then one contiguous part of the vector.
         order = sorted(plan.trainable, key=lambda t: not t.decays)

@@ -159,7 +159,9 @@ def test_the_head_is_told_from_the_last_block(name, layers):
     model = replace(ALL[name], n_layers=layers, **({"vocab": VOCAB} if name != "vit" else {}))
     parts = traced(model)
     assert list(parts.blocks) == list(range(layers))
-    assert all(line.block == i or not line.weights for i, block in parts.blocks.items() for line in block)
+    assert all(line.block == i for i, block in parts.blocks.items() for line in block)
+    assert all(f"blk.{i}." in w.name for i, block in parts.blocks.items() for line in block for w in line.weights)
+    assert [line.block for line in (*parts.before, *parts.after)] == [None] * len([*parts.before, *parts.after])
     if layers > 1:
         assert [line.op for line in parts.blocks[layers - 1]] == [line.op for line in parts.blocks[0]]
         assert parts.blocks[layers - 1][-1].op == "add"

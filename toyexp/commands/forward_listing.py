@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from toyexp.base.words import count
 from toyexp.contract.model import Model
@@ -35,17 +36,13 @@ class Line:
     operations: int = 0  # multiplications and additions, times `per`; of matrix products and attention
     per: tuple[str, ...] = ()
     results: int = 1
-
-    @property
-    def block(self) -> int | None:
-        """The block whose tensors it reads."""
-        found = [BLOCK.search(w.name) for w in self.weights]
-        return next((int(m[1]) for m in found if m), None)
+    block: int | None = None  # the one it is called in, from 0
 
     def anywhere(self, types: bool) -> Line:
         """The same without the number of its block, and without the types of its weights unless `types`."""
         return replace(
             self,
+            block=None,
             weights=tuple(replace(w, name=inside(w.name), type=w.type if types else "") for w in self.weights),
         )
 
@@ -173,30 +170,26 @@ def listing(model: Model, weights: Iterable[Traced]) -> Listing:
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
-    """Cuts where a block's first tensor is read; the last block is as long as the one before it, if that fits."""
-    starts: dict[int, int] = {}
-    for at, line in enumerate(lines):
-        if line.block is not None:
-            starts.setdefault(line.block, at)
-    if not starts:
+    """Cuts where the blocks begin and end; what stands between two of them goes to the first."""
+    numbers = [line.block for line in lines]
+    inside = [at for at, number in enumerate(numbers) if number is not None]
+    if not inside:
         return Listing(lines, {}, [], once)
-    ends = [*list(starts.values())[1:], len(lines)]
-    blocks = {i: lines[at:end] for (i, at), end in zip(starts.items(), ends, strict=True)}
-    *_, previous, last = [None, *blocks]
-    after = next((n for n, line in enumerate(blocks[last]) if line.weights and line.block is None), len(blocks[last]))
-    if previous is not None:
-        size, form = len(blocks[previous]), [line.anywhere(types=False) for line in blocks[previous]]
-        if [line.anywhere(types=False) for line in blocks[last][:size]] == form:
-            after = size
-    end = starts[last] + after
-    return Listing(lines[: min(starts.values())], {**blocks, last: lines[starts[last] : end]}, lines[end:], once)
+    blocks: dict[int, list[Line]] = {}
+    number = 0
+    for line in lines[inside[0] : inside[-1] + 1]:
+        number = number if line.block is None else line.block
+        blocks.setdefault(number, []).append(line)
+    return Listing(lines[: inside[0]], blocks, lines[inside[-1] + 1 :], once)
 
 
 @dataclass
 class ShapeOps(Ops):
-    """The op vocabulary, which writes a line for each op; see toyexp/ops.py for the shapes."""
+    """The op vocabulary, which writes a line for each op; see Ops for the shapes."""
 
     lines: list[Line] = field(default_factory=list)
+    _blocks: int = 0  # begun so far
+    _block: int | None = None  # the present one
 
     def _line(
         self, op: str, reads: Sequence[Traced], result: tuple[Size, ...], detail: str = "", cost: Sequence[Size] = (),
@@ -205,8 +198,17 @@ class ShapeOps(Ops):
         numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
         weights = tuple(t for t in reads if t.name)
         operations = math.prod(numbers) if cost else 0
-        self.lines.append(Line(op, weights, result, detail, operations, tuple(letters), results))
+        self.lines.append(Line(op, weights, result, detail, operations, tuple(letters), results, self._block))
         return Traced(result)
+
+    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+        """See Ops.block; a block inside another is a part of it."""
+        outer = self._block
+        if outer is None:
+            self._block, self._blocks = self._blocks, self._blocks + 1
+        y = function(self, x, p, *rest)
+        self._block = outer
+        return y
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """See Ops.rows."""

@@ -70,10 +70,9 @@ class Adapted:
 class Params(Mapping[str, Tensor]):
     """A model's tensors by GGUF name; `block(i)` is the view whose names start with `blk.i.`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "", on_block: Callable[[], None] | None = None):
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
         self._tensors = tensors
         self._prefix = prefix
-        self._on_block = on_block
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
@@ -85,9 +84,7 @@ class Params(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def block(self, i: int) -> Params:
-        """The tensors of block `i`, under their names inside the block; models ask for it where the block begins."""
-        if self._on_block:
-            self._on_block()
+        """The tensors of block `i`, under their names inside the block."""
         return Params(self._tensors, f"{self._prefix}blk.{i}.")
 
 
@@ -116,6 +113,14 @@ class Ops(ABC):
             x = self.add(x, self.mul(x, w.low_rank.dropout))
         update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
         return self.add(y, self.scale(update, w.low_rank.scale))
+
+    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+        """One of a model's blocks: `function(ops, x, p, *rest)`, from `x` to what the next block reads.
+
+        An engine may call it a second time in the backward pass instead of keeping what it computed (Chen et al. 2016,
+        "Training Deep Nets with Sublinear Memory Cost"), so nothing but its result leaves it.
+        """
+        return function(self, x, p, *rest)
 
     # -- what an engine implements ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,16 +126,10 @@ class Plan:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
-    def params(
-        self,
-        values: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor] | None = None,
-        on_block: Callable[[], None] | None = None,
-    ) -> Params:
+    def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
         """`values` as a model sees them: each adapted tensor together with its adapter.
 
-        `batch` may be left out of a plan without dropout. `on_block` is called whenever the model takes up its next
-        block.
+        `batch` may be left out of a plan without dropout.
         """
         seen: dict[str, Any] = dict(values)
         for adapter in self.adapters:
@@ -150,7 +144,7 @@ class Plan:
                         raise UserError(f"{adapter.target}: has dropout, which plan.params needs the batch for")
                     dropout = batch[adapter.mask]
                 seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale, dropout))
-        return Params(seen, on_block=on_block)
+        return Params(seen)
 
 
 def lora_names(target: str) -> list[str]:

@@ -36,6 +36,18 @@ def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
+def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    """Three, so that one is neither first nor last; each also reads what stood before them all."""
+
+    def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
+        return ops.mul(first, ops.silu(ops.linear(x, p["w"])))
+
+    y = x
+    for i in range(3):
+        y = ops.block(gated, y, p.block(i), x)
+    return y
+
+
 # name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
@@ -63,6 +75,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rope_factors": _rope_case(factors=(0.5, 3.0)),
     "rope_halves": _rope_case(halves=True),
     "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
+    "block": ({f"blk.{i}.w": (WIDTH, WIDTH) for i in range(3)}, _blocks_case),
 }
 # Where a case has not one target per position of its input: the shape of its targets.
 TARGETS: dict[str, tuple[int, ...]] = {

@@ -44,11 +44,10 @@ class ExampleDataset(Dataset):
             "boundary_splits": sum(e.split for e in (*train, *held_out)),
             "tokens_sha256": digest.hexdigest(),
         }
-        self._fitted: dict[str, int] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Counts and a digest; once `batches` was asked for a context, also what it cuts and what it leaves out."""
-        return {**self._facts, **self._fitted}
+        """Counts and a digest."""
+        return self._facts
 
     def prompt(self) -> list[int]:
         """What a model reads of the first held-out example before it is to write."""
@@ -56,16 +55,10 @@ class ExampleDataset(Dataset):
         return cast("list[int]", self.held_out.ids[:read].tolist())
 
     def left_out(self) -> list[str]:
-        """Lines that cannot be used, and once a context is known, examples that do not go into it."""
-        facts, count = self.describe(), len(self.train.lengths) + len(self.held_out.lengths)
-        skipped, cut, too_long = (facts.get(key, 0) for key in ("skipped", "truncated", "too_long"))
-        first = next(iter(facts.get("skipped_lines", ())), "")
-        told = {
-            f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}": skipped,
-            f"{cut} of {count} examples cut to the context (model.context)": cut,
-            f"{too_long} of {count} examples left out, prompts longer than the context (model.context)": too_long,
-        }
-        return [text for text, number in told.items() if number]
+        """Lines that cannot be used."""
+        skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
+        first = next(iter(self._facts.get("skipped_lines", ())), "")
+        return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
 
     def remarks(self) -> list[str]:
         """What whoever opened the data has to say, and what a chat template did to the conversations."""
@@ -87,11 +80,6 @@ class ExampleDataset(Dataset):
                     f"model.context={context}: in none of the {len(part.lengths)} {name} examples does what is "
                     f"learned begin within it; the shortest needs model.context={part.first.min()}"
                 )
-        parts = (self.train, self.held_out)
-        self._fitted = {
-            "truncated": sum(int((p.usable(whole) & (p.lengths > whole)).sum()) for p in parts),
-            "too_long": sum(int((~p.usable(whole)).sum()) for p in parts),
-        }
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 
 
@@ -159,7 +147,15 @@ class ExampleBatches(Batches):
         self._rows = train.rows(context + 1, pack, shuffled)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs = TOKENS.inputs(context)
+        self.inputs, whole, parts = TOKENS.inputs(context), context + 1, (train, held_out)
+        cut = sum(int((p.usable(whole) & (p.lengths > whole)).sum()) for p in parts)
+        too_long, count = sum(int((~p.usable(whole)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
+        self.facts = {"truncated": cut, "too_long": too_long}
+        told = {
+            f"{cut} of {count} examples cut to the context (model.context)": cut,
+            f"{too_long} of {count} examples left out, prompts longer than the context (model.context)": too_long,
+        }
+        self.left_out = [text for text, number in told.items() if number]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")

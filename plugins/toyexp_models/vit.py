@@ -258,7 +258,7 @@ class Patches(Batches):
     """Batches of images, each cut into a sequence of patches."""
 
     def __init__(self, images: Batches, patch: int):
-        self._images, self._patch = images, patch
+        self._images, self._patch, self.facts, self.left_out = images, patch, images.facts, images.left_out
         height, width, channels = images.inputs["images"].shape
         shape = ((height // patch) * (width // patch), channels * patch**2)
         rest = {name: spec for name, spec in images.inputs.items() if name != "images"}

@@ -49,6 +49,9 @@ def learned_texts(example, tokenizer):
 
 
 class TestJsonl(DataSuite):
+    epoch = 12
+    tells = ("model.context",)
+
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):
         self.data = Jsonl(path=str(written(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
@@ -58,6 +61,9 @@ class TestJsonl(DataSuite):
 
 
 class TestJsonlPacked(TestJsonl):
+    epoch = 0
+    tells = ()
+
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):
         path = written(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)])
@@ -287,7 +293,7 @@ def test_an_epoch_weighs_every_completion_token_that_fits_once(tmp_path_factory,
             dataset.batches(context, rows, seed)
         return
     batches = dataset.batches(context, rows, seed)
-    facts = dataset.describe()
+    facts = batches.facts
     assert facts["too_long"] == sum(f <= 0 for f in fits)
     assert facts["truncated"] == sum(0 < f < c + 1 for f, (_, c) in zip(fits, lengths, strict=True))
     epoch = len(batches._rows)

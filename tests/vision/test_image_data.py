@@ -18,6 +18,7 @@ from toyexp_data.images import Images
 
 class TestDigits(DataSuite):
     data = Digits()
+    epoch = 1440 // DataSuite.rows
 
 
 class TestDigitsShifted(DataSuite):

@@ -120,7 +120,7 @@ def evaluate(
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
-        data=built.data.name, path=built.plain["data"].get("path"), left_out=list(dataset.left_out()),
+        data=built.data.name, path=built.plain["data"].get("path"), left_out=[*dataset.left_out(), *batches.left_out],
         share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores,

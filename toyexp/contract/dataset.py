@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from toyexp.contract.batch import Batch, InputSpec
@@ -22,10 +23,7 @@ class Dataset(ABC):
         """What run_start records: sizes and a digest of the contents."""
 
     def left_out(self) -> Sequence[str]:
-        """What of the source is not learned from, a phrase each: how much of how much, and the key that changes that.
-
-        `batches` may add to it what the context leaves out.
-        """
+        """What of the source is not learned from, a phrase each: how much of how much, and which key changes that."""
         return ()
 
     def remarks(self) -> list[str]:
@@ -57,6 +55,8 @@ class Batches(ABC):
     """A stream of training batches with random access, and the fixed held-out batches."""
 
     inputs: Mapping[str, InputSpec]
+    facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data
+    left_out: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.left_out
 
     @abstractmethod
     def batch(self, k: int) -> Batch:

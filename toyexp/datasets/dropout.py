@@ -23,7 +23,7 @@ class Dropout(Batches):
 
     def __init__(self, batches: Batches, plan: Plan):
         self._batches, self._plan = batches, plan
-        self.inputs = plan.inputs
+        self.inputs, self.facts, self.left_out = plan.inputs, batches.facts, batches.left_out
 
     def batch(self, k: int) -> Batch:
         """Training batch `k` and its masks, each [rows, *spec.shape]."""

@@ -13,9 +13,9 @@ from toyexp.reference.opmodel import OpModel, op_batch, op_plan
 from toyexp.testing.null import NullEngine
 
 if TYPE_CHECKING:
+    from toyexp.testing.data import DataSuite
     from toyexp.testing.suites import (
         CallbackSuite,
-        DataSuite,
         EngineNumbers,
         EngineSuite,
         RecipeSuite,
@@ -48,6 +48,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # the suites need pytest, which not everyone who uses the rest has
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from toyexp.testing import suites
+    from toyexp.testing import data, suites
 
-    return getattr(suites, name)
+    return getattr(data if name == "DataSuite" else suites, name)

@@ -21,7 +21,6 @@ import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
 from toyexp.contract.callback import Callback
-from toyexp.contract.data import Data
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, Session, State, StepMetrics
 from toyexp.contract.kind import IMAGES, TOKENS
@@ -476,46 +475,6 @@ class CallbackSuite(PluginSuite):
         if failures:
             raise failures[0]
         return outcome
-
-
-class DataSuite(PluginSuite):
-    """What data must do: set `data`."""
-
-    kind = "data"
-    data: Data
-
-    def subject(self) -> type:
-        """The data's class."""
-        return type(self.data)
-
-    def opened(self) -> Dataset:
-        """The opened data."""
-        self.data.check()
-        return self.data.open(None)
-
-    def test_it_opens_the_same_every_time(self) -> None:
-        """Sizes and digest repeat."""
-        assert self.opened().describe() == self.opened().describe()
-
-    def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
-        """Asked in any order, batch k is the same; another seed gives another order."""
-        dataset = self.opened()
-        one, two, other = (dataset.batches(8, 4, seed) for seed in (1, 1, 2))
-        later = two.batch(7)
-        _same(one.batch(3), two.batch(3))
-        _same(one.batch(7), later)
-        assert any((one.batch(k)["targets"] != other.batch(k)["targets"]).any() for k in range(4))
-
-    def test_batches_fit_what_they_declare(self) -> None:
-        """Training and held-out batches have the declared shapes and types, and ids below vocab."""
-        dataset = self.opened()
-        batches = dataset.batches(8, 4, 0)
-        for batch in [batches.batch(0), *batches.held_out()]:
-            for name, spec in batches.inputs.items():
-                assert batch[name].shape == (4, *spec.shape)
-                assert batch[name].dtype == spec.dtype
-            assert 0 <= batch["targets"].min() <= batch["targets"].max() < dataset.vocab
-            assert batch["weights"].sum() > 0
 
 
 def _same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:

@@ -22,7 +22,7 @@ def introduction(prepared: Prepared) -> list[str]:
     share = "" if trainable == total else f", {count(trainable)} of them train"
     sizes, unit = prepared.dataset.describe(), prepared.model.reads.unit
     known = [f"{count(sizes[f'train_{unit}'])} {unit} to train on"] if f"train_{unit}" in sizes else []
-    known = [*prepared.dataset.left_out(), *known, *prepared.dataset.remarks()]
+    known = [*prepared.left_out(), *known, *prepared.dataset.remarks()]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
     return [
@@ -47,8 +47,8 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
         "data": {
             "name": prepared.config.data.name,
-            **prepared.dataset.describe(),
-            "left_out": list(prepared.dataset.left_out()),
+            **prepared.data_facts(),
+            "left_out": prepared.left_out(),
         },
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),

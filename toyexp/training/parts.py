@@ -65,6 +65,14 @@ class Prepared:
     bus: Bus
     warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
 
+    def data_facts(self) -> dict[str, Any]:
+        """What the run's record says of its data, and a run that goes on has to share."""
+        return {**self.dataset.describe(), **self.batches.facts}
+
+    def left_out(self) -> list[str]:
+        """What of the data is not learned from."""
+        return [*self.dataset.left_out(), *self.batches.left_out]
+
 
 @dataclass(frozen=True)
 class Result:

@@ -252,7 +252,7 @@ def identity(prepared: Prepared) -> dict[str, Any]:
     recipe = prepared.config.recipe
     files = {"base": recipe.base_file(), "vocabulary": recipe.vocabulary()}
     return {
-        "data": prepared.dataset.describe(),
+        "data": prepared.data_facts(),
         "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
         "files": {role: fingerprint(path) for role, path in files.items() if path is not None},
     }

@@ -1,0 +1,155 @@
+"""The part of the conformance kit that is about data."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toyexp.contract.batch import Batch, batch_digest
+from toyexp.contract.data import Data
+from toyexp.contract.dataset import Batches, Dataset
+from toyexp.testing.suites import PluginSuite
+
+OPEN = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process holds open, on Linux
+
+
+class DataSuite(PluginSuite):
+    """What data must do: set `data`, and what else is known of it."""
+
+    kind = "data"
+    data: Data
+    context: int = 8  # positions of a row, where rows have them
+    rows: int = 4  # of a batch
+    epoch: int = 0  # batches that show every example once; 0: examples may be alike, and none can be told apart
+    tells: tuple[str, ...] = ()  # what its `left_out` has to name, such as the key that changes it
+
+    def subject(self) -> type:
+        """The data's class."""
+        return type(self.data)
+
+    def opened(self) -> Dataset:
+        """The opened data."""
+        self.data.check()
+        return self.data.open(None)
+
+    def batches(self, seed: int = 0) -> Batches:
+        """The batches of data that were just opened."""
+        return self.opened().batches(self.context, self.rows, seed)
+
+    def test_it_opens_the_same_every_time(self) -> None:
+        """Sizes and digest repeat."""
+        assert self.opened().describe() == self.opened().describe()
+
+    def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
+        """No batch that is made changes what a run has recorded, and JSON holds it."""
+        dataset = self.opened()
+        said = [json.dumps((dataset.describe(), list(dataset.left_out()), dataset.remarks()), allow_nan=False)]
+        for context in (self.context, self.context + 1):
+            batches = dataset.batches(context, self.rows, 0)
+            batches.batch(0), batches.held_out()
+            json.dumps((dict(batches.facts), list(batches.left_out)), allow_nan=False)
+            said.append(json.dumps((dataset.describe(), list(dataset.left_out()), dataset.remarks())))
+        assert said == said[:1] * 3
+
+    def test_what_is_left_out_is_told(self) -> None:
+        """In phrases of a line, which name what `tells` says."""
+        dataset = self.opened()
+        told = [*dataset.left_out(), *dataset.batches(self.context, self.rows, 0).left_out]
+        assert all(text and "\n" not in text for text in told)
+        assert [word for word in self.tells if not any(word in text for text in told)] == []
+
+    def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
+        """Asked in any order, batch k is the same; another seed gives another order."""
+        one, two, other = self.batches(1), self.batches(1), self.batches(2)
+        later = two.batch(7)
+        held_out = [batch_digest(batch) for batch in two.held_out()]
+        assert [batch_digest(one.batch(k)) for k in (3, 7)] == [batch_digest(b) for b in (two.batch(3), later)]
+        assert any(batch_digest(one.batch(k)) != batch_digest(other.batch(k)) for k in range(4))
+        assert held_out == [batch_digest(batch) for batch in two.held_out()]
+        assert held_out == [batch_digest(batch) for batch in other.held_out()], "another seed scores on the same"
+
+    def test_batches_fit_what_they_declare(self) -> None:
+        """Training and held-out batches have the declared shapes and types, and ids below vocab."""
+        dataset = self.opened()
+        batches = dataset.batches(self.context, self.rows, 0)
+        assert batches.held_out()
+        for batch in [batches.batch(0), batches.batch(9), *batches.held_out()]:
+            for name, spec in batches.inputs.items():
+                assert (batch[name].shape, batch[name].dtype) == ((self.rows, *spec.shape), spec.dtype), name
+                assert spec.below is None or 0 <= batch[name].min() <= batch[name].max() < spec.below, name
+            assert batch.keys() == batches.inputs.keys()
+            assert 0 <= batch["targets"].min() <= batch["targets"].max() < dataset.vocab
+            assert batch["weights"].min() >= 0 < batch["weights"].sum()
+
+    def test_nothing_is_both_trained_on_and_held_out(self) -> None:
+        """Held against every row of an epoch, where the suite says how long one is."""
+        if not self.epoch:
+            pytest.skip("its examples may be alike: epoch = 0")
+        batches = self.batches()
+        trained = {row for k in range(self.epoch) for row in _rows(batches.batch(k))}
+        held_out = {row for batch in batches.held_out() for row in _rows(batch)}
+        assert trained and held_out and not trained & held_out
+
+    def test_another_process_makes_the_same_bytes(self) -> None:
+        """Whatever the seed of Python's hashes is there."""
+        code = "import pickle, sys\nfrom toyexp.testing.data import fingerprint\n"
+        code += "print(fingerprint(*pickle.load(sys.stdin.buffer)))"
+        given = self.data, self.context, self.rows
+        hashes = {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, env={**os.environ, **hashes}
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stdout.decode().strip() == fingerprint(*given)
+
+    @pytest.mark.skipif(not OPEN[0].is_dir(), reason="only Linux says what a process has open")
+    def test_nothing_stays_open_behind_it(self) -> None:
+        """Neither a file nor what is mapped of one, once the data is forgotten."""
+        self.batches().batch(0)  # what is imported meanwhile stays
+        gc.collect()
+        before = Counter(_held())
+        batches = self.batches()
+        batches.batch(0)
+        del batches
+        gc.collect()
+        assert not Counter(_held()) - before
+
+
+def fingerprint(data: Data, context: int, rows: int) -> str:
+    """A digest of what the data says of itself and of some of its batches."""
+    data.check()
+    dataset = data.open(None)
+    batches = dataset.batches(context, rows, 3)
+    said = json.dumps((dataset.describe(), list(dataset.left_out()), dict(batches.facts)))
+    parts = [said, *(batch_digest(batch) for batch in (batches.batch(0), batches.batch(11), *batches.held_out()))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _rows(batch: Batch) -> Iterator[bytes]:
+    """What the rows that weigh anything are made of."""
+    inputs = [array for name, array in sorted(batch.items()) if name not in ("targets", "weights")]
+    for number, weights in enumerate(batch["weights"]):
+        if weights.any():
+            yield b"".join(array[number].tobytes() for array in inputs)
+
+
+def _held() -> Iterator[str]:
+    """The files on a disk that this process has open or mapped."""
+    for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN if folder.is_dir()):
+        try:
+            target = str(link.readlink())
+        except OSError:  # it was that of the directory itself
+            continue
+        if target.startswith("/") and not target.startswith(("/proc", "/dev")):
+            yield target

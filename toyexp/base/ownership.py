@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import dangling
-from toyexp.base.writing import swap
+from toyexp.base.writing import in_one_piece, swap
 
 LEDGER = "written.json"
 LOCK = "run.lock"
@@ -130,12 +130,11 @@ class Ledger:
         return path.relative_to(self._root).as_posix()
 
     def _note(self, path: Path, digest: str) -> None:
-        from toyexp.base.writing import write_atomically
-
         name = self._name(path)
         before = [_digest(path)] if path.exists() else []
         self._known[name] = [*before, *({digest} - {*before})]
-        write_atomically(self._root / LEDGER, json.dumps(self._known, indent=1) + "\n")
+        with in_one_piece(self._root / LEDGER) as place:
+            place.write_text(json.dumps(self._known, indent=1) + "\n")
 
 
 def keep_aside(path: Path) -> Path:

@@ -18,21 +18,33 @@ from toyexp.base.errors import RunFailed
 
 @contextlib.contextmanager
 def in_one_piece(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write under; what stands there is flushed and becomes `path`, or goes away on an error.
+    """A name beside `path` to write a file or a directory under: it becomes `path` once it is whole, or goes away.
 
-    Raises RunFailed for a disk that cannot be written.
+    It is flushed to the disk before it is renamed. Raises OSError; see `required`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
+        if temporary.is_dir():
+            sync_directory(temporary)
+            swap(temporary, path)
+        else:
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def required(path: Path) -> Iterator[None]:
+    """Says of an OSError which file could not be written, as RunFailed: it ends whoever cannot do without."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
 
 
 def swap(new: Path, path: Path) -> None:
@@ -48,17 +60,6 @@ def swap(new: Path, path: Path) -> None:
         if not path.exists():  # interrupted between the two names
             old.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and renames it; text that is no UTF-8 escaped."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
-            temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.ownership import Ledger
+from toyexp.base.writing import required
 
 if TYPE_CHECKING:
     from toyexp.contract.dataset import Dataset
@@ -69,13 +70,11 @@ class Run:
         A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
         stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
         """
-        try:
-            with (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+        with required(path), (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+            try:
                 yield place
-        except OSError as error:
-            raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
-        except RunFailed as error:
-            raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
+            except RunFailed as error:
+                raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import RunFailed
-from toyexp.base.writing import dump_json, swap, sync_directory, write_synced
+from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
 from toyexp.contract.format import Place
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
@@ -130,17 +128,9 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 @contextmanager
 def _directory(path: Path) -> Iterator[Path]:
     """A directory to write into, which appears as `path` once it is whole; RunFailed when it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir()
-        yield temporary
-        sync_directory(temporary)
-        swap(temporary, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise RunFailed(f"{path}: could not be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with required(path), in_one_piece(path) as folder:
+        folder.mkdir()
+        yield folder
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], type_name: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import SWEEP, require_empty
-from toyexp.base.writing import dump_json, write_atomically
+from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt
 from toyexp.training.rundir import lock
 
@@ -181,7 +181,8 @@ class SweepDir:
         with self._writing:
             try:
                 for name, content in files.items():
-                    write_atomically(self.path / name, content())
+                    with in_one_piece(self.path / name) as place:
+                        place.write_bytes(content().encode(errors="backslashreplace"))
             except OSError as error:
                 if not self._told:
                     log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toyexp.base.errors import RunFailed, Unavailable, printable
 from toyexp.base.packages import why_not_apart
-from toyexp.base.writing import in_one_piece
+from toyexp.base.writing import in_one_piece, required
 
 # It takes the words that llama-quantize takes. llama.cpp may abort, which must not end more than this.
 CHILD = """
@@ -41,7 +41,7 @@ def quantiser(asked: str) -> list[str]:
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
     """Writes `target`, in one piece, from a GGUF of another type; RunFailed with llama.cpp's words when it cannot."""
     program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
-    with in_one_piece(target) as temporary:
+    with required(target), in_one_piece(target) as temporary:
         run = subprocess.run(
             [*program, str(source), str(temporary), kind.upper()],
             stdin=subprocess.DEVNULL,

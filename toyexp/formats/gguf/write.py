@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.base.writing import in_one_piece
+from toyexp.base.writing import in_one_piece, required
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.gguf.encode import (
@@ -204,7 +204,7 @@ class Writer:
 
     def save(self, path: Path) -> list[str]:
         """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
-        with in_one_piece(path) as temporary, open(temporary, "wb") as file:
+        with required(path), in_one_piece(path) as temporary, open(temporary, "wb") as file:
             file.write(self._header())
             for _, _, pieces in self._tensors.values():
                 file.write(bytes(-file.tell() % self._alignment))

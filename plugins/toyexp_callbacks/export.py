@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -25,13 +24,16 @@ from toyexp import (
     choose,
     hookimpl,
 )
-from toyexp.base.writing import bytes_in, write_synced
+from toyexp.base.writing import bytes_in
 from toyexp.contract.plan import lora_names
 from toyexp.contract.run import Best
 from toyexp.formats.gguf.encode import check_type
+from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.write import check_keys, export_tensors, inherited, model_metadata, write_adapter, write_model
 from toyexp.formats.huggingface import TYPES, notes, write_adapter_folder, write_folder
+from toyexp.formats.layout import layout_of
+from toyexp.formats.safetensors import write_safetensors
 
 WEIGHTS = ("best", "last")
 Tensors = dict[str, np.ndarray]  # by name, float32
@@ -219,12 +221,10 @@ class SafetensorsExport(Export):
 
     def write(self, run: Run, path: Path, tensors: Tensors, general: dict[str, Any]) -> tuple[str, list[str]]:
         """Writes the file; the keys of the GGUF are its metadata `gguf`, in JSON."""
-        from safetensors.numpy import save
-
         model = run.plan.model
-        keys = {"general.architecture": model.architecture}
+        keys = {"general.architecture": architecture_of(model)}
         keys |= model_metadata(model, general, run.dataset.gguf_metadata())
-        write_synced(path, save({**tensors, **model.constants()}, {"gguf": json.dumps(keys)}))
+        write_safetensors(path, {**tensors, **gguf_form(model).constants(model)}, keys)
         return "f32", []
 
 
@@ -246,7 +246,7 @@ class HuggingFaceExport(ExportWithAdapter):
 
     def check_plan(self, plan: Plan) -> None:
         """Raises UserError for a model that transformers does not have."""
-        plan.model.huggingface({})
+        layout_of(plan.model, {})
 
     def write_adapter(self, run: Run, path: Path, values: dict[str, np.ndarray]) -> list[str]:
         """Writes adapter-hf."""

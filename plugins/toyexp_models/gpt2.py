@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from toyexp import Constant, Normal, Ops, Params, TensorSpec
-from toyexp.contract.format import Conversion, Layout, Place, unchanged
 from toyexp.contract.ops import Tensor
 from toyexp.contract.optimiser import LORA
-from toyexp_models.language import Keys, LanguageModel
-
-# Where tensors stand in transformers.
-NAMES = {
-    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
-    "output": "lm_head", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
-}  # fmt: skip
+from toyexp_models.gguf import GPT2GGUF
+from toyexp_models.huggingface import gpt2_layout
+from toyexp_models.language import LanguageModel
 
 
 @dataclass
@@ -27,6 +19,7 @@ class GPT2(LanguageModel):
     """GPT-2 family: LayerNorm, learned positions, GELU, biases."""
 
     name: ClassVar[str] = "gpt2"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": GPT2GGUF(), "hf": gpt2_layout}
     optim_mode: ClassVar[str | None] = LORA
 
     d_ff: int = 256  # width inside the feed-forward layer
@@ -35,11 +28,6 @@ class GPT2(LanguageModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         self.require_shared_heads()
-
-    @classmethod
-    def sizes(cls, keys: Keys) -> dict[str, Any]:
-        """What llama.cpp reads."""
-        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
     def tensors(self) -> list[TensorSpec]:
         """Matrices N(0, 0.02), norms 1, biases 0."""
@@ -94,33 +82,3 @@ class GPT2(LanguageModel):
         x = ops.add(x, linear(ops.attention(q, k, v), "attn_output"))
         h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
         return ops.add(x, linear(h, "ffn_down"))
-
-    def gguf_metadata(self) -> dict[str, Any]:
-        """The keys llama.cpp reads for architecture gpt2."""
-        return {**super().gguf_metadata(), "attention.layer_norm_epsilon": self.norm_eps}
-
-    def huggingface(self, data: Mapping[str, Any]) -> Layout:
-        """GPT2LMHeadModel, whose linears are [in, out]."""
-        config = {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": self.vocab,
-            "n_positions": self.context,
-            "n_ctx": self.context,  # its name of old, which llama.cpp's converter reads
-            "n_embd": self.d_model,
-            "n_layer": self.n_layers,
-            "n_head": self.n_heads,
-            "n_inner": self.d_ff,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": self.norm_eps,
-            "tie_word_embeddings": self.tied,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        }
-        places = {}
-        for spec in self.tensors():
-            *block, name, kind = spec.name.split(".")
-            at = f"transformer.h.{block[1]}." if block else ""
-            is_linear = block and len(spec.shape) == 2
-            places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}", form=np.transpose if is_linear else unchanged)
-        lost = "" if self.d_ff == 4 * self.d_model else f"it takes d_ff=4*d_model, and here it is {self.d_ff}"
-        return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))

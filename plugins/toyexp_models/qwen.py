@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import UserError
-from toyexp.contract.format import Conversion, Layout
-from toyexp_models.rotary import ATTENTION, RotaryModel
+from toyexp_models.gguf import RotaryGGUF
+from toyexp_models.huggingface import qwen2_layout, qwen3_layout
+from toyexp_models.rotary import RotaryModel
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Qwen2(RotaryModel):
     """Qwen 2 and 2.5: as llama, with biases on q, k and v."""
 
     name: ClassVar[str] = "qwen2"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen2_layout}
 
     qkv_bias: bool = True  # biases on the query, key and value projections
     norm_eps: float = 1e-6  # added to the variance inside the norms
@@ -30,26 +32,14 @@ class Qwen2(RotaryModel):
                 "leave it at 0, or use model=qwen3"
             )
 
-    def huggingface_biases(self) -> tuple[str, ...]:
-        """The linears of a block that have a bias in transformers."""
-        return ATTENTION[:3]
-
-    def huggingface(self, data: Mapping[str, Any]) -> Layout:
-        """Qwen2ForCausalLM."""
-        return replace(super().huggingface(data), tokenizer_replaced=True)
-
 
 @dataclass
 class Qwen3(RotaryModel):
     """Qwen 3: as llama, with a norm on each head of q and k."""
 
     name: ClassVar[str] = "qwen3"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen3_layout}
     head_norms: ClassVar[bool] = True
 
     norm_eps: float = 1e-6  # added to the variance inside the norms
     rope_base: float = 1e6  # base of the rotary frequencies
-
-    def huggingface(self, data: Mapping[str, Any]) -> Layout:
-        """Qwen3ForCausalLM, which has a bias on the attention's output where it has the others."""
-        lost = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * self.qkv_bias
-        return replace(super().huggingface(data), conversion=Conversion(lost=lost))

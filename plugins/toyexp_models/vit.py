@@ -1,13 +1,11 @@
-"""ViT: an image as a sequence of patches behind a class token (Dosovitskiy et al. 2020), and its files."""
+"""ViT: an image as a sequence of patches behind a class token (Dosovitskiy et al. 2020)."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,22 +25,11 @@ from toyexp import (
     TensorSpec,
     UserError,
     choose,
-    printable,
 )
-from toyexp.contract.format import Layout, ModelFile, Place
 from toyexp.contract.ops import Tensor
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp_models.vit_forms import ViTGGUF, vit_layout
 
-ARCHITECTURE = "toyexp-vit"
-# form of the blocks: the GGUF key of its norms' eps
-BLOCKS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
-# Where tensors stand in transformers.
-NAMES = {
-    "patch_embd": "vit.embeddings.patch_embeddings.projection", "post_ln": "vit.layernorm", "head": "classifier",
-    "ln1": "layernorm_before", "ln2": "layernorm_after",
-    "attn_q": "attention.attention.query", "attn_k": "attention.attention.key", "attn_v": "attention.attention.value",
-    "attn_out": "attention.output.dense", "ffn_up": "intermediate.dense", "ffn_down": "output.dense",
-}  # fmt: skip
+BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
 
 
 @dataclass
@@ -51,6 +38,7 @@ class ViT(Model):
 
     name: ClassVar[str] = "vit"
     reads: ClassVar[Kind] = IMAGES
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout}
     score_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     d_model: int = 64  # width of the residual stream
@@ -176,79 +164,6 @@ class ViT(Model):
             total += float(batch["weights"].sum())
         return {"accuracy": right / total}
 
-    def huggingface(self, data: Mapping[str, Any]) -> Layout:
-        """ViTForImageClassification, of the classic blocks; with the data's classes and the way it takes images."""
-        if self.block != "layernorm_gelu":
-            raise UserError(f"model.block={self.block} has no Hugging Face layout; transformers' ViT is layernorm_gelu")
-        config = {
-            "architectures": ["ViTForImageClassification"],
-            "model_type": "vit",
-            "hidden_size": self.d_model,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "intermediate_size": self.d_ff,
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_eps": self.norm_eps,
-            "image_size": self.image_size,
-            "patch_size": self.patch,
-            "num_channels": self.channels,
-            "qkv_bias": True,
-        }
-        classes = list(data.get("classes", ()))
-        classes += [f"LABEL_{i}" for i in range(len(classes), self.classes)]
-        config["id2label"] = {str(i): name for i, name in enumerate(classes)}
-        config["label2id"] = {name: i for i, name in enumerate(classes)}
-        kernel = (self.d_model, self.channels, self.patch, self.patch)
-        places = {
-            "v.class_embd": Place("vit.embeddings.cls_token", form=lambda x: x[None, None]),
-            "v.position_embd.weight": Place("vit.embeddings.position_embeddings", form=lambda x: x[None]),
-            "v.patch_embd.weight": Place(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
-        }
-        for spec in self.tensors():
-            if spec.name not in places:
-                _, *block, name, kind = spec.name.split(".")
-                at = f"vit.encoder.layer.{block[1]}." if block else ""
-                places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}")
-        return Layout(config, places, files={"preprocessor_config.json": self._preprocessor(data)})
-
-    def _preprocessor(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Scaled until the shorter side fits, cut to the centre, normalised: what CLIP's does and ViT's does not."""
-        size = self.image_size
-        return {
-            "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": self.channels == 3,
-            "size": {"shortest_edge": size},
-            "crop_size": {"height": size, "width": size},
-            "resample": 3,  # bicubic
-            "image_mean": [float(x) for x in data.get("image_mean", ())] or [0.0] * self.channels,
-            "image_std": [float(x) for x in data.get("image_std", ())] or [1.0] * self.channels,
-        }
-
-    @property
-    def architecture(self) -> str:
-        """An architecture of toyexp's own, under which no other program expects a model of another form."""
-        return ARCHITECTURE
-
-    @classmethod
-    def from_gguf(cls, file: ModelFile) -> Self:
-        """The file's model; UserError for one that is no such thing or lacks something."""
-        return cast("Self", _described(file.path, file.metadata, {n: info.shape for n, info in file.tensors.items()}))
-
-    def gguf_metadata(self) -> dict[str, Any]:
-        """The sizes; `classes`, `image_mean` and `image_std` come from the data."""
-        return {
-            "block": self.block,
-            "image_size": self.image_size,
-            "channels": self.channels,
-            "patch_size": self.patch,
-            "class_count": self.classes,
-            "embedding_length": self.d_model,
-            "block_count": self.n_layers,
-            "feed_forward_length": self.d_ff,
-            "attention.head_count": self.n_heads,
-            BLOCKS[self.block]: self.norm_eps,
-        }
-
 
 def _linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
     return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
@@ -282,97 +197,3 @@ def cut(images: np.ndarray, patch: int) -> np.ndarray:
     rows, height, width, channels = images.shape
     tiles = images.reshape(rows, height // patch, patch, width // patch, patch, channels)
     return np.ascontiguousarray(tiles.transpose(0, 1, 3, 5, 2, 4)).reshape(rows, -1, channels * patch**2)
-
-
-@dataclass(frozen=True)
-class SavedViT:
-    """What an exported file holds: enough to classify an image."""
-
-    model: ViT
-    tensors: Mapping[str, np.ndarray]
-    classes: tuple[str, ...]
-    mean: np.ndarray  # of pixels from 0 to 1, by channel
-    std: np.ndarray
-
-    def patches(self, images: np.ndarray) -> np.ndarray:
-        """8-bit images [B, size, size, channels] as the model's input."""
-        return cut(((images / 255 - self.mean) / self.std).astype(np.float32), self.model.patch)
-
-
-def load_vit(path: Path) -> SavedViT:
-    """A model.gguf or model.safetensors of a ViT; UserError for a file that is no such thing or lacks something."""
-    if path.suffix != ".safetensors":
-        with GGUFFile(path) as file:
-            shapes = {name: info.shape for name, info in file.tensors.items()}
-            model = _described(path, file.metadata, shapes)
-            tensors = {t.name: file.read(t.name) for t in model.tensors()}
-            return _saved(path, model, tensors, file.metadata)
-    from safetensors import SafetensorError, safe_open  # deferred: only these files need it
-
-    try:
-        with safe_open(path, framework="numpy") as stored:
-            metadata = json.loads((stored.metadata() or {}).get("gguf", "{}"))
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors: {error}") from None
-    if not isinstance(metadata, dict):
-        raise UserError(f"{path}: its metadata gguf is no JSON object")
-    model = _described(path, metadata, {name: array.shape for name, array in tensors.items()})
-    return _saved(path, model, tensors, metadata)
-
-
-def _described(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ViT:
-    """The model of a file, held against the shapes of its tensors."""
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        raise UserError(f"{path}: its architecture is {printable(str(architecture))}, not {ARCHITECTURE}")
-
-    def key(name: str, kind: type) -> Any:
-        value = metadata.get(f"{ARCHITECTURE}.{name}")
-        if not isinstance(value, kind) or (kind is int and not 0 < value < 2**31):  # type: ignore[operator]
-            raise UserError(f"{path}: {ARCHITECTURE}.{name} is {printable(str(value))}")
-        return value
-
-    block = key("block", str)
-    if block not in BLOCKS:
-        raise UserError(f"{path}: {ARCHITECTURE}.block is {printable(block)}; {choose(block, BLOCKS)}")
-    model = ViT(
-        d_model=key("embedding_length", int),
-        n_layers=key("block_count", int),
-        n_heads=key("attention.head_count", int),
-        d_ff=key("feed_forward_length", int),
-        patch=key("patch_size", int),
-        block=block,
-        norm_eps=key(BLOCKS[block], float),
-        image_size=key("image_size", int),
-        channels=key("channels", int),
-        classes=key("class_count", int),
-    )
-    try:
-        model.check()
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    if model.n_layers > len(shapes):  # a block has several tensors; said before any are listed
-        raise UserError(f"{path}: says it has {model.n_layers} blocks, with {len(shapes)} tensors")
-    for spec in model.tensors():
-        if shapes.get(spec.name) != spec.shape:
-            got = list(shapes[spec.name]) if spec.name in shapes else "not there"
-            raise UserError(f"{path}: {spec.name} is {got}, expected {list(spec.shape)}")
-    return model
-
-
-def _saved(path: Path, model: ViT, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> SavedViT:
-    def per_channel(name: str) -> np.ndarray:
-        value = metadata.get(f"{ARCHITECTURE}.{name}")
-        try:
-            array = np.asarray(value, np.float64)
-        except (TypeError, ValueError):
-            array = np.empty(0)
-        if array.shape != (model.channels,):
-            raise UserError(f"{path}: {ARCHITECTURE}.{name} must list a number for each of {model.channels} channels")
-        return array
-
-    classes = metadata.get(f"{ARCHITECTURE}.classes")
-    if not isinstance(classes, list) or not 0 < len(classes) <= model.classes:
-        raise UserError(f"{path}: {ARCHITECTURE}.classes must name at most {model.classes} classes")
-    return SavedViT(model, tensors, tuple(classes), per_channel("image_mean"), per_channel("image_std"))

@@ -416,7 +416,7 @@ def test_a_plugin_that_breaks_over_a_file_does_not_take_the_rest_with_it(registr
     cls = registry.offers["model"]["llama"].cls
     write_base(Path("model.gguf"), "llama")
     with monkeypatch.context() as patch:
-        patch.setattr(cls, "from_gguf", classmethod(lambda cls, file: {}["\x1b"]))
+        patch.setattr(type(cls.forms["gguf"]), "read", lambda self, cls, file: {}["\x1b"])
         assert describe(Path("model.gguf"), registry).refused == "KeyError: '\\\\x1b'"
     monkeypatch.setattr(cls, "forward", lambda self, ops, p, batch: batch["tokens"].values)
     found = describe(Path("model.gguf"), registry)

@@ -13,6 +13,7 @@ from tiny import MODELS, split, write_base
 
 from toyexp.commands.line import main
 from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS
+from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.text.tokenizer import Bytes
@@ -84,7 +85,7 @@ def test_a_type_rounds_as_a_run_would_and_keeps_every_key(source, kind):
     exact = {n: array for n, (_, array) in tensors(source).items()}
     with GGUFFile(f"model-{kind}.gguf") as file:
         assert file.metadata["general.file_type"] == FILE_TYPES[kind]
-        model = type(MODELS["llama"]).from_gguf(file)
+        model = read_model(type(MODELS["llama"]), file)
     write_model(source.parent / "run.gguf", model, exact, Bytes(), kind)
     run, ours = tensors("run.gguf"), tensors(f"model-{kind}.gguf")
     assert {n: t for n, (t, _) in ours.items()} == {n: t for n, (t, _) in run.items()}
@@ -254,7 +255,7 @@ def test_a_run_whose_quantising_fails_keeps_its_model(source, tmp_path):
     put_program(tmp_path, "exit 1")
     with GGUFFile(source) as file:
         values = {n: file.read(n) for n in file.tensors}
-        model = type(MODELS["llama"]).from_gguf(file)
+        model = read_model(type(MODELS["llama"]), file)
     with pytest.raises(Exception, match=r"could not write it: it ended with 1; the model is in .*run-f32\.gguf"):
         write_model(tmp_path / "run.gguf", model, values, Bytes(), "q4_k_m")
     assert not (tmp_path / "run.gguf").exists()

@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ import pytest
 from toyexp import TOKENS, Constant, FromGGUF, Kind, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
 from toyexp.contract.registry import load
+from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
@@ -418,7 +420,7 @@ def llama_keys(**changes: Any) -> dict[str, Any]:
         "merges": ["a b"],
         "eos_token_id": 256,
     }
-    keys = {f"llama.{k}": v for k, v in model.gguf_metadata().items()}
+    keys = {f"llama.{k}": v for k, v in gguf_form(model).metadata(model).items()}
     keys |= {f"tokenizer.ggml.{k}": v for k, v in tokens.items()}
     return {k: v for k, v in (keys | {k.replace("__", "."): v for k, v in changes.items()}).items() if v is not None}
 
@@ -647,12 +649,18 @@ def test_a_refused_file_is_closed_again(put):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+class TinyGGUF(GGUFForm):
+    def metadata(self, model: Model) -> dict[str, Any]:
+        return {"embedding_length": 64, "rope.freq_base": 500.25, "vocab_size": model.vocab}
+
+
 @dataclass
 class Tiny(Model):
     """Tensors of every kind that the writer tells apart."""
 
     name: ClassVar[str] = "llama"
     reads: ClassVar[Kind] = TOKENS
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": TinyGGUF()}
 
     vocab: int = 257
 
@@ -671,9 +679,6 @@ class Tiny(Model):
 
     def check(self) -> None:
         pass
-
-    def gguf_metadata(self) -> dict[str, Any]:
-        return {"embedding_length": 64, "rope.freq_base": 500.25, "vocab_size": self.vocab}
 
 
 def weights(model: Model) -> dict[str, np.ndarray]:
@@ -696,7 +701,7 @@ def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):
 def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypatch):
     check_keys(Tiny())
     for value in (1e308, 2**64):
-        monkeypatch.setattr(Tiny, "gguf_metadata", lambda self, value=value: {"rope.freq_base": value})
+        monkeypatch.setattr(TinyGGUF, "metadata", lambda self, model, value=value: {"rope.freq_base": value})
         with pytest.raises(UserError, match=r"llama\.rope\.freq_base"):
             check_keys(Tiny())
         with pytest.raises(UserError, match="to train without"):

@@ -18,11 +18,12 @@ def told(file, name):
 def read():
     return told("io", "rchar")
 began = time.process_time()
+from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp_models.llama import Llama
 imported, before = time.process_time(), read()
 with GGUFFile(sys.argv[1]) as file:
-    model = Llama.from_gguf(file)
+    model = read_model(Llama, file)
     opened, header = time.process_time(), read() - before
     file.read("token_embd.weight", rows=1)  # imports what dequantises
     before += read() - before - header

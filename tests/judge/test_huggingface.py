@@ -19,6 +19,7 @@ from transformers_ids import answers
 from toyexp import InputSpec, Model, Setup, Tokenizer
 from toyexp.commands.line import main
 from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import write_folder
@@ -330,7 +331,7 @@ def test_an_adapter_does_there_what_it_does_here(tmp_path, name, targets):
     assert main(words.split()) == 0
     assert main(["export", "base.gguf", "--type", "hf"]) == 0
     with GGUFFile("base.gguf") as file:
-        model = type(MODELS[name]).from_gguf(file)
+        model = read_model(type(MODELS[name]), file)
     ids = np.random.default_rng(0).integers(0, 257, (2, CONTEXT))
     ours = logits(model, tmp_path / "base.gguf", ids, tmp_path / "run" / "adapter.gguf")
     assert np.abs(ours - logits(model, tmp_path / "base.gguf", ids)).max() > 0.5

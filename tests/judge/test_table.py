@@ -26,6 +26,7 @@ from toyexp.contract.recipe import start
 from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
+from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import export_tensors, write_adapter, write_model
 from toyexp.text.tokenizer import Bytes
@@ -274,7 +275,7 @@ class Row:
     def read(self) -> tuple[float, float]:
         """The file says what model it is, and the engine computes what llama.cpp computes of it."""
         with GGUFFile(self.file) as file:
-            assert type(self.model).from_gguf(file) == self.model
+            assert read_model(type(self.model), file) == self.model
             assert {t.type for t in file.tensors.values()} == {"F32", TYPES[self.kind]}
             for name, tensor in file.tensors.items():
                 theirs = dequantised(file.read_raw(name), tensor.type).reshape(tensor.shape)

@@ -13,6 +13,7 @@ from tiny import MODELS, split, write_base
 from toyexp import TensorSpec
 from toyexp.base.errors import UserError
 from toyexp.commands.line import main
+from toyexp.formats.gguf.form import gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
@@ -51,7 +52,7 @@ def test_full_goes_on_where_the_export_ended(tmp_path, name):
     model = write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
     first = run(tmp_path / "first", "recipe=full", "recipe.base=base.gguf", "lr=0.01")
     with GGUFFile(tmp_path / "first" / "model.gguf") as file:
-        assert type(model).from_gguf(file) == model
+        assert read_model(type(model), file) == model
     same = run(tmp_path / "same", "recipe=full", "recipe.base=first", "lr=0")
     assert same["first_eval_loss"] == same["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
     one, other = tensors(tmp_path / "first" / "model.gguf"), tensors(tmp_path / "same" / "model.gguf")
@@ -280,11 +281,11 @@ def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
 
 
 class Header:
-    """What from_gguf reads of a file."""
+    """What a form reads of a file."""
 
     def __init__(self, model, keys=(), tensors=(), without=()):
         self.path, self.architecture = "base.gguf", model.name
-        self.metadata = {f"{model.name}.{k}": v for k, v in {**model.gguf_metadata(), **dict(keys)}.items()}
+        self.metadata = {f"{model.name}.{k}": v for k, v in {**gguf_form(model).metadata(model), **dict(keys)}.items()}
         self.tensors = {t.name: t for t in model.tensors() if t.name not in without}
         self.tensors |= {name: TensorSpec(name, (3,), None) for name in tensors}
 
@@ -329,7 +330,7 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
 )
 def test_what_our_model_cannot_represent_is_named(model, header, said):
     with pytest.raises(UserError) as raised:
-        type(model).from_gguf(Header(model, **header))
+        read_model(type(model), Header(model, **header))
     assert said in str(raised.value)
 
 
@@ -354,14 +355,15 @@ def test_a_model_that_llama_cpp_cannot_have_is_named(model, said):
 def test_a_model_comes_back_from_its_file(tmp_path, name):
     model = write_base(tmp_path / "base.gguf", name)
     with GGUFFile(tmp_path / "base.gguf") as file:
-        back = type(model).from_gguf(file)
+        back = read_model(type(model), file)
         assert back == model
         assert {t.name: t.shape for t in back.tensors()}.items() <= {
             n: i.shape for n, i in file.tensors.items()
         }.items()
-        for name, values in model.constants().items():
+        constants = gguf_form(model).constants(model)
+        for name, values in constants.items():
             np.testing.assert_array_equal(file.read(name), values)
-    assert ("rope_freqs.weight" in model.constants()) is bool(getattr(model, "rope_factors", []))
+    assert ("rope_freqs.weight" in constants) is bool(getattr(model, "rope_factors", []))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -369,7 +371,7 @@ def test_what_was_read_is_written_as_the_same_bytes(tmp_path, name):
     """Every tensor and every key, the tokenizer's among them."""
     write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
     with GGUFFile(tmp_path / "base.gguf") as file:
-        model = type(MODELS[name]).from_gguf(file)
+        model = read_model(type(MODELS[name]), file)
         values = {t.name: file.read(t.name) for t in model.tensors()}
         write_model(tmp_path / "again.gguf", model, values, read_tokenizer(file))
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "base.gguf").read_bytes()
@@ -394,11 +396,11 @@ def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
     header = Header(LLAMA, {**plain, **unscaled, **unread})
     for key in ("rope.freq_base", "rope.dimension_count", "vocab_size"):
         del header.metadata[f"llama.{key}"]
-    assert Llama.from_gguf(header) == LLAMA
+    assert read_model(Llama, header) == LLAMA
     plain = Llama(vocab=40, n_kv_heads=4)
     header = Header(plain)
     del header.metadata["llama.attention.head_count_kv"]
-    assert Llama.from_gguf(header) == plain
+    assert read_model(Llama, header) == plain
 
 
 @pytest.mark.parametrize(
@@ -410,5 +412,5 @@ def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
     ],
 )
 def test_linear_rope_scaling_has_three_spellings(keys):
-    assert Llama.from_gguf(Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
-    assert Llama.from_gguf(Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA
+    assert read_model(Llama, Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
+    assert read_model(Llama, Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA

@@ -19,7 +19,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
 from toyexp_data.digits import Digits
-from toyexp_models.vit import ViT, load_vit
+from toyexp_models.saved_vit import load_vit
+from toyexp_models.vit import ViT
 from toyexp_recipes.vit_tiny import VitTiny
 
 TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",

@@ -19,6 +19,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
@@ -164,7 +165,7 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
     if model.reads.text and dataset.vocab > model.settings().get("vocab", dataset.vocab):
         raise UserError(f"{path}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
     metadata = opened(str(path)).metadata
-    keys = {name: f"{model.architecture}.{name}" for name in dataset.gguf_metadata()}
+    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}
     try:
         dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)

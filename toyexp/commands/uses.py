@@ -19,7 +19,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter
-from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.open_model import by_architecture, model_in
 from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer
@@ -187,10 +187,9 @@ class Offers:
 
     def _on_a_base(self) -> Use:
         command = f"toyexp generate BASE.gguf --adapter {shell(str(self._path))} --prompt '{PROMPT}'"
-        known = {cast("Model", o.cls()).architecture: o.cls for o in self._registry.offers["model"].values()}
         try:
             check_adapter(self._file)
-            base = known.get(self._file.architecture)
+            base = by_architecture(self._registry).get(self._file.architecture)
         except UserError as error:
             return Use("generate", None, _reason(error, self._file))
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from toyexp.contract.values import Values
 if TYPE_CHECKING:
     from toyexp.contract.batch import Batch
     from toyexp.contract.dataset import Batches, Dataset
-    from toyexp.contract.format import Layout, ModelFile
 
 
 MOST_BLOCKS = 10_000
@@ -47,6 +46,7 @@ class Model(ABC):
     name: ClassVar[str]  # what `model=` takes
     reads: ClassVar[Kind]  # what it learns from: TOKENS, IMAGES, or a kind of your own
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
+    forms: ClassVar[Mapping[str, Any]] = {}  # how it stands in files, by format: "gguf" a GGUFForm, "hf" its layout
     score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
 
     @abstractmethod
@@ -94,28 +94,6 @@ class Model(ABC):
         known = ("loss", "ppl", *self.score_names)
         if name not in known and not unnamed:
             raise UserError(f"{key}={printable(name)}: {choose(name, known)}")
-
-    @property
-    def architecture(self) -> str:
-        """The GGUF architecture it is exported as."""
-        return self.name
-
-    def constants(self) -> Mapping[str, np.ndarray]:
-        """Tensors of its GGUF that are neither trained nor among `tensors`, float32: they follow from the fields."""
-        return {}
-
-    @classmethod
-    def from_gguf(cls, file: ModelFile) -> Self:
-        """The model that `file` holds, for recipes with a base; UserError for what it cannot represent exactly."""
-        raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
-
-    def gguf_metadata(self) -> dict[str, Any]:
-        """The architecture's own keys of the GGUF it is exported to, without the `<architecture>.` prefix."""
-        raise UserError(f"model={self.name} has no GGUF form")
-
-    def huggingface(self, data: Mapping[str, Any]) -> Layout:
-        """What it is in transformers, or UserError; `data`: what the data adds to its GGUF's keys."""
-        raise UserError(f"model={self.name} has no Hugging Face layout")
 
     def parameters(self) -> int:
         """How many numbers the model has."""

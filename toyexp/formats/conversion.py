@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toyexp.contract.format import Conversion
+from toyexp.formats.layout import Conversion
 from toyexp.formats.sentencepiece_model import lacking
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import BPE, Bytes, Characters, Tokenizer

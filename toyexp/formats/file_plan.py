@@ -10,6 +10,7 @@ from toyexp.base.errors import printable
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
+from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import FromGGUF
 
@@ -25,8 +26,8 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
     """The frozen tensors of a LoRA adapter for llama.cpp, and what they are put on; UserError if not on `model`."""
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
-        if file.architecture != model.architecture:
-            raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {model.architecture}")
+        if file.architecture != (ours := architecture_of(model)):
+            raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {ours}")
         shapes = {name: info.shape for name, info in file.tensors.items()}
         linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
         adapters, tensors = [], []

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
-from toyexp.contract.format import Place
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.conversion import lacks
 from toyexp.formats.gguf.encode import encoded, pieces_of
 from toyexp.formats.huggingface_tokenizer import tokenizer_files
+from toyexp.formats.layout import Place, layout_of
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ def write_folder(
     to a GGUF. Returns a sentence for each tensor whose numbers are not finite, or are not in this type. Raises
     UserError for a model that transformers does not have.
     """
-    layout = model.huggingface(data or {})
+    layout = layout_of(model, data or {})
     tensors: dict[str, Tensor] = {}
     for spec in model.tensors():
         place = layout.tensors[spec.name]
@@ -74,7 +74,7 @@ def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) ->
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
         lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
-    lost = lacks(model.huggingface(data).conversion, tokenizer) if model.reads.text else ""
+    lost = lacks(layout_of(model, data).conversion, tokenizer) if model.reads.text else ""
     if lost:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
     return lines
@@ -86,7 +86,7 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    places = plan.model.huggingface({}).tensors
+    places = layout_of(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
     modules, rank = [], 0
     for adapter in adapters:

@@ -10,6 +10,7 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.form import architecture_of, read_model
 from toyexp.formats.gguf.read import GGUFFile
 
 
@@ -29,18 +30,24 @@ def require_model(file: GGUFFile) -> None:
 def class_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> type[Model]:
     """Who has the architecture of an open file's model; see `model_of`."""
     require_model(file)
-    offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
-    known = {cls().architecture: cls for cls in offered if reads is None or cls.reads in reads}
+    known = by_architecture(registry, reads)
     if file.architecture not in known:
         raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
     return known[file.architecture]
+
+
+def by_architecture(registry: Registry, reads: Sequence[Kind] | None = None) -> dict[str, type[Model]]:
+    """Those models that read `reads` (any) and stand in GGUF files, by the architecture that those name."""
+    offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
+    known = [cls for cls in offered if "gguf" in cls.forms and (reads is None or cls.reads in reads)]
+    return {architecture_of(cls): cls for cls in known}
 
 
 def model_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The same as `model_of`, of a file that is open."""
     found = class_in(file, registry, reads)
     _check_counts(file)
-    model = found.from_gguf(file)
+    model = read_model(found, file)
     try:
         model.check()
     except UserError as error:

@@ -26,6 +26,7 @@ from toyexp.formats.gguf.encode import (
     pieces_of,
     tensor_type,
 )
+from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.quantise import quantise
 from toyexp.formats.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
 from toyexp.formats.gguf.special_tokens import fitting_name
@@ -78,7 +79,7 @@ def write_model(
         exact.unlink()
         return problems
     writer = Writer()
-    writer.add("general.architecture", model.architecture)
+    writer.add("general.architecture", architecture_of(model))
     writer.add("general.type", "model")
     writer.add("general.file_type", FILE_TYPES[kind])
     writer.add("general.quantization_version", 2)
@@ -91,7 +92,7 @@ def write_model(
     if model.reads.text:
         for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
             writer.add(key, value)
-    for name, array in {**tensors, **model.constants()}.items():
+    for name, array in {**tensors, **gguf_form(model).constants(model)}.items():
         type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
     return writer.save(path)
@@ -111,7 +112,7 @@ def write_adapter(
     """
     alpha = one_alpha(plan)
     writer = Writer()
-    writer.add("general.architecture", plan.model.architecture)
+    writer.add("general.architecture", architecture_of(plan.model))
     writer.add("general.type", "adapter")
     for key, value in (general or {}).items():
         writer.add(f"general.{key}", value)
@@ -127,8 +128,8 @@ def write_adapter(
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that describe a model, under their full names."""
-    own = {**model.gguf_metadata(), **data}
-    return {f"general.{k}": v for k, v in general.items()} | {f"{model.architecture}.{k}": v for k, v in own.items()}
+    own, architecture = {**gguf_form(model).metadata(model), **data}, architecture_of(model)
+    return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in own.items()}
 
 
 def check_keys(model: Model) -> None:

@@ -1,0 +1,144 @@
+"""The models for text in GGUF: the keys that llama.cpp reads of each, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from toyexp import printable
+from toyexp.contract.format import ModelFile
+from toyexp.formats.gguf.form import GGUFForm, Keys, decimal
+from toyexp_models.language import LanguageModel
+from toyexp_models.rotary import RotaryModel
+
+L = TypeVar("L", bound=LanguageModel)
+FREQS = "rope_freqs.weight"
+
+
+class LanguageGGUF(GGUFForm[L]):
+    """What all architectures share."""
+
+    def metadata(self, model: L) -> dict[str, Any]:
+        """The sizes."""
+        return {
+            "context_length": model.context,
+            "embedding_length": model.d_model,
+            "block_count": model.n_layers,
+            "feed_forward_length": model.d_ff,
+            "attention.head_count": model.n_heads,
+            "vocab_size": model.vocab,
+        }
+
+    def read(self, cls: type[L], file: ModelFile) -> L:
+        """The file's model; UserError with the name of a key or tensor that this architecture does not have."""
+        keys = Keys(file)
+        model = cls(**self.sizes(keys))
+        keys.finish()
+        if model.n_layers > len(file.tensors):  # before so many are listed
+            raise file.error(f"claims {model.n_layers} blocks and has {len(file.tensors)} tensors")
+        wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in self.constants(model).items()}
+        for name in sorted(wanted.keys() ^ file.tensors.keys()):
+            there = "lacks" if name in wanted else "has"
+            raise file.error(f"{there} the tensor {printable(name)}, unlike any model={cls.name} of toyexp")
+        for name, shape in wanted.items():
+            if file.tensors[name].shape != shape:
+                raise file.error(f"{name} has the shape {list(file.tensors[name].shape)}, its keys say {list(shape)}")
+        return model
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """The fields of the model in a file."""
+        embedding = keys.file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise keys.file.error("lacks the tensor token_embd.weight")
+        return {
+            "d_model": keys.whole("embedding_length"),
+            "n_layers": keys.whole("block_count"),
+            "n_heads": keys.whole("attention.head_count"),
+            "d_ff": keys.whole("feed_forward_length"),
+            "context": keys.whole("context_length"),
+            "vocab": embedding.shape[0],
+            "tied": "output.weight" not in keys.file.tensors,
+        }
+
+
+class GPT2GGUF(LanguageGGUF[LanguageModel]):
+    """GPT-2's."""
+
+    def metadata(self, model: LanguageModel) -> dict[str, Any]:
+        """The sizes, and the eps of its norms."""
+        return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads."""
+        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
+
+
+class RotaryGGUF(LanguageGGUF[RotaryModel]):
+    """That of llama's relatives."""
+
+    def metadata(self, model: RotaryModel) -> dict[str, Any]:
+        """The sizes, and what is said of heads and rope."""
+        keys = {
+            **super().metadata(model),
+            "attention.head_count_kv": model.n_kv_heads,
+            "attention.layer_norm_rms_epsilon": model.norm_eps,
+            "rope.dimension_count": model.head_size,
+            "rope.freq_base": model.rope_base,
+        }
+        if model.head_size * model.n_heads != model.d_model:
+            keys |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
+        if model.rope_scale != 1:
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": model.rope_scale}
+        return keys
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads, with its defaults; of rope's scalings the linear one."""
+        common = super().sizes(keys)
+        usual = common["d_model"] // common["n_heads"]
+        size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
+        if size != value:
+            raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
+        keys.expect("rope.dimension_count", size)
+        return common | {
+            "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
+            "head_dim": 0 if size * common["n_heads"] == common["d_model"] else size,
+            "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+            "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "rope_base": keys.number("rope.freq_base", 10000.0),
+            "rope_scale": _linear_scaling(keys),
+        }
+
+
+class LlamaGGUF(RotaryGGUF):
+    """Llama's, with Llama 3's frequency factors as a tensor."""
+
+    def constants(self, model: RotaryModel) -> Mapping[str, np.ndarray]:
+        """The factors."""
+        factors = model.factors()
+        return {FREQS: np.array(factors, np.float32)} if factors else {}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """What llama.cpp reads, with its defaults."""
+        common = super().sizes(keys)
+        keys.expect("tensor_data_layout", "Meta AI original pth")  # older converters; says nothing about GGUF
+        file, pairs = keys.file, (common["head_dim"] or common["d_model"] // common["n_heads"]) // 2
+        info = file.tensors.get(FREQS)
+        if info is not None and info.shape != (pairs,):
+            raise file.error(f"{FREQS} has the shape {list(info.shape)}, heads of {2 * pairs} take {pairs} numbers")
+        return common | {
+            "o_bias": "blk.0.attn_output.bias" in file.tensors,
+            "ffn_bias": "blk.0.ffn_up.bias" in file.tensors,
+            "rope_factors": [] if info is None else [decimal(f) for f in file.read(FREQS)],
+        }
+
+
+def _linear_scaling(keys: Keys) -> float:
+    """By what positions are divided: as in llama.cpp a factor without a type is linear, and 0 or type none is 1."""
+    kind = keys.expect("rope.scaling.type", "linear", "none")
+    old = keys.number("rope.scale_linear", 0.0)
+    factor = keys.number("rope.scaling.factor", old)
+    keys.expect("rope.scaling.attn_factor", 1.0)
+    keys.ignore("rope.scaling.original_context_length", "rope.scaling.finetuned")  # only YaRN and LongRoPE read them
+    return factor if factor and kind == "linear" else 1.0

@@ -1,0 +1,140 @@
+"""The models for text in transformers: config.json, and where each tensor stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from toyexp import UserError
+from toyexp.formats.layout import Conversion, Layout, Numbers, Place, unchanged
+from toyexp_models.language import LanguageModel
+from toyexp_models.rotary import RotaryModel
+from toyexp_models.scaling import rope_scaling
+
+ROTARY = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+ATTENTION, FEED_FORWARD = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
+GPT2 = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "output": "lm_head", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+Data = Mapping[str, Any]  # what the data adds to a GGUF's keys
+
+
+def llama_layout(model: RotaryModel, data: Data) -> Layout:
+    """LlamaForCausalLM; UserError for heads that it does not take."""
+    if model.d_model % model.n_heads:
+        raise UserError(
+            f"transformers' llama takes a number of heads that divides d_model; {model.n_heads} do not divide "
+            f"{model.d_model}"
+        )
+    return replace(_rotary(model), conversion=Conversion(prefix=None))
+
+
+def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
+    """Qwen2ForCausalLM, whose q, k and v have biases."""
+    return replace(_rotary(model, ATTENTION[:3]), tokenizer_replaced=True)
+
+
+def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
+    """Qwen3ForCausalLM, which has a bias on the attention's output where it has the others."""
+    lost = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
+    return replace(_rotary(model), conversion=Conversion(lost=lost))
+
+
+def gemma_layout(model: RotaryModel, data: Data) -> Layout:
+    """GemmaForCausalLM, which adds 1 to the weights of its norms."""
+    layout = _rotary(model)
+    activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # its name changed
+    norms = {
+        name: replace(place, form=lambda weight: weight - 1)
+        for name, place in layout.tensors.items()
+        if name.endswith("_norm.weight")
+    }
+    # Where no token that ends a turn is named, llama.cpp's converter names token 107, which it is in Google's.
+    config = {**layout.config, **activation, "eot_token_id": None}
+    is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
+    lost = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
+    conversion = Conversion(("spm",), prefix=False, lost=lost)
+    return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
+
+
+def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
+    """GPT2LMHeadModel, whose linears are [in, out]."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab,
+        "n_positions": model.context,
+        "n_ctx": model.context,  # its name of old, which llama.cpp's converter reads
+        "n_embd": model.d_model,
+        "n_layer": model.n_layers,
+        "n_head": model.n_heads,
+        "n_inner": model.d_ff,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.norm_eps,
+        "tie_word_embeddings": model.tied,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    }
+    places = {}
+    for spec in model.tensors():
+        *block, name, kind = spec.name.split(".")
+        at = f"transformer.h.{block[1]}." if block else ""
+        is_linear = block and len(spec.shape) == 2
+        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else unchanged)
+    lost = "" if model.d_ff == 4 * model.d_model else f"it takes d_ff=4*d_model, and here it is {model.d_ff}"
+    return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
+
+
+def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
+    """The same model there: LlamaForCausalLM and so on, whose rope turns halves of a head.
+
+    `biased` are the linears of a block that have a bias there: all those of a layer or none, unless told.
+    """
+    biases = model.biases()
+    if biased is None:
+        biased = tuple(n for layer in (ATTENTION, FEED_FORWARD) for n in layer if not biases.keys().isdisjoint(layer))
+    config = {
+        "architectures": [f"{model.name.capitalize()}ForCausalLM"],
+        "model_type": model.name,
+        "vocab_size": model.vocab,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_size,
+        "max_position_embeddings": model.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_base,
+        "rope_scaling": rope_scaling(model.rotary(), model.head_size, model.context),
+        "tie_word_embeddings": model.tied,
+        "attention_bias": ATTENTION[0] in biased,
+        "mlp_bias": FEED_FORWARD[0] in biased,
+    }
+    places, zeros = {}, {}
+    for spec in model.tensors():
+        *block, name, kind = spec.name.split(".")
+        at = f"model.layers.{block[1]}." if block else ""
+        places[spec.name] = Place(f"{at}{ROTARY[name]}.{kind}", _row_order(model, name))
+        if kind == "weight" and name in biased and name not in biases:
+            zeros[f"{at}{ROTARY[name]}.bias"] = spec.shape[:1]
+    return Layout(config, places, zeros)
+
+
+def _row_order(model: RotaryModel, name: str) -> Numbers:
+    """How the outputs of a linear stand where rope turns halves of a head."""
+    heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
+    if model.halves or heads is None:
+        return unchanged
+    return lambda rows: rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

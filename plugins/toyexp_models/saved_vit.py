@@ -1,0 +1,53 @@
+"""A trained image classifier from its file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from toyexp.contract.format import ModelFile
+from toyexp.formats.gguf.form import read_model
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.safetensors import SafetensorsFile
+from toyexp_models.vit import ViT, cut
+
+
+@dataclass(frozen=True)
+class SavedViT:
+    """What an exported file holds: enough to classify an image."""
+
+    model: ViT
+    tensors: Mapping[str, np.ndarray]
+    classes: tuple[str, ...]
+    mean: np.ndarray  # of pixels from 0 to 1, by channel
+    std: np.ndarray
+
+    def patches(self, images: np.ndarray) -> np.ndarray:
+        """8-bit images [B, size, size, channels] as the model's input."""
+        return cut(((images / 255 - self.mean) / self.std).astype(np.float32), self.model.patch)
+
+
+def load_vit(path: Path) -> SavedViT:
+    """A model.gguf or model.safetensors of a ViT; UserError for a file that is no such thing or lacks something."""
+    with nullcontext(SafetensorsFile(path)) if path.suffix == ".safetensors" else GGUFFile(path) as file:
+        model = read_model(ViT, file)
+        classes = file.metadata.get(f"{file.architecture}.classes")
+        if not isinstance(classes, list) or not 0 < len(classes) <= model.classes:
+            raise file.error(f"{file.architecture}.classes must name at most {model.classes} classes")
+        mean, std = (_per_channel(file, model, name) for name in ("image_mean", "image_std"))
+        return SavedViT(model, {t.name: file.read(t.name) for t in model.tensors()}, tuple(classes), mean, std)
+
+
+def _per_channel(file: ModelFile, model: ViT, name: str) -> np.ndarray:
+    key = f"{file.architecture}.{name}"
+    try:
+        array = np.asarray(file.metadata.get(key), np.float64)
+    except (TypeError, ValueError):
+        array = np.empty(0)
+    if array.shape != (model.channels,):
+        raise file.error(f"{key} must list a number for each of {model.channels} channels")
+    return array

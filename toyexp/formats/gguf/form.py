@@ -1,0 +1,115 @@
+"""How a class of models stands in a GGUF: the architecture, its keys, and the way back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from toyexp.base.errors import UserError, printable
+from toyexp.contract.format import ModelFile
+from toyexp.contract.model import Model
+
+M = TypeVar("M", bound=Model)
+
+
+class GGUFForm(ABC, Generic[M]):
+    """What a GGUF says of a model; its class names the one it has: `forms = {"gguf": MyForm()}`."""
+
+    def architecture(self, model: M | type[M]) -> str:
+        """As general.architecture has it; a model that computes something else is not to be taken for this one."""
+        return model.name
+
+    @abstractmethod
+    def metadata(self, model: M) -> dict[str, Any]:
+        """The architecture's own keys, without the `<architecture>.` prefix."""
+
+    def constants(self, model: M) -> Mapping[str, np.ndarray]:
+        """Tensors of the file that are neither trained nor among the model's, float32: they follow from its fields."""
+        return {}
+
+    def read(self, cls: type[M], file: ModelFile) -> M:
+        """The model of class `cls` that `file` holds; UserError for what it cannot represent exactly."""
+        raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
+
+
+def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
+    """The form of a model, or of a class of them; UserError for one without."""
+    if "gguf" not in model.forms:
+        raise UserError(f"model={model.name} has no GGUF form: its class names none in forms['gguf']")
+    form: GGUFForm[Any] = model.forms["gguf"]
+    return form
+
+
+def architecture_of(model: Model | type[Model]) -> str:
+    """Under which architecture it stands in a GGUF; UserError for one that has no form of it."""
+    return gguf_form(model).architecture(model)
+
+
+def read_model(cls: type[M], file: ModelFile) -> M:
+    """The model of class `cls` that `file` holds; UserError for what it cannot represent exactly."""
+    model: M = gguf_form(cls).read(cls, file)
+    return model
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal of a float32."""
+    return float(str(np.float32(value)))
+
+
+class Keys:
+    """A file's keys of its architecture, each to be asked for once; what is left over is refused by name.
+
+    A key nobody asks for may change what the model computes: a rope scaling, a sliding window, experts.
+    """
+
+    def __init__(self, file: ModelFile):
+        self.file, self._prefix = file, f"{file.architecture}."
+        self._left = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0; GGUFError when it is none, or not there and without default."""
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise self._wrong(name, value)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number, as the shortest decimal of the float32 in the file."""
+        value = self._take(name, default)
+        if not isinstance(value, float):
+            raise self._wrong(name, value)
+        return decimal(value)
+
+    def expect(self, name: str, *allowed: Any) -> Any:
+        """A key that must be one of these, and is the first where it is missing."""
+        value = self._take(name, allowed[0])
+        if isinstance(value, np.ndarray) or value not in allowed:
+            raise self._wrong(name, value)
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Keys that change nothing."""
+        for name in names:
+            self._left.pop(self._prefix + name, None)
+
+    def finish(self) -> None:
+        """Refuses the keys that are left."""
+        self.expect("expert_count", 0)
+        self.expect("expert_used_count", 0)
+        self.expect("attention.causal", True)
+        self.expect("pooling_type", 0)  # another one gives embeddings of texts
+        self.ignore("vocab_size")  # the rows of the embedding count
+        if self._left:
+            raise self.file.error(f"{printable(min(self._left))} is a key that toyexp's {self.file.architecture} lacks")
+
+    def _take(self, name: str, default: Any) -> Any:
+        value = self._left.pop(self._prefix + name, default)
+        if value is None:
+            raise self.file.error(f"has no {self._prefix}{name}")
+        return value
+
+    def _wrong(self, name: str, value: object) -> UserError:
+        return self.file.error(f"{self._prefix}{name} is {printable(str(value))}, which toyexp has no model for")

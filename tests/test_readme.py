@@ -5,10 +5,13 @@ import re
 from pathlib import Path
 
 import environments
+import numpy as np
 import pytest
 from cells import CELLS, ticked
 
+from toyexp.commands.line import main
 from toyexp.contract.hooks import Registration, RunHooks
+from toyexp.formats.gguf.read import GGUFFile
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -59,6 +62,21 @@ def test_the_plugin_passes_the_conformance_kit(environment):
     done = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(root / "test_toyexp_demo.py"))
     assert done.returncode == 0, done.stdout[-3000:]
     assert "skipped" not in done.stdout
+
+
+def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):
+    """The file as it stands there, as a local plugin, against SGD without momentum."""
+    (tmp_path / "plain_sgd.py").write_text(readme_file("plain_sgd.py"))
+    monkeypatch.chdir(tmp_path)
+    usual = ["-m", "data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
+             "lr=0.5", "optim.weight_decay=0.1", "engine=cpu,ggml", "sweep.isolate=false",
+             "callbacks=[gguf_export]", "eval_every=0"]  # fmt: skip
+    assert main([*usual, "plugins=[plain_sgd]", "optim=plain_sgd", "hydra.sweep.dir=a"]) == 0, capsys.readouterr().err
+    assert main([*usual, "optim=sgd", "optim.momentum=0", "hydra.sweep.dir=b"]) == 0, capsys.readouterr().err
+    for path in sorted(tmp_path.glob("a/*/model.gguf")):
+        with GGUFFile(path) as one, GGUFFile(tmp_path / "b" / path.parent.name / "model.gguf") as other:
+            for name in one.tensors:
+                np.testing.assert_allclose(one.read(name), other.read(name), atol=1e-6, err_msg=name)
 
 
 def test_the_readme_lists_every_hook_with_its_signature():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
+    from toyexp.contract.arithmetic import Arithmetic
     from toyexp.contract.batch import Batch, InputSpec
     from toyexp.contract.callback import Callback, Schedule
     from toyexp.contract.data import Data
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from toyexp.contract.kind import IMAGES, TOKENS, Kind
     from toyexp.contract.model import Model, TensorSpec
     from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary
-    from toyexp.contract.optimiser import AdamW
+    from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule
     from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
     from toyexp.contract.planned import Planned, changed
     from toyexp.contract.recipe import Recipe, Setup
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from toyexp.datasets.images import ImageBatches, ImageDataset
     from toyexp.datasets.tokens import TokenBatches, TokenDataset
     from toyexp.formats.gguf.source import FromGGUF
+    from toyexp.reference.arithmetic import NumpyArithmetic, updated
     from toyexp.text.tokenizer import Tokenizer
     from toyexp.training.bus import Bus
 
@@ -50,6 +52,7 @@ __all__ = [
     "TOKENS",
     "AdamW",
     "Adapted",
+    "Arithmetic",
     "Batch",
     "Batches",
     "Bus",
@@ -61,6 +64,7 @@ __all__ = [
     "Engine",
     "FromGGUF",
     "Given",
+    "Group",
     "ImageBatches",
     "ImageDataset",
     "InputSpec",
@@ -70,7 +74,9 @@ __all__ = [
     "LowRank",
     "Model",
     "Normal",
+    "NumpyArithmetic",
     "Ops",
+    "Optimiser",
     "Params",
     "Plan",
     "PlanTensor",
@@ -78,6 +84,7 @@ __all__ = [
     "Recipe",
     "Register",
     "Rotary",
+    "Rule",
     "Run",
     "RunFailed",
     "Schedule",
@@ -100,12 +107,14 @@ __all__ = [
     "nearest",
     "needed",
     "printable",
+    "updated",
 ]
 
 # Where each of them lives, once more for the running program; a test holds it against the imports above.
 _HOMES = {
     "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
     "toyexp.base.packages": "needed",
+    "toyexp.contract.arithmetic": "Arithmetic",
     "toyexp.contract.batch": "Batch InputSpec",
     "toyexp.contract.callback": "Callback Schedule",
     "toyexp.contract.data": "Data",
@@ -116,7 +125,7 @@ _HOMES = {
     "toyexp.contract.kind": "IMAGES TOKENS Kind",
     "toyexp.contract.model": "Model TensorSpec",
     "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary",
-    "toyexp.contract.optimiser": "AdamW",
+    "toyexp.contract.optimiser": "AdamW Group Optimiser Rule",
     "toyexp.contract.plan": "Lens LoraAdapter Plan PlanTensor",
     "toyexp.contract.planned": "Planned changed",
     "toyexp.contract.recipe": "Recipe Setup",
@@ -125,6 +134,7 @@ _HOMES = {
     "toyexp.datasets.images": "ImageBatches ImageDataset",
     "toyexp.datasets.tokens": "TokenBatches TokenDataset",
     "toyexp.formats.gguf.source": "FromGGUF",
+    "toyexp.reference.arithmetic": "NumpyArithmetic updated",
     "toyexp.text.tokenizer": "Tokenizer",
     "toyexp.training.bus": "Bus",
 }

@@ -199,6 +199,8 @@ class Memory:
 
     def allocate(self) -> None:
         """Gives every tensor its memory on the device, zeroed."""
+        if not self._bytes:  # all weights are read where they lie in a file
+            return
         # The system may promise more than there is, and end the process when it is used; so this asks first.
         if not self._backend.memory or self._bytes <= self._backend.memory:
             self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
@@ -353,6 +355,10 @@ class Graph:
         """The square root."""
         return self._unary("sqrt", x)
 
+    def sgn(self, x: Node) -> Node:
+        """-1, 0 or 1."""
+        return self._unary("sgn", x)
+
     def log(self, x: Node) -> Node:
         """The natural logarithm."""
         return self._unary("log", x)
@@ -474,6 +480,12 @@ class Graph:
         view = ggml.ggml_view_2d(self._context, x.ptr, taken, outer, width * 4, start * inner * 4)
         copy = self._node(ggml.ggml_cont(self._context, view), (outer, taken))
         return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+
+    def number(self, x: Node, i: int) -> Node:
+        """Number `i` of x [n], as [1]; a view."""
+        if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
+            raise GraphError(f"number {i} of {list(x.shape)}")
+        return self._node(ggml.ggml_view_1d(self._context, x.ptr, 1, 4 * i), (1,))
 
     def first_rows(self, x: Node, count: int) -> Node:
         """The first rows of x [n, d]; a view."""

@@ -76,7 +76,7 @@ class GGMLEngine(Engine):
         from toyexp_ggml.session import GGMLSession
         from toyexp_ggml.wanted import Wanted
 
-        return GGMLSession(plan, Wanted(self.device, self.profile, self.thread_count(), self.recompute))
+        return GGMLSession(plan, Wanted(self.device, self.profile, self.thread_count(), self.recompute)).open()
 
 
 @dataclass

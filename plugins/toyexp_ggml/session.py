@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,45 +16,48 @@ from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.recompute import RecomputingOps
+from toyexp_ggml.update import Update
 from toyexp_ggml.wanted import Wanted
+
+P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 
 
 class GGMLSession(Session):
     """A Plan as ggml graphs: one for a training step, others made when first asked for."""
 
     def __init__(self, plan: Plan, wanted: Wanted):
+        super().__init__(plan)
         self._wanted, self._profile = wanted, wanted.profile
-        self._backend = Backend(wanted.device, wanted.threads, blas=self._profile is profiles.CPU_BLAS)
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
-        self._memory = Memory(self._backend, 4 * len(plan.tensors) + 8)
-        self._inputs = Inputs(self._backend)
-        self._frozen = Frozen(self._backend)
-        try:
-            self._reserve(plan)
-            super().__init__(plan)
-        except BaseException:
-            self.do_close()
-            raise
+        self._parts: list[Backend | Memory | Inputs | Frozen] = []  # what is to be closed, the last one first
 
-    def _reserve(self, plan: Plan) -> None:
+    def do_open(self) -> None:
+        plan = self.plan
         if reason := beyond(plan):
             raise GraphError(reason)
-        memory = self._memory
+        blas = self._profile is profiles.CPU_BLAS
+        self._backend = self._owned(Backend(self._wanted.device, self._wanted.threads, blas=blas))
+        self._frozen = self._owned(Frozen(self._backend))
+        self._memory = memory = self._owned(Memory(self._backend, len(plan.tensors) + 4 * len(plan.trainable) + 16))
+        self._inputs = self._owned(Inputs(self._backend))
         self._frozen.find(plan)
         self._weights = {
             t.name: self._frozen.nodes.get(t.name) or memory.tensor(t.shape, trainable=t.trainable)
             for t in plan.tensors
         }
-        self._m, self._v = ({t.name: memory.tensor(t.shape) for t in plan.trainable} for _ in range(2))
+        self._update = Update(plan, memory, self._profile)
         # Gradients outlive a graph only where several micro-batches add up, or are looked at before they are used.
         self._apart = plan.accumulate > 1 or plan.skip_nonfinite
         kept = plan.trainable if self._apart else ()
         self._sums = {t.name: memory.tensor(t.shape) for t in kept}
-        self._hp = {True: memory.tensor((7,)), False: memory.tensor((7,))}  # with and without decay
         memory.allocate()
         for name, spec in plan.inputs.items():
             self._inputs.add(name, spec, plan.rows)
+
+    def _owned(self, part: P) -> P:
+        self._parts.append(part)
+        return part
 
     def describe(self) -> dict[str, Any]:
         """Device, threads, and the training step's graph, if there is one: its size, and what of it runs where."""
@@ -102,13 +105,11 @@ class GGMLSession(Session):
             self._graph("norm", lambda graph: {"norm": self._norm(graph, self._sums)})
         self._graph("update", self._build_update)
 
-    def do_reset_moments(self) -> None:
-        for node in (*self._m.values(), *self._v.values()):
-            clear(node)
+    def do_reset_state(self) -> None:
+        self._update.reset()
 
-    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
-        put(self._hp[True], _float32_hp(hp))
-        put(self._hp[False], _float32_hp(np.where(np.arange(7) == 4, 0, hp)))
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
+        self._update.load(numbers)
         if not self._apart:
             self._inputs.load(micros[0])
             self._graphs["step"].compute()
@@ -151,23 +152,21 @@ class GGMLSession(Session):
                 total[name] += get(self._outputs["gradients"][name])
         return total
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        n = tensor.name
-        return get(self._weights[n]), get(self._m[n]), get(self._v[n])
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        state = self._update.state[tensor.name]
+        return get(self._weights[tensor.name]), {slot: get(node) for slot, node in state.items()}
 
-    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
-        n = tensor.name
-        for node, array in ((self._weights[n], values), (self._m[n], m), (self._v[n], v)):
-            put(node, array.astype(np.float32))
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        put(self._weights[tensor.name], values.astype(np.float32))
+        for slot, array in state.items():
+            put(self._update.state[tensor.name][slot], array.astype(np.float32))
 
     def do_close(self) -> None:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._inputs.close()
-        self._memory.close()
-        self._frozen.close()
-        self._backend.close()
+        while self._parts:
+            self._parts.pop().close()
 
     # -- the graphs ---------------------------------------------------------------------------------------------
 
@@ -223,21 +222,18 @@ class GGMLSession(Session):
         graph.want(norm, keep=True)
         return norm
 
-    def _update(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:
+    def _step(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:
         clip = self.plan.grad_clip
         if clip:
             limit = graph.scale(graph.div(self._inputs.ones(1), graph.scale(norm, 1.0, 1e-6)), clip)
             factor = graph.clamp(limit, 0.0, 1.0)
             gradients = {name: graph.mul(g, factor) for name, g in gradients.items()}
-        for tensor in self.plan.trainable:
-            n = tensor.name
-            hp = self._hp[tensor.decays]
-            graph.want(graph.adamw(self._weights[n], gradients[n], self._m[n], self._v[n], hp))
+        self._update.build(graph, self._weights, gradients)
 
     def _build_step(self, graph: Graph) -> dict[str, Node]:
         loss, gradients = self._loss_and_gradients(graph)
         norm = self._norm(graph, gradients)
-        self._update(graph, gradients, norm)
+        self._step(graph, gradients, norm)
         return {"loss": loss, "norm": norm}
 
     def _build_accumulate(self, graph: Graph) -> dict[str, Node]:
@@ -248,7 +244,7 @@ class GGMLSession(Session):
 
     def _build_update(self, graph: Graph) -> dict[str, Node]:
         norm = self._norm(graph, self._sums)
-        self._update(graph, self._sums, norm)
+        self._step(graph, self._sums, norm)
         return {"norm": norm}
 
     def _build_loss(self, graph: Graph) -> dict[str, Node]:
@@ -269,17 +265,6 @@ class GGMLSession(Session):
         for node in kept.values():
             graph.want(node, keep=True)
         return kept
-
-
-def _float32_hp(hp: np.ndarray) -> np.ndarray:
-    """The seven numbers as the kernel takes them.
-
-    It works out 1 - beta in float32, which for 0.999 is 1.3e-5 off; the slots that multiply the moments make up for it.
-    """
-    rounded = hp.astype(np.float32)
-    left = (1 - rounded[1:3]).astype(np.float64)
-    rounded[5:] = hp[5:] * np.divide(1 - hp[1:3], left, out=np.ones(2), where=left > 0)
-    return rounded
 
 
 def _number(node: Node) -> float:

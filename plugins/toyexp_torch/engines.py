@@ -55,7 +55,7 @@ class TorchEngine(Engine):
         wanted = self._wanted()
         from toyexp_torch.session import TorchSession
 
-        return TorchSession(plan, wanted)
+        return TorchSession(plan, wanted).open()
 
     def _wanted(self) -> Wanted:
         return Wanted(self.device, self.check(), self.dtype, self.compile, self.deterministic, self.recompute)

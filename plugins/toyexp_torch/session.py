@@ -1,7 +1,7 @@
 """One run's tensors and training step in PyTorch.
 
-All trainable tensors are views of one flat vector, and their gradients of another: zeroing, the norm, clipping and
-AdamW are then each a single pass over contiguous memory, whatever the number of tensors.
+All trainable tensors are views of one flat vector, and their gradients of another: zeroing, the norm, clipping and an
+element-wise optimiser are then each a single pass over contiguous memory, whatever the number of tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,36 +21,37 @@ from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Sess
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
+from toyexp_torch.update import Update
 from toyexp_torch.wanted import Wanted
 
 ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
-NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused kernel's own bias correction
 
 
 class TorchSession(Session):
     """A Plan on one torch device."""
 
     def __init__(self, plan: Plan, wanted: Wanted):
+        super().__init__(plan)
         self._wanted = wanted
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
         self._ops = TorchOps(wanted.recompute)
         self._settings = _Switches(wanted)
-        # Matrices first: what decays is then one contiguous part of the vector.
-        order = sorted(plan.trainable, key=lambda t: not t.decays)
-        sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
-        self._decaying = sum(n for t, n in zip(order, sizes, strict=True) if t.decays)
-        self._flat, self._grad, self._m, self._v = (self._zeros(sum(sizes)) for _ in range(4))
         self._tensors: dict[str, Tensor | Packed] = {}
-        self._places: dict[str, slice] = {}  # of the trainable tensors in the flat vectors
+
+    def do_open(self) -> None:
+        order = [self.plan.tensor(name) for group in self.plan.updates for name in group.tensors]
+        sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
+        self._flat, self._grad = (self._zeros(sum(sizes)) for _ in range(2))
+        places: dict[str, slice] = {}
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
-            self._places[tensor.name] = here = slice(start, start + tensor.size)
+            places[tensor.name] = here = slice(start, start + tensor.size)
             leaf = self._flat[here].view(tensor.shape).detach().requires_grad_()
             leaf.grad = self._grad[here].view(tensor.shape)
             self._tensors[tensor.name] = leaf
             start += size
-        super().__init__(plan)
+        self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile)
 
     def _zeros(self, shape: int | tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -110,11 +111,10 @@ class TorchSession(Session):
     def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self._ops.cross_entropy(self._logits(batch), batch["targets"], batch["weights"])
 
-    def do_reset_moments(self) -> None:
-        self._m.zero_()
-        self._v.zero_()
+    def do_reset_state(self) -> None:
+        self._update.reset()
 
-    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         with self._settings.applied():
             loss = self._backward(micros)
             norm = torch.linalg.vector_norm(self._grad)
@@ -123,7 +123,7 @@ class TorchSession(Session):
                 return StepMetrics(*metrics.tolist())
             if self.plan.grad_clip:
                 self._grad.mul_((self.plan.grad_clip / (norm + 1e-6)).clamp_(max=1.0))
-            self._update([float(x) for x in hp])
+            self._update(numbers)
             return StepMetrics(*metrics.tolist())
 
     def _backward(self, micros: Sequence[Batch]) -> Tensor:
@@ -136,15 +136,6 @@ class TorchSession(Session):
             loss.backward()
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _update(self, hp: list[float]) -> None:
-        weight_decay = hp[4]
-        parts = [(slice(0, self._decaying), weight_decay), (slice(self._decaying, None), 0.0)]
-        if weight_decay == 0:
-            parts = [(slice(None), 0.0)]
-        for part, decay in parts:
-            if self._flat[part].numel():
-                adamw(self._flat[part], self._grad[part], self._m[part], self._v[part], [*hp[:4], decay, *hp[5:]])
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
@@ -159,19 +150,15 @@ class TorchSession(Session):
         with self._settings.applied(), torch.no_grad(), self._autocast():
             return _host(self._forward(self._upload_batch(micro))[:rows])
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        here = self._places[tensor.name]
-        values, m, v = (
-            flat[here].view(tensor.shape).detach().to("cpu", copy=True).numpy()
-            for flat in (self._flat, self._m, self._v)
-        )
-        return values, m, v
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        state = self._update.state[tensor.name]
+        return _copy(self._leaf(tensor)), {slot: _copy(values) for slot, values in state.items()}
 
-    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
-        here = self._places[tensor.name]
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():
-            for flat, array in ((self._flat, values), (self._m, m), (self._v, v)):
-                flat[here].copy_(torch.from_numpy(array).flatten())
+            self._leaf(tensor).copy_(torch.from_numpy(values))
+            for slot, array in state.items():
+                self._update.state[tensor.name][slot].copy_(torch.from_numpy(array))
 
     def do_decoder(self) -> Decoder:
         # Dropout is of training: a plan without it needs no mask of what follows.
@@ -188,7 +175,7 @@ class TorchSession(Session):
     def do_close(self) -> None:
         self._tensors.clear()
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
-        self._flat = self._grad = self._m = self._v = None  # type: ignore[assignment]
+        self._flat = self._grad = self._update = None  # type: ignore[assignment]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -215,23 +202,9 @@ def _host(tensor: Tensor | None) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
-def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hp: Sequence[float]) -> None:
-    """AdamW in place on flat tensors, from AdamW's seven numbers, through torch's fused kernel.
-
-    The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
-    and the slots are folded into its other numbers:
-    lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
-    """
-    lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
-    if weight_decay:
-        w.mul_(1 - lr * weight_decay)
-    root = slot6**0.5
-    steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
-    torch._fused_adamw_(
-        [w], [g], [m], [v], [], [steps],
-        lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+def _copy(tensor: Tensor) -> np.ndarray:
+    """Its numbers in their own precision."""
+    return tensor.detach().to("cpu", copy=True).numpy()
 
 
 class _Switches:

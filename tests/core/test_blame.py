@@ -143,10 +143,10 @@ class Session(NullSession):
     def steps(self):
         return self._steps
 
-    def do_step(self, micros, hp):
+    def do_step(self, micros, numbers):
         if self._steps == 2:
             fail(self._engine.at, "step")
-        return super().do_step(micros, hp)
+        return super().do_step(micros, numbers)
 
     def do_build(self):
         fail(self._engine.at, "build")
@@ -160,7 +160,7 @@ class ClumsyEngine(NullEngine):
 
     def realize(self, plan):
         fail(self.at, "realize")
-        return Session(plan, self)
+        return Session(plan, self).open()
 
 
 class Batches(TokenBatches):

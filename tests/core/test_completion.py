@@ -16,9 +16,10 @@ from toyexp.commands.shells import read_line
 from toyexp.commands.table import COMMANDS
 from toyexp.config import schema
 from toyexp.config.top_level import LAUNCHERS, top_level
-from toyexp.contract.optimiser import MODES, Optim
+from toyexp.contract.optimiser import MODES
 from toyexp.contract.registry import load, settings_of
 from toyexp.training.settings import NONFINITE
+from toyexp_optimisers.adamw import AdamWOptimiser
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_what_a_value_may_be_is_what_the_code_takes():
     keys = dict(top_level())
     assert values_of(keys["nonfinite"])[0] == list(NONFINITE)
     assert values_of(keys["sweep.launcher"])[0] == list(LAUNCHERS)
-    assert set(values_of(next(s for s in settings_of(Optim) if s.name == "mode"))[0]) == {"auto", *MODES}
+    assert set(values_of(next(s for s in settings_of(AdamWOptimiser) if s.name == "mode"))[0]) == {"auto", *MODES}
 
 
 def test_the_default_of_a_setting_is_among_its_choices():

@@ -8,7 +8,7 @@ import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
 from toyexp.contract.batch import batch_digest
-from toyexp.contract.plan import PlanTensor
+from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Outcome, Saver, Training
@@ -21,12 +21,12 @@ class Scripted(NullSession):
     """Reports the metrics of a script step by step, then good ones, and keeps what it was given."""
 
     def __init__(self, plan, script):
-        self.script, self.hps, self.digests = list(script), [], []
         super().__init__(plan, NullEngine())
+        self.script, self.hps, self.digests = list(script), [], []
 
-    def do_step(self, micros, hp):
-        super().do_step(micros, hp)
-        self.hps.append(hp)
+    def do_step(self, micros, numbers):
+        super().do_step(micros, numbers)
+        self.hps.append(numbers[0])
         self.digests.append(batch_digest({"tokens": np.concatenate([m["tokens"] for m in micros])}))
         return self.script.pop(0) if self.script else GOOD
 
@@ -115,12 +115,12 @@ def stage(tmp_path):
         batches = data or dataset.batches(5, 3, 0)
         setup = Setup(batches.inputs, rows=3, skip_nonfinite=skip)
         plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
-        session, bus = Scripted(plan, script), Bus({"recorder": recorder})
+        plan = replace(plan, groups=grouped(plan.trainable, (adamw or AdamW.for_from_scratch(),)))
+        session, bus = Scripted(plan, script).open(), Bus({"recorder": recorder})
         session.build()
         run = Run("test", tmp_path, 0, steps, BASE_LR, {}, "noop", plan, session, dataset, {}, bus)
         saver, options = Notes(recorder.heard), {"eval_every": 0, **options}
-        adamw = adamw or AdamW.for_from_scratch()
-        training = Training(run, bus, batches, adamw, saver=saver, outcome=outcome or Outcome(), **options)
+        training = Training(run, bus, batches, saver=saver, outcome=outcome or Outcome(), **options)
         return Stage(session, recorder, saver, training)
 
     return make

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from toyexp import AdamW, UserError
-from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Optim
+from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES
 from toyexp.contract.registry import load
+from toyexp_optimisers.adamw import AdamWOptimiser
 
 
 def test_from_scratch_feeds_the_constant_betas_at_every_step():
@@ -83,7 +86,7 @@ def test_bias_correction_makes_every_step_of_a_constant_gradient_the_learning_ra
 
 @pytest.mark.parametrize(("default", "beta2"), [(FROM_SCRATCH, 0.95), (LORA, 0.999)])
 def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
-    adamw = Optim().adamw(0.01, default)
+    adamw = replace(AdamWOptimiser().settled(default).adamw, lr=0.01)
     assert (adamw.mode, adamw.beta2, adamw.lr) == (default, beta2, 0.01)
     assert adamw.bias_correct == (default == LORA)
     assert adamw.hp_for_step(0).shape == (7,)
@@ -99,31 +102,31 @@ def test_who_wants_which_mode():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_setting_comes_into_its_slot_in_both_modes(mode):
-    assert Optim(weight_decay=0.1).adamw(1, mode).hp(1)[4] == 0.1
-    settings = Optim(beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1)
+    assert AdamWOptimiser(weight_decay=0.1).settled(mode).adamw.hp(1)[4] == 0.1
+    settings = AdamWOptimiser(beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1)
     slots = {FROM_SCRATCH: [0.25, 0.75], LORA: [1 / (1 - 0.25**2), 1 / (1 - 0.75**2)]}
-    assert settings.adamw(0.5, mode).hp(2).tolist() == [0.5, 0.25, 0.75, 1e-3, 0.1, *slots[mode]]
+    assert replace(settings.settled(mode).adamw, lr=0.5).hp(2).tolist() == [0.5, 0.25, 0.75, 1e-3, 0.1, *slots[mode]]
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 def test_a_beta_of_0_is_taken_where_it_has_its_meaning_and_refused_where_not(name):
     """Without a memory the bias correction is 1; constant betas would multiply the moment by 0."""
-    settings = Optim(**{name: 0.0})
+    settings = AdamWOptimiser(**{name: 0.0})
     settings.check()
     slot = {"beta1": 5, "beta2": 6}[name]
-    assert [settings.adamw(0.01, LORA).hp(t)[slot] for t in (1, 7)] == [1.0, 1.0]
+    assert [settings.settled(LORA).adamw.hp(t)[slot] for t in (1, 7)] == [1.0, 1.0]
     with pytest.raises(UserError, match=rf"optim\.{name}=0: .*optim\.mode=lora"):
-        settings.adamw(0.01, FROM_SCRATCH)
+        settings.settled(FROM_SCRATCH)
 
 
 @pytest.mark.parametrize("chosen", MODES)
 @pytest.mark.parametrize("default", MODES)
 def test_a_chosen_mode_wins_over_the_recipes_and_brings_its_own_beta2(chosen, default):
-    assert Optim(mode=chosen).adamw(0.01, default).hp(1).tolist() == Optim().adamw(0.01, chosen).hp(1).tolist()
+    assert AdamWOptimiser(mode=chosen).settled(default).adamw == AdamWOptimiser().settled(chosen).adamw
 
 
 def test_a_chosen_beta2_wins_over_the_modes():
-    assert Optim(mode=LORA, beta2=0.5).adamw(0.01, FROM_SCRATCH).beta2 == 0.5
+    assert AdamWOptimiser(mode=LORA, beta2=0.5).settled(FROM_SCRATCH).adamw.beta2 == 0.5
 
 
 @pytest.mark.parametrize(
@@ -143,9 +146,9 @@ def test_a_chosen_beta2_wins_over_the_modes():
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, words):
     with pytest.raises(UserError) as error:
-        Optim(**settings).check()
+        AdamWOptimiser(**settings).check()
     assert str(error.value).startswith(words)
 
 
 def test_the_defaults_pass_their_own_check():
-    Optim().check()
+    AdamWOptimiser().check()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from toyexp.base.threads import available_cores
 from toyexp.base.words import counted
 from toyexp.commands.variants import Variant, prepare_variants
 from toyexp.contract.batch import Batch
+from toyexp.contract.optimiser import AdamW
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import Registry, load
 
@@ -49,7 +50,7 @@ class EngineStepper:
     def __init__(self, variant: Variant):
         prepared = variant.prepared
         self._session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
-        self._adamw = prepared.adamw
+        self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
         facts = self._session.describe()
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
@@ -59,10 +60,10 @@ class EngineStepper:
         self.note = "; ".join((note, *prepared.config.engine.advice()))
 
     def step(self, batch: Batch) -> float:
-        """One step, with the numbers that AdamW has for it."""
-        hp = self._adamw.hp_for_step(self._steps)
+        """One step, with the numbers that the optimiser has for it."""
+        numbers = self._plan.numbers(self._steps, self._lr)
         self._steps += 1
-        return self._session.step(batch, hp).loss
+        return self._session.step(batch, numbers).loss
 
     def memory(self) -> dict[str, int]:
         """What the session tells about memory, such as that of its device."""
@@ -90,7 +91,11 @@ class Entry:
         make = {baseline.name: baseline for baseline in _load_file(Path(self.file)).BASELINES}[self.name]
         prepared = variant.prepared
         threads = getattr(prepared.config.engine, "threads", 0) or available_cores()
-        return variant, lambda: make(prepared.plan, prepared.adamw, threads)
+        group = prepared.plan.updates[0]
+        if not isinstance(group.rule, AdamW):
+            raise UserError(f"--baseline: the baselines train with AdamW; leave optim={prepared.optim.name} out")
+        adamw = replace(group.rule, lr=prepared.config.settings.lr, weight_decay=group.weight_decay)
+        return variant, lambda: make(prepared.plan, adamw, threads)
 
 
 def baselines(settings: Sequence[str], modules: Sequence[str]) -> Iterator[tuple[str, Entry | str]]:

@@ -217,7 +217,7 @@ class Line:
     # -- the tables --------------------------------------------------------------------------------------------------
 
     def _groups(self) -> list[str]:
-        return [*KINDS, "optim", "experiment"]
+        return [*KINDS, "experiment"]
 
     def _config_dirs(self) -> list[Path]:
         pairs = zip(self.before, self.before[1:], strict=False)
@@ -227,7 +227,7 @@ class Line:
     def _choices(self, kind: str) -> list[Candidate]:
         """What a group may be: plugins, and the presets of the config directories."""
         offers = {name: offer.help for name, offer in self.registry.offers.get(kind, {}).items()}
-        extra = {"engine": {"auto": "The best engine that works here."}, "optim": {"adamw": ""}}.get(kind, {})
+        extra = {"engine": {"auto": "The best engine that works here."}}.get(kind, {})
         roots = [d / kind for d in self._config_dirs()]
         presets = {p.relative_to(root).with_suffix("").as_posix(): "" for root in roots for p in root.rglob("*.yaml")}
         return [Candidate(name, text) for name, text in {**presets, **extra, **offers}.items()]
@@ -239,10 +239,6 @@ class Line:
     def _settings_in(self, where: str) -> list[tuple[str, Setting]]:
         """A group's settings, of what is chosen on this line or of all that could be, by their whole keys."""
         kind, _, name = where.partition(".")
-        if kind == "optim":
-            from toyexp.contract.optimiser import Optim
-
-            return [(f"optim.{s.name}", s) for s in settings_of(Optim)]
         offers = self.registry.offers.get(kind, {})
         chosen = name or next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
         classes = [offers[chosen].cls] if chosen in offers else [] if name else [o.cls for o in offers.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -150,8 +150,8 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
         gradients = session.gradients(batches.batch(0))
         losses = []
         for step in range(settings.steps):
-            adamw = replace(prepared.adamw, lr=prepared.bus.lr(run, step))
-            losses.append(float(session.step(batches.batch(step), adamw.hp_for_step(step)).loss))
+            numbers = plan.numbers(step, prepared.bus.lr(run, step), prepared.bus.factors(run, step))
+            losses.append(float(session.step(batches.batch(step), numbers).loss))
         return Measured(began, gradients, losses, {t.name: session.download(t.name) for t in plan.trainable})
 
 
@@ -189,7 +189,7 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     of steps and initial size; relative to their norm, an engine that does not train at all would come near. One that
     moved less than the typical tensor counts as having moved as far, and gradients below `SMALL` of the whole are
     compared with that. Where the true gradient is zero and both engines have mere rounding instead, it is compared with
-    the whole, and the weights are not: AdamW makes whole steps even of rounding.
+    the whole, and the weights are not: AdamW and its kin make whole steps even of rounding.
     """
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())

@@ -215,8 +215,8 @@ def _without_default(typed: Sequence[Override], callbacks: Mapping[str, Callback
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
-    scheduled = any(answers_lr(type(c)) for c in callbacks.values())
-    usual = {name: answers_lr(registry.get("callbacks", name)) for name in default_callbacks()}
+    scheduled = any(answers_lr(c) for c in callbacks.values())
+    usual = {name: answers_lr(registry.get("callbacks", name)()) for name in default_callbacks()}
     missing = [name for name, schedule in usual.items() if name not in callbacks and not (schedule and scheduled)]
     if not missing:
         return []

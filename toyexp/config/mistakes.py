@@ -30,7 +30,6 @@ from toyexp.config.schema import (
 )
 from toyexp.config.top_level import HYDRA_KEYS, LAUNCHERS, top_level
 from toyexp.config.trust import CODE, names_code
-from toyexp.contract.optimiser import Optim
 from toyexp.contract.registry import NAMES_CODE, Registry
 
 
@@ -125,14 +124,16 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
 
 
 def in_lists(parsed: Sequence[Override], registry: Registry) -> list[str]:
-    """The settings as Hydra takes them: the one value of a setting that holds a list stands in brackets."""
+    """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
     words = []
     for override in parsed:
         key, equals, value = str(override.input_line).partition("=")
-        one = equals and isinstance(_value(override), str | int | float)
-        words.append(
-            f"{key}=[{value}]" if one and holds_list(override.key_or_group, registry) else key + equals + value
-        )
+        held = types_of(override.key_or_group, registry) if equals else set()
+        if "." in key and any(typing.get_origin(t) is dict for t in held) and key[0] != "+":
+            key = f"++{key}"
+        elif isinstance(_value(override), str | int | float) and holds_list(override.key_or_group, registry):
+            value = f"[{value}]"
+        words.append(key + equals + value)
     return words
 
 
@@ -222,8 +223,6 @@ def valid_keys(cfg: DictConfig | None, registry: Registry, where: str) -> set[st
     """The keys that may stand under `where` ("" is the top level)."""
     if where == "":
         return {f.name for f in dataclasses.fields(Root)}
-    if where == "optim":
-        return {"name"} | {f.name for f in dataclasses.fields(Optim)}
     kind, _, name = where.partition(".")
     name = name or _chosen(cfg, kind) or ""
     classes = {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
@@ -242,7 +241,7 @@ def valid_choices(kind: str, registry: Registry, source: Source | None = None) -
     """What `kind=` may be: plugins by name, and the presets of the config directories."""
     roots = [d / kind for d in (source.directories if source else [conf_dir()])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
-    extra = {"engine": {AUTO}, "optim": {"adamw"}}.get(kind, set())
+    extra = {AUTO} if kind == "engine" else set()
     return set(registry.offers.get(kind, ())) | presets | extra
 
 
@@ -340,6 +339,7 @@ def _groups_only(parsed: Sequence[Override], source: Source) -> DictConfig | Non
 
 
 _PLAIN_WORDS = {
+    r"Cannot assign \w+ to Dict": "takes names with values, in braces",
     r"could not be converted to Integer": "must be a whole number",
     r"could not be converted to Float": "must be a number",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",

@@ -10,7 +10,6 @@ import yaml
 from toyexp.base.errors import UserError, choose
 from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine, conf_dir
-from toyexp.contract.optimiser import Optim
 from toyexp.contract.registry import KINDS, Registry, settings_of
 
 
@@ -18,7 +17,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
     """A head and a line for each setting of everything that has this name; UserError where nothing has."""
     found = [*_plugins(name, registry), *_own(name), *_presets(name, registry)]
     if not found:
-        known = {n for offers in registry.offers.values() for n in offers} | {"optim", AUTO}
+        known = {n for offers in registry.offers.values() for n in offers} | {*KINDS, AUTO}
         presets = {path.stem for kind in (*KINDS, "experiment") for path in (conf_dir() / kind).glob("*.yaml")}
         raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, known | presets)}")
     return [line for block in found for line in block]
@@ -26,20 +25,15 @@ def lines_about(name: str, registry: Registry) -> list[str]:
 
 def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
     for kind, offers in registry.offers.items():
-        if name in offers:
-            offer = offers[name]
-            head = f"{kind}={name}  {offer.help}  [{offer.plugin}, {offer.package}]"
-            yield [head, *_settings(f"callbacks.{name}" if kind == "callbacks" else kind, offer.cls)]
+        for offer in offers.values() if name == kind else filter(None, [offers.get(name)]):
+            head = f"{kind}={offer.name}  {offer.help}  [{offer.plugin}, {offer.package}]"
+            yield [head, *_settings(f"callbacks.{offer.name}" if kind == "callbacks" else kind, offer.cls)]
 
 
 def _own(name: str) -> Iterator[list[str]]:
     """What no plugin offers."""
-    for names, head, kind, cls in (
-        (("optim", "adamw"), "optim=adamw", "optim", Optim),
-        ((AUTO,), f"engine={AUTO}", "engine", AutoEngine),
-    ):
-        if name in names:
-            yield [f"{head}  {(cls.__doc__ or '').splitlines()[0]}", *_settings(kind, cls)]
+    if name == AUTO:
+        yield [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine", AutoEngine)]
 
 
 def _presets(name: str, registry: Registry) -> Iterator[list[str]]:

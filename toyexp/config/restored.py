@@ -70,7 +70,7 @@ def gguf_of(path: Path, registry: Registry | None = None) -> Path:
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:
-    found = checkpoint.read(path, moments=False)
+    found = checkpoint.read(path, with_state=False)
     plain = found.state.get("config")
     if not isinstance(plain, dict):
         raise UserError(f"{path / checkpoint.STATE}: holds no configuration")

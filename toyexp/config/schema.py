@@ -30,7 +30,6 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
-from toyexp.contract.optimiser import Optim
 from toyexp.contract.registry import Registry, conf_dir
 from toyexp.training.settings import Settings
 
@@ -99,7 +98,6 @@ def store_schemas(registry: Registry) -> None:
     SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
     store.store(name="schema", node=Root)
-    store.store(group="optim", name="adamw", node=schema(Optim, "adamw"))
     store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
     for kind, offers in registry.offers.items():
         for name, offer in offers.items():
@@ -135,7 +133,7 @@ def types_of(key: str, registry: Registry) -> set[Any]:
     """What the setting `key` may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
     kind, *rest = key.split(".")
     offers = registry.offers.get(kind, {})
-    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep], "optim": [Optim]}
+    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep]}
     if not rest:
         classes: list[type] = [Root]
     elif kind == "callbacks":
@@ -152,8 +150,6 @@ def _is_union(hint: Any) -> bool:
 
 def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
     """The class whose settings `node` holds; UserError when nobody offers one of that name."""
-    if kind == "optim":
-        return Optim
     return AutoEngine if (kind, node["name"]) == ("engine", AUTO) else registry.get(kind, str(node["name"]))
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.hooks import hookimpl
+from toyexp.contract.optimiser import scalable
 from toyexp.contract.planned import Planned
 from toyexp.contract.run import Run
 
@@ -60,18 +62,36 @@ class Callback(ABC):
 
 @dataclass(eq=False)
 class Schedule(Callback):
-    """Base of the callbacks that scale the base learning rate at every step; a run has one answer to `lr` at most."""
+    """Base of the callbacks that scale a number at every step: the learning rate, or another one of the optimiser."""
+
+    scales: str = "lr"  # what it multiplies: lr, weight_decay, or another number of the optimiser, such as momentum
 
     def factor(self, step: int, steps: int) -> float:
-        """What the base learning rate is multiplied by at 0-based `step` of `steps`."""
+        """What the number is multiplied by at 0-based `step` of `steps`."""
         raise NotImplementedError
 
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for a number that the plan's optimiser does not have."""
+        known = {"lr"}.union(*(scalable(group.rule) for group in plan.updates))
+        if self.scales not in known:
+            raise UserError(
+                f"callbacks.{self.name}.scales={printable(self.scales)}: is no number of this optimiser; "
+                f"{choose(self.scales, known)}"
+            )
+
     @hookimpl
-    def lr(self, run: Run, step: int, steps: int) -> float:
+    def lr(self, run: Run, step: int, steps: int) -> float | None:
         """The base learning rate times `factor`."""
-        return run.lr * self.factor(step, steps)
+        return run.lr * self.factor(step, steps) if self.scales == "lr" else None
+
+    @hookimpl
+    def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
+        """`factor`, of what it scales."""
+        return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 
-def answers_lr(cls: type[Callback]) -> bool:
-    """Whether callbacks of this class set the learning rate."""
-    return getattr(getattr(cls, "lr", None), "toyexp_impl", None) is not None
+def answers_lr(callback: Callback) -> bool:
+    """Whether a callback sets the learning rate."""
+    if isinstance(callback, Schedule) and callback.scales != "lr":
+        return False
+    return getattr(getattr(callback, "lr", None), "toyexp_impl", None) is not None

@@ -1,8 +1,8 @@
 """Engine and Session: the contract between a Plan and the numbers, with its states and its errors.
 
-A session is REALIZED when its tensors exist and may still be replaced (the warm window), BUILT once `build()` has
-baked the training step, and CLOSED at the end. Every public method here checks the state, the names and the
-shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
+A session is NEW until it is opened, REALIZED when its tensors exist and may still be replaced (the warm window), BUILT
+once `build()` has baked the training step, and CLOSED at the end. Every public method here checks the state, the names
+and the shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 import numpy as np
 
 from toyexp.base.errors import SessionError, choose, printable
 from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
+from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.planned import Planned
 
@@ -26,6 +27,7 @@ from toyexp.contract.planned import Planned
 class State(Enum):
     """Where a session is in its life."""
 
+    NEW = "new"
     REALIZED = "realized"
     BUILT = "built"
     CLOSED = "closed"
@@ -38,17 +40,21 @@ class StepMetrics(NamedTuple):
     grad_norm: float
 
 
-MOMENTS = ("@m", "@v")  # what follows a tensor's name in a snapshot, for its two moments
+SLOT = "@"  # stands in a snapshot between a tensor's name and that of a slot of its state
 
 
-def state_names(name: str) -> tuple[str, str, str]:
-    """Under which names a snapshot holds a tensor's values and its two moments."""
-    return name, name + MOMENTS[0], name + MOMENTS[1]
+def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """What a snapshot holds, by name: `<tensor>`, and `<tensor>@<slot>` for the optimiser's state of it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t in plan.trainable:
+        shapes[t.name] = t.shape
+        shapes |= {f"{t.name}{SLOT}{slot}": shape for slot, shape in plan.slots(t).items()}
+    return shapes
 
 
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
     """Why a snapshot's arrays are not those of `plan`, or None."""
-    wanted = {n: t.shape for t in plan.trainable for n in state_names(t.name)}
+    wanted = state_shapes(plan)
     for name in sorted(wanted.keys() ^ arrays.keys()):
         there = "lacks" if name in wanted else "has"
         return f"the snapshot {there} {printable(name)}, unlike the plan"
@@ -94,23 +100,58 @@ class Engine(ABC):
         """A session whose tensors hold the plan's initial values."""
 
 
+def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
+    """A vector of finite numbers for each group of the plan; AdamW's seven are spread over the groups.
+
+    Raises SessionError for what is neither. What does not decay (norms, biases) has a decay of 0 in its seven.
+    """
+    groups = plan.updates
+    if isinstance(numbers, np.ndarray):
+        if not all(isinstance(group.rule, AdamW) for group in groups):
+            raise SessionError("step(): the plan has another optimiser than AdamW: it takes plan.numbers(step, lr)")
+        if numbers.shape != (7,):
+            raise SessionError(f"step(): hp has the shape {list(numbers.shape)}, expected [7]")
+        keeps = np.where(np.arange(7) == 4, 0.0, numbers)
+        numbers = [numbers if plan.tensor(group.tensors[0]).decays else keeps for group in groups]
+    if len(numbers) != len(groups):
+        raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
+    for vector in numbers:
+        if not np.isfinite(vector).all():
+            raise SessionError(f"step(): its numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
+    return numbers
+
+
 class Session(ABC):
-    """A realized plan. Use it as a context manager, or call `close()`."""
+    """A realized plan: made, then opened. Use it as a context manager, or call `close()`."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.state = State.REALIZED
+        self.state = State.NEW
         self.version = 0  # counts what makes a decoder's memory of earlier positions worthless
         self._by_name = {t.name: t for t in plan.tensors}
-        self._moments_are_set = False
-        for tensor in plan.tensors:
-            self.do_load(tensor)
+        self._state_is_set = False
 
     # -- the life of a session ----------------------------------------------------------------------------------
 
     @final
+    def open(self) -> Self:
+        """Makes the tensors, with the plan's initial values; closes the session where that fails."""
+        self._require(State.NEW, "open()")
+        try:
+            self.do_open()
+            self.state = State.REALIZED
+            for tensor in self.plan.tensors:
+                self.do_load(tensor)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
         """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
+        if self.state is State.NEW:
+            self._require(State.REALIZED, f"upload of {name} from {source}")
         if self.state is not State.REALIZED:
             raise SessionError(f"upload of {name} from {source}: the warm window closed at build(); upload before it")
         tensor = self._tensor(name, f"upload from {source}")
@@ -122,30 +163,30 @@ class Session(ABC):
 
     @final
     def build(self) -> None:
-        """Closes the warm window and bakes forward, loss, backward and AdamW into the training step.
+        """Closes the warm window and bakes forward, loss, backward and the optimiser into the training step.
 
-        A plan that trains nothing has no step: its session only looks.
+        A plan that trains nothing has no step: its session only evaluates.
         """
         self._require(State.REALIZED, "build()")
         self.do_build()
         self.state = State.BUILT
 
     @final
-    def step(self, batch: Batch, hp: np.ndarray) -> StepMetrics:
-        """One AdamW step on `batch` with the seven numbers `hp`; the first call starts from zero moments."""
+    def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
+        """One step of the optimiser on `batch`; the first call starts from a state of zeros.
+
+        `numbers` are those of `plan.numbers(step, lr)`, or AdamW's seven for a plan that AdamW alone trains.
+        """
         self._require_training("step()")
-        if hp.shape != (7,):
-            raise SessionError(f"step(): hp has the shape {list(hp.shape)}, expected [7]")
-        if not np.isfinite(hp).all():
-            raise SessionError(f"step(): hp holds numbers that are not finite: {', '.join(f'{x:g}' for x in hp)}")
+        numbers = _for_groups(self.plan, numbers)
         micros = self._micro_batches(batch)
         if len(micros) != self.plan.accumulate:
             raise SessionError(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
-        self._prepare_moments()
+        self._prepare_state()
         self.version += 1
-        return self.do_step(micros, hp)
+        return self.do_step(micros, numbers)
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -192,22 +233,22 @@ class Session(ABC):
     @final
     def download(self, name: str) -> np.ndarray:
         """A tensor's present values, float32."""
-        if self.state is State.CLOSED:
-            raise SessionError(f"download of {name}: the session is closed")
+        if self.state in (State.NEW, State.CLOSED):
+            raise SessionError(f"download of {name}: the session is {self.state.value}")
         return self.do_download(self._tensor(name, "download"))
 
     @final
     def snapshot(self) -> dict[str, np.ndarray]:
-        """A copy of all that training changes: each trainable tensor, and its moments as `<name>@m` and `<name>@v`.
+        """A copy of all that training changes: each trainable tensor, and its optimiser's state as `<name>@<slot>`.
 
         The numbers keep the engine's own precision, so that `restore` brings back the very bits.
         """
         self._require(State.BUILT, "snapshot()")
-        self._prepare_moments()
+        self._prepare_state()
         arrays: dict[str, np.ndarray] = {}
         for tensor in self.plan.trainable:
-            names = state_names(tensor.name)
-            arrays.update(zip(names, self.do_snapshot(tensor), strict=True))
+            arrays[tensor.name], state = self.do_snapshot(tensor)
+            arrays |= {f"{tensor.name}{SLOT}{slot}": array for slot, array in state.items()}
         return arrays
 
     @final
@@ -217,11 +258,12 @@ class Session(ABC):
         misfit = state_misfit(self.plan, arrays)
         if misfit:
             raise SessionError(f"restore(): {misfit}")
-        self._prepare_moments()
+        self._prepare_state()
         self.version += 1
         for tensor in self.plan.trainable:
-            values, m, v = (np.ascontiguousarray(arrays[n]) for n in state_names(tensor.name))
-            self.do_restore(tensor, values, m, v)
+            slots = {slot: f"{tensor.name}{SLOT}{slot}" for slot in self.plan.slots(tensor)}
+            state = {slot: np.ascontiguousarray(arrays[name]) for slot, name in slots.items()}
+            self.do_restore(tensor, np.ascontiguousarray(arrays[tensor.name]), state)
 
     @final
     def close(self) -> None:
@@ -243,6 +285,10 @@ class Session(ABC):
 
     # -- what an engine implements ------------------------------------------------------------------------------
 
+    @abstractmethod
+    def do_open(self) -> None:
+        """Allocates what holds the tensors; their values follow, one by one, through `do_load`."""
+
     def do_load(self, tensor: PlanTensor) -> None:
         """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
         self.do_upload(tensor, self.plan.initial(tensor))
@@ -256,14 +302,15 @@ class Session(ABC):
         """Prepares the training step."""
 
     @abstractmethod
-    def do_reset_moments(self) -> None:
-        """Sets both AdamW moments to zero."""
+    def do_reset_state(self) -> None:
+        """Sets the optimiser's state to zeros."""
 
     @abstractmethod
-    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1.
 
-        Where the plan says `skip_nonfinite`, a loss or norm that is not finite leaves weights and moments as they are.
+        `numbers` has a vector for each group of `plan.updates`. Where the plan says `skip_nonfinite`, a loss or norm
+        that is not finite leaves weights and state as they are.
         """
 
     @abstractmethod
@@ -287,28 +334,28 @@ class Session(ABC):
         """A float32 copy of the tensor's values."""
 
     @abstractmethod
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of a trainable tensor's values and its two moments, in the engine's precision."""
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """Copies of a trainable tensor's values and of its optimiser's state, in the engine's precision."""
 
     @abstractmethod
-    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
-        """Sets a trainable tensor's values and moments, from arrays of any float type."""
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        """Sets a trainable tensor's values and state, from arrays of any float type."""
 
     @abstractmethod
     def do_close(self) -> None:
-        """Frees what the session holds."""
+        """Frees what the session holds; one whose opening failed may hold a part."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def _prepare_moments(self) -> None:
-        if not self._moments_are_set:
-            self.do_reset_moments()
-            self._moments_are_set = True
+    def _prepare_state(self) -> None:
+        if not self._state_is_set:
+            self.do_reset_state()
+            self._state_is_set = True
 
     def _require(self, state: State, call: str) -> None:
         if self.state is state:
             return
-        advice = "; call build() first" if self.state is State.REALIZED else ""
+        advice = {State.NEW: "; call open() first", State.REALIZED: "; call build() first"}.get(self.state, "")
         raise SessionError(f"{call}: the session is {self.state.value}, expected {state.value}{advice}")
 
     def _require_training(self, call: str) -> None:

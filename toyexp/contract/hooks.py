@@ -35,6 +35,10 @@ class Registration:
         """Offer subclasses of toyexp.Recipe: what is trained and from where (`recipe=<name>`)."""
 
     @hookspec
+    def register_optimisers(self, register: Register) -> None:
+        """Offer subclasses of toyexp.Optimiser: how gradients change weights (`optim=<name>`)."""
+
+    @hookspec
     def register_models(self, register: Register) -> None:
         """Offer subclasses of toyexp.Model: architectures (`model=<name>`)."""
 
@@ -77,6 +81,10 @@ class RunHooks:
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
         """The learning rate for the 0-based `step` of `steps`, or None for the base one; one callback a run has it."""
+
+    @hookspec
+    def factors(self, run: Run, step: int, steps: int) -> Mapping[str, float] | None:
+        """What numbers of the optimiser are multiplied by at the 0-based `step`: {"weight_decay": 0.5}; None: none."""
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:

@@ -1,25 +1,25 @@
-"""AdamW in its two modes, and the seven numbers it hands to every step.
+"""How a gradient changes a tensor: rules that are written once, and AdamW in its two modes.
 
-Every engine computes exactly
-
-    m = b1 m + (1 - b1) g
-    v = b2 v + (1 - b2) g^2
-    w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
-
-from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6 and must never be
-mixed up: FROM_SCRATCH feeds the constant betas; LORA feeds the bias corrections 1/(1 - b^t), which makes it
-torch.optim.AdamW (Loshchilov and Hutter 2019).
+A `Rule` names the state it keeps of each tensor, the numbers that change from step to step, and its formula over
+`Arithmetic`. Every engine runs the formula; one that has a fused form of it registers that under the rule's name. An
+`Optimiser` is the plugin behind `optim=<name>`: its settings, and the rules they describe.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from toyexp.base.bounds import require_float32
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.arithmetic import Arithmetic
+from toyexp.contract.ops import Tensor
 
 FROM_SCRATCH = "from_scratch"
 LORA = "lora"
@@ -27,9 +27,81 @@ MODES = (FROM_SCRATCH, LORA)
 DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
+class Rule(ABC):
+    """How a step changes one tensor; a dataclass."""
+
+    elementwise: ClassVar[bool] = False  # each number by itself: an engine may take many tensors as one long vector
+
+    @abstractmethod
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """The state it keeps of a tensor of that shape, by name; all of it is zeros before the first step."""
+
+    @abstractmethod
+    def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
+        """What the formula reads at the 0-based `step`: the same names in the same order every time."""
+
+    @abstractmethod
+    def update(
+        self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The tensor `w` after a step along its gradient `g`, and its new state; `n` holds the step's numbers."""
+
+    def names(self) -> Sequence[str]:
+        """The names of its numbers."""
+        return tuple(self.numbers(0, 0.0, 0.0))
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether it is for that tensor; one that is not goes to the optimiser's next rule."""
+        return True
+
+    @property
+    def fused(self) -> str | None:
+        """The name by which engines know a kernel that computes just this, if there is such a kernel."""
+        return None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trainable tensors that a step changes alike."""
+
+    rule: Rule
+    tensors: tuple[str, ...]
+    weight_decay: float = 0.0
+    lr_scale: float = 1.0  # its learning rate by the run's
+
+    def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
+        """The rule's numbers at the 0-based `step`, in order; `factors` scale its settings of those names."""
+        rule, decay = self.rule, self.weight_decay
+        if factors:
+            decay *= factors.get("weight_decay", 1.0)
+            own = {k: getattr(rule, k) * f for k, f in factors.items() if k != "weight_decay" and k in scalable(rule)}
+            rule = dataclasses.replace(rule, **own)  # type: ignore[type-var]
+        return np.array([*rule.numbers(step, lr * self.lr_scale, decay).values()])
+
+
+def scalable(rule: Rule) -> set[str]:
+    """The settings of a rule that a schedule can scale: its fields that hold a number."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
+    return {"weight_decay"} | {k for k, v in values.items() if isinstance(v, float) and k != "lr"}
+
+
 @dataclass
-class AdamW:
-    """The optimiser's settings; use `for_from_scratch()` or `for_lora()`, or set `mode` and `bias_correct`."""
+class AdamW(Rule):
+    """AdamW; use `for_from_scratch()` or `for_lora()`, or set `mode` and `bias_correct`.
+
+    Every engine computes exactly
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g^2
+        w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
+
+    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6 and must never be
+    mixed up: FROM_SCRATCH feeds the constant betas; LORA feeds the bias corrections 1/(1 - b^t), which makes it
+    torch.optim.AdamW (Loshchilov and Hutter 2019).
+    """
+
+    elementwise: ClassVar[bool] = True
+    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -76,47 +148,99 @@ class AdamW:
         """The seven numbers for the loop's 0-based `step`, in either mode."""
         return self.hp(step + 1 if self.mode == LORA else step)
 
+    @property
+    def fused(self) -> str:
+        """adamw."""
+        return "adamw"
+
+    def names(self) -> Sequence[str]:
+        """Of the seven, also while the mode is unset."""
+        return self.NUMBERS
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """The two moments."""
+        return {"m": shape, "v": shape}
+
+    def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
+        """The seven."""
+        hp = dataclasses.replace(self, lr=lr, weight_decay=weight_decay).hp_for_step(step)
+        return dict(zip(self.NUMBERS, hp.tolist(), strict=True))
+
+    def update(
+        self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The formula above."""
+        m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
+        root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
+        along = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
+        return ops.sub(w, ops.scale(along, n["lr"])), {"m": m, "v": v}
+
+
+OWN = ("lr", "weight_decay", "frozen")  # what a group of `optim.groups` may have of its own
+
 
 @dataclass
-class Optim:
-    """AdamW with its two modes, gradient clipping and micro-batch accumulation."""
+class Optimiser(Rule):
+    """Base of all optimisers: subclass it as a dataclass whose fields are its settings."""
 
-    mode: str = "auto"  # from_scratch (constant betas) | lora (bias correction, as in PyTorch) | auto (the recipe's)
-    beta1: float = 0.9  # decay of the first moment; 0 only in mode lora
-    beta2: float | None = None  # and of the second; null: 0.95 in mode from_scratch, 0.999 in mode lora
-    eps: float = 1e-8  # added to the root of the second moment
+    name: ClassVar[str]  # what `optim=` takes
+
     weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases never decay
     grad_clip: float = 0.0  # largest global norm of the gradient; 0: no clipping
     accumulate: int = 1  # micro-batches a batch is cut into; lowers memory, not the result
+    groups: dict[str, Any] = field(default_factory=dict)  # {"blk.*.attn_*": {lr: 1e-4, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        if self.mode not in (*MODES, "auto"):
-            raise UserError(f"optim.mode={self.mode}: {choose(self.mode, (*MODES, 'auto'))}")
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            if beta is not None and not 0 <= beta < 1:
-                raise UserError(f"optim.{name}={beta}: must be at least 0 and below 1")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise UserError(f"optim.eps={self.eps}: must be above 0")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float):
+                require_float32(f"optim.{f.name}", value)
         for name in ("weight_decay", "grad_clip"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UserError(f"optim.{name}={value}: must be 0 or above")
-        for name in ("eps", "weight_decay", "grad_clip"):
-            require_float32(f"optim.{name}", getattr(self, name))
+            self.require(name, 0)
         if self.accumulate < 1:
             raise UserError(f"optim.accumulate={self.accumulate}: must be at least 1")
+        for pattern, own in self.groups.items():
+            _check_group(pattern, own)
 
-    def adamw(self, lr: float, default_mode: str) -> AdamW:
-        """The AdamW these settings describe, in `default_mode` unless a mode was chosen.
+    def require(self, name: str, low: float, below: float = math.inf) -> None:
+        """Raises UserError unless the named setting is a number from `low`, and below `below`."""
+        value = getattr(self, name)
+        if not low <= value < below:
+            limit = f" and below {below:g}" if below < math.inf else ""
+            raise UserError(f"optim.{name}={value}: must be at least {low:g}{limit}")
 
-        Raises UserError for a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move
-        (beta1), or each step divide by eps alone (beta2).
-        """
-        mode = default_mode if self.mode == "auto" else self.mode
-        beta2 = DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2
-        for name, beta in (("beta1", self.beta1), ("beta2", beta2)):
-            if mode == FROM_SCRATCH and beta == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
-        return AdamW(lr, self.beta1, beta2, self.eps, self.weight_decay, mode == LORA, mode)
+    def settled(self, mode: str) -> Self:
+        """The same with what model and recipe decide: `mode` is the one they want of AdamW."""
+        return self
+
+    def rules(self) -> Sequence[Rule]:
+        """What changes the tensors: each tensor goes to the first of them that takes it."""
+        return (self,)
+
+    def base_lr(self, rule: Rule) -> float | None:
+        """The base learning rate of one of its rules, where that is not the run's."""
+        return None
+
+    @property
+    def title(self) -> str:
+        """What it is called before a run."""
+        return self.name
+
+    def describe(self, lr: float) -> dict[str, Any]:
+        """What run_start records of it."""
+        return {"name": self.name, "lr": lr, **dataclasses.asdict(self)}
+
+
+def _check_group(pattern: str, own: Any) -> None:
+    key = f"optim.groups: {printable(pattern)}"
+    if not isinstance(own, Mapping):
+        raise UserError(f"{key}: takes settings in braces, such as {{{pattern}: {{lr: 0.001}}}}")
+    for name, value in own.items():
+        if name not in OWN:
+            raise UserError(f"{key} has no setting {printable(str(name))}; {choose(str(name), OWN)}")
+        if name == "frozen":
+            if not isinstance(value, bool):
+                raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UserError(f"{key}: {name}={printable(str(value))}: must be a number from 0")

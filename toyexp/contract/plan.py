@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.batch import InputSpec
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Adapted, LowRank, Params, Tensor
+from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule
 from toyexp.contract.values import Values
 
 
@@ -72,6 +75,7 @@ class Plan:
     adapters: tuple[LoraAdapter | Lens, ...] = ()
     seed: int = 0
     skip_nonfinite: bool = False  # a step whose loss or gradient is not finite must change nothing
+    groups: tuple[Group, ...] = ()  # which rule changes which tensors; () leaves all to AdamW
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
@@ -96,6 +100,9 @@ class Plan:
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
             if not dtype.startswith(kind):
                 raise UserError(f"plan: inputs need {kind} {name}; they are {dtype}")
+        grouped = [name for group in self.groups for name in group.tensors]
+        if self.groups and sorted(grouped) != sorted(t.name for t in self.trainable):
+            raise UserError("plan: its groups do not hold each tensor that trains, once")
 
     def tensor(self, name: str) -> PlanTensor:
         """The tensor of that name; KeyError when there is none."""
@@ -108,6 +115,23 @@ class Plan:
     def trainable(self) -> tuple[PlanTensor, ...]:
         """The tensors that training changes."""
         return tuple(t for t in self.tensors if t.trainable)
+
+    @cached_property
+    def updates(self) -> tuple[Group, ...]:
+        """The groups of the tensors that train, in the order in which a step's numbers come."""
+        return self.groups or grouped(self.trainable, (AdamW(),))
+
+    def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
+        """Each group's numbers for the 0-based `step`; `factors` scale settings of their rules by name."""
+        return tuple(group.numbers(step, lr, factors) for group in self.updates)
+
+    def slots(self, tensor: PlanTensor) -> Mapping[str, tuple[int, ...]]:
+        """The optimiser's state of a tensor that trains: the shapes, by name."""
+        return self._rules[tensor.name].slots(tensor.shape)
+
+    @cached_property
+    def _rules(self) -> Mapping[str, Rule]:
+        return {name: group.rule for group in self.updates for name in group.tensors}
 
     def initial(self, tensor: PlanTensor) -> np.ndarray:
         """The float32 values that `tensor` starts from."""
@@ -145,6 +169,56 @@ class Plan:
                     dropout = batch[adapter.mask]
                 seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale, dropout))
         return Params(seen)
+
+
+def grouped(
+    tensors: Sequence[PlanTensor],
+    rules: Sequence[Rule],
+    weight_decay: float = 0.0,
+    own: Mapping[str, Mapping[str, float]] | None = None,
+) -> tuple[Group, ...]:
+    """Tensors in groups: by the first rule that takes them, what they have of their `own`, and whether they decay.
+
+    `own` gives a tensor's "weight_decay", and its "lr_scale". Raises UserError for a tensor that no rule takes.
+    """
+    members: dict[tuple[int, bool, float, float], list[str]] = {}
+    for t in tensors:
+        index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
+        if index is None:
+            raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
+        mine = (own or {}).get(t.name, {})
+        decay = mine.get("weight_decay", weight_decay) if t.decays else 0.0
+        members.setdefault((index, not t.decays, decay, mine.get("lr_scale", 1.0)), []).append(t.name)
+    # Of each rule what decays comes first, so that it is one stretch of an engine's memory.
+    return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
+
+
+def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
+    """The plan with each tensor that trains in its group, and without those that `optim.groups` freezes.
+
+    Raises UserError for patterns that match nothing, and where nothing is left to train.
+    """
+    names, own = [t.name for t in plan.trainable], {}
+    for name in names:
+        pattern = next((p for p in optimiser.groups if fnmatchcase(name, p)), None)
+        own[name] = dict(optimiser.groups[pattern]) if pattern else {}
+    for pattern in optimiser.groups:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            hint = choose(pattern, names) if len(names) < 20 else f"such as {names[0]}"
+            raise UserError(f"optim.groups: {printable(pattern)} is no tensor that trains; {hint}")
+    for t in plan.trainable:
+        rule = next((rule for rule in optimiser.rules() if rule.takes(t.name, t.shape)), optimiser)
+        base = own[t.name].get("lr", optimiser.base_lr(rule))
+        if base is not None:
+            if not lr:
+                raise UserError(f"optim: {t.name} has an lr of its own, which a schedule scales as it does lr: not 0")
+            own[t.name]["lr_scale"] = base / lr
+    frozen = {name for name, mine in own.items() if mine.get("frozen")}
+    if names and frozen.issuperset(names):
+        raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
+    tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
+    trainable = [t for t in tensors if t.trainable]
+    return replace(plan, tensors=tensors, groups=grouped(trainable, optimiser.rules(), optimiser.weight_decay, own))
 
 
 def lora_names(target: str) -> list[str]:

@@ -24,6 +24,7 @@ from toyexp.contract.engine import Engine
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
+from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.planned import defaults
 from toyexp.contract.recipe import Recipe
 
@@ -36,6 +37,7 @@ OWN = "toyexp"  # the distribution whose names nobody can take over
 KINDS: dict[str, tuple[type, str]] = {
     "engine": (Engine, "register_engines"),
     "recipe": (Recipe, "register_recipes"),
+    "optim": (Optimiser, "register_optimisers"),
     "model": (Model, "register_models"),
     "data": (Data, "register_data"),
     "callbacks": (Callback, "register_callbacks"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,17 +29,20 @@ class NullEngine(Engine):
 
     def realize(self, plan: Plan) -> Session:
         """A session that only keeps the tensors."""
-        return NullSession(plan, self)
+        return NullSession(plan, self).open()
 
 
 class NullSession(Session):
     """Keeps the plan's tensors in numpy and counts steps."""
 
     def __init__(self, plan: Plan, engine: NullEngine):
+        super().__init__(plan)
         self._engine = engine
         self._tensors: dict[str, np.ndarray] = {}
         self._steps = 0
-        super().__init__(plan)
+
+    def do_open(self) -> None:
+        """Nothing to allocate."""
 
     def _loss(self) -> float:
         return math.nan if self._steps and self._steps == self._engine.nan_at else 1 + 1 / (1 + self._steps)
@@ -51,10 +54,10 @@ class NullSession(Session):
     def do_build(self) -> None:
         """Nothing to build."""
 
-    def do_reset_moments(self) -> None:
-        """No moments."""
+    def do_reset_state(self) -> None:
+        """No state but the steps."""
 
-    def do_step(self, micros: Sequence[Batch], hp: np.ndarray) -> StepMetrics:
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         """Counts."""
         self._steps += 1
         return StepMetrics(self._loss(), 0.0)
@@ -77,15 +80,15 @@ class NullSession(Session):
         """What was uploaded."""
         return self._tensors[tensor.name].copy()
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The values, and as moments how many steps were taken, which is all that its loss depends on."""
-        steps = np.full(tensor.shape, self._steps, np.float32)
-        return self._tensors[tensor.name].copy(), steps, steps
+    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """The values, and as state how many steps were taken, which is all that its loss depends on."""
+        state = {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(tensor).items()}
+        return self._tensors[tensor.name].copy(), state
 
-    def do_restore(self, tensor: PlanTensor, values: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         """The values and the steps."""
         self._tensors[tensor.name] = values.copy()
-        self._steps = int(m.flat[0])
+        self._steps = next((int(array.flat[0]) for array in state.values()), self._steps)
 
     def do_close(self) -> None:
         """Forgets the tensors."""

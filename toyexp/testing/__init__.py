@@ -1,5 +1,6 @@
 """For plugin authors: suites to inherit, an engine that computes nothing, and float64 references."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from toyexp.reference.engine import (
@@ -14,6 +15,7 @@ from toyexp.testing.null import NullEngine
 
 if TYPE_CHECKING:
     from toyexp.testing.data import DataSuite
+    from toyexp.testing.optimisers import OptimiserSuite
     from toyexp.testing.suites import (
         CallbackSuite,
         EngineNumbers,
@@ -31,6 +33,7 @@ __all__ = [
     "EngineSuite",
     "NullEngine",
     "OpModel",
+    "OptimiserSuite",
     "RecipeSuite",
     "ReferenceOps",
     "given",
@@ -48,6 +51,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # the suites need pytest, which not everyone who uses the rest has
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from toyexp.testing import data, suites
-
-    return getattr(data if name == "DataSuite" else suites, name)
+    home = {"DataSuite": "data", "OptimiserSuite": "optimisers"}.get(name, "suites")
+    return getattr(import_module(f"toyexp.testing.{home}"), name)

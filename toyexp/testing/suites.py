@@ -26,7 +26,7 @@ from toyexp.contract.engine import Engine, Session, State, StepMetrics
 from toyexp.contract.kind import IMAGES, TOKENS
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
-from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.plan import Plan, PlanTensor, grouped
 from toyexp.contract.recipe import Recipe, Setup, start
 from toyexp.contract.registry import KINDS, check_class, settings_of
 from toyexp.contract.run import Run
@@ -457,6 +457,7 @@ class CallbackSuite(PluginSuite):
         batches = dataset.batches(8, 2, 0)
         model = OpModel("rows")
         plan = Setup(batches.inputs, rows=2).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (AdamW.for_from_scratch(),)))
         callback = self.last = self.callback()
         callback.check()
         callback.check_run({"eval_every": 2}, dataset)
@@ -468,7 +469,7 @@ class CallbackSuite(PluginSuite):
             try:
                 bus.hook.on_start(run=run)
                 bus.check()
-                outcome = Training(run, bus, batches, AdamW.for_from_scratch(), eval_every=2).train()
+                outcome = Training(run, bus, batches, eval_every=2).train()
                 reason = outcome.reason
             finally:
                 failures = bus.end(run, reason, None)

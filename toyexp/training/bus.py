@@ -14,7 +14,7 @@ import pluggy
 from toyexp.base.blame import failure
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.signals import hidden_interrupt
-from toyexp.contract.callback import Callback
+from toyexp.contract.callback import Callback, Schedule, answers_lr
 from toyexp.contract.hooks import RunHooks
 from toyexp.contract.run import Run
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toyexp")
 
-QUESTIONS = {"lr", "stop_reason", "on_end"}  # hooks whose errors are raised at once
+QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised at once
 OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 
@@ -50,13 +50,15 @@ class Bus:
         self.steps_of: dict[Path, int] = {}  # of each artifact, where it was said
         self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
-        schedules = [impl.plugin_name for impl in reversed(self.hook.lr.get_hookimpls())]
-        if len(schedules) > 1:
-            least = next((name for name in schedules if name in by_default), schedules[0])
-            raise UserError(
-                f"callbacks {' and '.join(schedules)} both set the learning rate; drop one: '~callbacks.{least}'"
-            )
-        self._schedule = next(iter(schedules), None)
+        scaled = {name: c.scales for name, c in callbacks.items() if isinstance(c, Schedule)}
+        scaled |= {name: "lr" for name, c in callbacks.items() if answers_lr(c)}
+        for number in set(scaled.values()):
+            rivals = [name for name in callbacks if scaled.get(name) == number]
+            if len(rivals) > 1:
+                least = next((name for name in rivals if name in by_default), rivals[0])
+                what = "the learning rate" if number == "lr" else number
+                raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
+        self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
 
     def lr(self, run: Run, step: int) -> float:
         """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
@@ -71,6 +73,23 @@ class Bus:
             what = f"lr at step {step + 1} is {printable(repr(answer))}"
             raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
         return float(answer)
+
+    def factors(self, run: Run, step: int) -> dict[str, float]:
+        """What the optimiser's numbers are multiplied by at the 0-based `step`.
+
+        Raises RunFailed for an answer that is no finite number from 0, and for two about one number.
+        """
+        found: dict[str, float] = {}
+        for answer in self.hook.factors(run=run, step=step, steps=run.steps):
+            for name, value in (answer or {}).items():
+                number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                if not (number and math.isfinite(value) and value >= 0):
+                    what = f"the factor of {printable(name)} at step {step + 1} is {printable(repr(value))}"
+                    raise RunFailed(f"{what}; it must be a finite number from 0")
+                if name in found:
+                    raise RunFailed(f"two callbacks scale {printable(name)}; drop one")
+                found[name] = float(value)
+        return found
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
         """The function with what it raises told as its callback's.

@@ -31,7 +31,7 @@ import numpy as np
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import misfit
 from toyexp.base.writing import dump_json, sync_directory, write_synced
-from toyexp.contract.engine import MOMENTS
+from toyexp.contract.engine import SLOT
 from toyexp.contract.model import falls
 from toyexp.contract.run import Best
 
@@ -162,7 +162,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, damaged
 
 
-def read(path: Path, moments: bool = True) -> Checkpoint:
+def read(path: Path, with_state: bool = True) -> Checkpoint:
     """A checkpoint, held against its manifest, or of its arrays the weights alone; raises Damaged."""
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
@@ -186,7 +186,7 @@ def read(path: Path, moments: bool = True) -> Checkpoint:
 
     try:
         with safe_open(path / ARRAYS, framework="numpy") as file:
-            names = [name for name in file.keys() if moments or not name.endswith(MOMENTS)]  # noqa: SIM118 - no dict
+            names = [name for name in file.keys() if with_state or SLOT not in name]  # noqa: SIM118 - no dict
             arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, ValueError) as error:
         raise Damaged(f"{path / ARRAYS}: {printable(str(error))}") from None
@@ -236,8 +236,8 @@ def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
 
 
 def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
-    """The first weight of a snapshot that holds a number that is not finite; moments may, and the run lives on."""
-    return next((n for n, a in arrays.items() if not n.endswith(MOMENTS) and not np.isfinite(a).all()), None)
+    """The first weight of a snapshot that is not finite; of an optimiser's state some may be, and the run lives on."""
+    return next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None)
 
 
 # -- a run's checkpoints --------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Keeper:
         if not scores:
             return None
         step = self._best_of(scores)
-        arrays = read(have[step], moments=False).arrays if weights and step != present else None
+        arrays = read(have[step], with_state=False).arrays if weights and step != present else None
         return Best(step, str(self.metric), scores[step], arrays)
 
     def _best_of(self, scores: Mapping[int, float]) -> int:

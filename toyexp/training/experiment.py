@@ -19,6 +19,7 @@ from toyexp.base.signals import Signals, stop_signals
 from toyexp.base.words import short
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.engine import Session
+from toyexp.contract.plan import optimised
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.run import Best, Run
@@ -71,16 +72,18 @@ def prepare(config: Config) -> Prepared:
     )  # fmt: skip
     with blamed(f"recipe.{recipe.name}", "while it planned", model=model):
         plan = recipe.plan(model, setup)
+    optim = optim.settled(model.optim_mode or recipe.optim_mode)
+    with blamed(f"optim.{optim.name}", "while it took its tensors"):
+        plan = optimised(plan, optim, settings.lr)
     for callback in config.callbacks.values():
         with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
             callback.check_plan(plan)
     check_plan(plan, config.engine)
     config.engine.check_plan(plan)
     plan.check_values()
-    adamw = optim.adamw(settings.lr, model.optim_mode or recipe.optim_mode)
     batches = Dropout(batches, plan) if plan.drops else batches
     planned = Planned(config.plain, dataset, batches, plan)
-    return Prepared(config, dataset, model, batches, plan, adamw, bus, config.warnings(planned))
+    return Prepared(config, dataset, model, batches, plan, optim, bus, config.warnings(planned))
 
 
 def execute(
@@ -183,7 +186,7 @@ def _live(
         for text in prepared.warnings:
             run.emit("warning", text=text)
         outcome = Training(
-            run, bus, prepared.batches, prepared.adamw, settings.eval_every, signals.caught,
+            run, bus, prepared.batches, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
         reason, bad = outcome.reason, _bad_end(outcome)

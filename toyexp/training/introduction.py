@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,7 +29,7 @@ def introduction(prepared: Prepared) -> list[str]:
         *(f"note    {line}" for line in config.engine.advice()),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
-        f"recipe  {config.recipe.name}, AdamW mode {prepared.adamw.mode}, {config.settings.steps} steps",
+        f"recipe  {config.recipe.name}, {prepared.optim.title}, {config.settings.steps} steps",
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
 
@@ -52,7 +51,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         },
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
-        "optim": asdict(prepared.adamw),
+        "optim": prepared.optim.describe(settings.lr),
     }
 
 

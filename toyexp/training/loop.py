@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from toyexp.base.errors import RunFailed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
 from toyexp.contract.engine import Session
-from toyexp.contract.optimiser import AdamW
 from toyexp.contract.run import Run
 from toyexp.training.bus import Bus
 
@@ -66,7 +65,6 @@ class Training:
     run: Run
     bus: Bus
     batches: Batches
-    adamw: AdamW
     eval_every: int  # steps between looks at the held-out data; 0: never
     stopped: Callable[[], bool] = lambda: False  # asked after every step and every held-out batch
     saver: Saver = field(default_factory=Saver)
@@ -131,11 +129,12 @@ class Training:
         started = time.perf_counter()
         self.bus.step = step + 1
         lr = self.bus.lr(run, step)
+        numbers = run.plan.numbers(step, lr, self.bus.factors(run, step))
         with self._blamed("data"):
             batch = self.batches.batch(step)
         self._whole = False
         with self._blamed("engine"):
-            loss, grad_norm = run.session.step(batch, replace(self.adamw, lr=lr).hp_for_step(step))
+            loss, grad_norm = run.session.step(batch, numbers)
         self._whole = True
         seconds = time.perf_counter() - started
         count = int(batch["weights"].astype(bool).sum())

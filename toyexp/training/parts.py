@@ -12,7 +12,7 @@ from toyexp.contract.data import Data
 from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
-from toyexp.contract.optimiser import AdamW, Optim
+from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.plan import Plan
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Recipe
@@ -31,7 +31,7 @@ class Config:
     data: Data
     recipe: Recipe
     engine: Engine = field(metadata=about("what computes", FREE))
-    optim: Optim
+    optim: Optimiser
     callbacks: dict[str, Callback] = field(metadata=about("what watches, steers and exports", FREE, ASIDE))
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
@@ -61,7 +61,7 @@ class Prepared:
     model: Model
     batches: Batches
     plan: Plan
-    adamw: AdamW
+    optim: Optimiser  # with what model and recipe decide of it
     bus: Bus
     warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
 

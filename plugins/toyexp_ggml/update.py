@@ -1,0 +1,128 @@
+"""The optimiser's step as graph nodes: fused ops where the device has them, the rules' own formulas elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from toyexp import Arithmetic, Group, Plan
+from toyexp_ggml.binding import Graph, Memory, Node, clear, put
+from toyexp_ggml.profiles import Profile
+
+State = Mapping[str, Node]
+
+
+class GGMLArithmetic(Arithmetic):
+    """On nodes of one graph; a number is a node [1]."""
+
+    def __init__(self, graph: Graph, profile: Profile):
+        self._g, self._profile = graph, profile
+
+    def add(self, a: Node, b: Node) -> Node:
+        return self._g.add(a, b)
+
+    def sub(self, a: Node, b: Node) -> Node:
+        return self._g.sub(a, b)
+
+    def mul(self, a: Node, b: Node) -> Node:
+        return self._g.mul(a, b)
+
+    def div(self, a: Node, b: Node) -> Node:
+        return self._g.div(a, b)
+
+    def scale(self, x: Node, factor: Node | float) -> Node:
+        return self._g.mul(x, factor) if isinstance(factor, Node) else self._g.scale(x, factor)
+
+    def shift(self, x: Node, amount: Node | float) -> Node:
+        return self._g.add(x, amount) if isinstance(amount, Node) else self._g.scale(x, 1.0, amount)
+
+    def sqrt(self, x: Node) -> Node:
+        return self._g.sqrt(x)
+
+    def sign(self, x: Node) -> Node:
+        return self._g.sgn(x)
+
+    def at_least(self, x: Node, low: float) -> Node:
+        return self._g.clamp(self._g.scale(x, 1.0), low, LARGEST)
+
+    def sum(self, x: Node) -> Node:
+        return self._g.total(x)
+
+    def sum_last(self, x: Node) -> Node:
+        return self._g.sum_last(x)
+
+    def matmul(self, a: Node, b: Node) -> Node:
+        return self._g.mul_mat(b, a)
+
+    def transpose(self, x: Node) -> Node:
+        return self._g.transpose(x, by_concat=self._profile.slow_cont)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class Update:
+    """The optimiser's state and numbers in a session's memory, and the nodes that take a step."""
+
+    def __init__(self, plan: Plan, memory: Memory, profile: Profile):
+        self._profile = profile
+        self._groups = plan.updates
+        self.state: dict[str, State] = {
+            t.name: {slot: memory.tensor(shape) for slot, shape in plan.slots(t).items()} for t in plan.trainable
+        }
+        self._numbers = [memory.tensor((len(group.rule.names()),)) for group in self._groups]
+
+    def reset(self) -> None:
+        """Sets the state to zeros."""
+        for state in self.state.values():
+            for node in state.values():
+                clear(node)
+
+    def load(self, numbers: Sequence[np.ndarray]) -> None:
+        """Puts each group's numbers where the graph reads them."""
+        for group, node, vector in zip(self._groups, self._numbers, numbers, strict=True):
+            exact = float32_hp(vector) if self._fused(group) is adamw else vector.astype(np.float32)
+            put(node, exact)
+
+    def _fused(self, group: Group) -> Fused | None:
+        op, form = FUSED.get(group.rule.fused or "", ("", None))
+        return form if self._profile.has(op) else None
+
+    def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
+        """Makes the graph change the weights and the state."""
+        ops = GGMLArithmetic(graph, self._profile)
+        for group, numbers in zip(self._groups, self._numbers, strict=True):
+            fused = self._fused(group)
+            n = {} if fused else {name: graph.number(numbers, i) for i, name in enumerate(group.rule.names())}
+            for name in group.tensors:
+                w, g, state = weights[name], gradients[name], self.state[name]
+                if fused:
+                    graph.want(fused(graph, w, g, state, numbers))
+                    continue
+                new, new_state = group.rule.update(ops, w, g, state, n)
+                results = [(new, w), *((node, state[slot]) for slot, node in new_state.items())]
+                for node, _ in results:  # all are worked out before the first of them replaces what others read
+                    graph.want(node)
+                for node, target in results:
+                    graph.want(graph.copy_into(node, target))
+
+
+def adamw(graph: Graph, w: Node, g: Node, state: State, hp: Node) -> Node:
+    """OPT_STEP_ADAMW, from AdamW's seven numbers."""
+    return graph.adamw(w, g, state["m"], state["v"], hp)
+
+
+Fused = Callable[[Graph, Node, Node, State, Node], Node]
+FUSED: dict[str, tuple[str, Fused]] = {"adamw": ("OPT_STEP_ADAMW", adamw)}  # by rule: the device's op, and the node
+
+
+def float32_hp(hp: np.ndarray) -> np.ndarray:
+    """The seven numbers as the kernel takes them.
+
+    It works out 1 - beta in float32, which for 0.999 is 1.3e-5 off; the slots that multiply the moments make up for it.
+    """
+    rounded = hp.astype(np.float32)
+    left = (1 - rounded[1:3]).astype(np.float64)
+    rounded[5:] = hp[5:] * np.divide(1 - hp[1:3], left, out=np.ones(2), where=left > 0)
+    return rounded

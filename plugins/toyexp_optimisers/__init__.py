@@ -1,0 +1,19 @@
+"""The optimisers that ship with toyexp."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_optimisers(register: Register) -> None:
+    """adamw, sgd, lion, adafactor and muon."""
+    from toyexp_optimisers.adafactor import Adafactor
+    from toyexp_optimisers.adamw import AdamWOptimiser
+    from toyexp_optimisers.lion import Lion
+    from toyexp_optimisers.muon import Muon
+    from toyexp_optimisers.sgd import SGD
+
+    register(AdamWOptimiser)
+    register(SGD)
+    register(Lion)
+    register(Adafactor)
+    register(Muon)

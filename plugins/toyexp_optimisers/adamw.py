@@ -1,0 +1,82 @@
+"""AdamW's settings: its two modes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import AdamW, Arithmetic, Optimiser, Rule, UserError, choose
+from toyexp.contract.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES
+
+
+@dataclass
+class AdamWOptimiser(Optimiser):
+    """AdamW with its two modes, gradient clipping and micro-batch accumulation."""
+
+    name: ClassVar[str] = "adamw"
+
+    mode: str = "auto"  # from_scratch (constant betas) | lora (bias correction, as in PyTorch) | auto (the recipe's)
+    beta1: float = 0.9  # decay of the first moment; 0 only in mode lora
+    beta2: float | None = None  # and of the second; null: 0.95 in mode from_scratch, 0.999 in mode lora
+    eps: float = 1e-8  # added to the root of the second moment
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        super().check()
+        if self.mode not in (*MODES, "auto"):
+            raise UserError(f"optim.mode={self.mode}: {choose(self.mode, (*MODES, 'auto'))}")
+        self.require("beta1", 0, 1)
+        if self.beta2 is not None:
+            self.require("beta2", 0, 1)
+        if not self.eps > 0:
+            raise UserError(f"optim.eps={self.eps}: must be above 0")
+
+    def settled(self, mode: str) -> AdamWOptimiser:
+        """In `mode` unless one was chosen, with the mode's beta2.
+
+        Raises UserError for a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move
+        (beta1), or each step divide by eps alone (beta2).
+        """
+        mode = mode if self.mode == "auto" else self.mode
+        settled = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
+        for name in ("beta1", "beta2"):
+            if mode == FROM_SCRATCH and getattr(settled, name) == 0:
+                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
+        return settled
+
+    @property
+    def adamw(self) -> AdamW:
+        """The rule that these settings describe; its mode is unset until they are `settled`."""
+        mode = None if self.mode == "auto" else self.mode
+        beta2 = self.beta2 if self.beta2 is not None else DEFAULT_BETA2[mode or FROM_SCRATCH]
+        return AdamW(
+            beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, bias_correct=mode == LORA,
+            mode=mode,
+        )  # fmt: skip
+
+    def rules(self) -> Sequence[Rule]:
+        """AdamW."""
+        return (self.adamw,)
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """AdamW's."""
+        return self.adamw.slots(shape)
+
+    def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
+        """AdamW's."""
+        return self.adamw.numbers(step, lr, weight_decay)
+
+    def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
+        """AdamW's."""
+        return self.adamw.update(ops, w, g, state, n)
+
+    @property
+    def title(self) -> str:
+        """With its mode."""
+        return f"AdamW mode {self.mode}"
+
+    def describe(self, lr: float) -> dict[str, Any]:
+        """The rule's own fields."""
+        return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr))}

@@ -1,0 +1,179 @@
+"""The optimiser's step on flat vectors: fused kernels where torch has them, the rules' own formulas elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toyexp import Arithmetic, Group, Plan, Rule
+
+NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused kernel's own bias correction
+# Numbers that a formula takes at a time: its intermediate results then stay in a core's cache, or where that does not
+# matter, do not take the memory of several models.
+CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
+
+State = Mapping[str, Tensor]
+
+
+class TorchArithmetic(Arithmetic):
+    """On tensors of any device; a number is a tensor of no axes."""
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def sub(self, a: Tensor, b: Tensor) -> Tensor:
+        return a - b
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        return a / b
+
+    def scale(self, x: Tensor, factor: Tensor | float) -> Tensor:
+        return x * factor
+
+    def shift(self, x: Tensor, amount: Tensor | float) -> Tensor:
+        return x + amount
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+    def sign(self, x: Tensor) -> Tensor:
+        return x.sign()
+
+    def at_least(self, x: Tensor, low: float) -> Tensor:
+        return x.clamp(min=low)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.sum().reshape(1)
+
+    def sum_last(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.T
+
+    def transpose(self, x: Tensor) -> Tensor:
+        return x.T
+
+
+@dataclass
+class _Stretch:
+    """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
+
+    group: Group
+    start: int
+    stop: int
+    origin: int  # where the state's own vectors begin
+    state: State  # of an element-wise rule: vectors, by slot
+
+
+class Update:
+    """Changes the weights in the vector `flat` by the gradients in `grad`; `places` says where each tensor is."""
+
+    def __init__(self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool):
+        self._flat, self._grad, self._places = flat, grad, places
+        self._shapes = {t.name: t.shape for t in plan.trainable}
+        self._formula = torch.compile(_formula, dynamic=False) if compiled else _formula
+        self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
+        self.state: dict[str, State] = {}  # of each tensor, by slot
+        self._stretches: list[_Stretch] = []
+        for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
+            self._allocate(list(groups))
+
+    def _allocate(self, groups: Sequence[Group]) -> None:
+        """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
+        rule = groups[0].rule
+        begin, end = self._begin(groups[0]), self._end(groups[-1])
+        vectors = {slot: self._flat.new_zeros(end - begin) for slot in rule.slots((1,))} if rule.elementwise else {}
+        for group in groups:
+            self._stretches.append(_Stretch(group, self._begin(group), self._end(group), begin, vectors))
+            for name in group.tensors:
+                here, shape = self._places[name], self._shapes[name]
+                own = {slot: v[here.start - begin : here.stop - begin].view(shape) for slot, v in vectors.items()}
+                self.state[name] = own or {s: self._flat.new_zeros(sh) for s, sh in rule.slots(shape).items()}
+
+    def _begin(self, group: Group) -> int:
+        return self._places[group.tensors[0]].start
+
+    def _end(self, group: Group) -> int:
+        later = [place.start for place in self._places.values() if place.start >= self._places[group.tensors[-1]].stop]
+        return min(later, default=len(self._flat))
+
+    def reset(self) -> None:
+        """Sets the state to zeros."""
+        for state in self.state.values():
+            for values in state.values():
+                values.zero_()
+
+    @torch.no_grad()
+    def __call__(self, numbers: Sequence[np.ndarray]) -> None:
+        """One step with each group's numbers."""
+        for stretch, vector in self._merged(numbers):
+            rule = stretch.group.rule
+            n = dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
+            for w, g, state in self._pieces(stretch):
+                fused = FUSED.get(rule.fused or "")
+                if fused:
+                    fused(w, g, state, vector.tolist())
+                    continue
+                new, new_state = self._formula(rule, w, g, state, n)
+                w.copy_(new)
+                for slot, values in new_state.items():
+                    state[slot].copy_(values)
+
+    def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
+        """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
+        pairs = list(zip(self._stretches, numbers, strict=True))
+        for _, same in itertools.groupby(pairs, key=lambda p: (id(p[0].group.rule), p[1].tobytes())):
+            run = list(same)
+            if run[0][0].group.rule.elementwise:
+                yield replace(run[0][0], stop=run[-1][0].stop), run[0][1]
+            else:
+                yield from run
+
+    def _pieces(self, stretch: _Stretch) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
+        rule = stretch.group.rule
+        if not rule.elementwise:
+            for name in stretch.group.tensors:
+                here, shape = self._places[name], self._shapes[name]
+                yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name]
+            return
+        size = stretch.stop - stretch.start if rule.fused in FUSED else self._chunk
+        for start in range(stretch.start, stretch.stop, size):
+            here = slice(start, min(start + size, stretch.stop))
+            own = slice(here.start - stretch.origin, here.stop - stretch.origin)
+            yield self._flat[here], self._grad[here], {slot: v[own] for slot, v in stretch.state.items()}
+
+
+def _formula(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return rule.update(TorchArithmetic(), w, g, state, n)
+
+
+def adamw(w: Tensor, g: Tensor, state: State, hp: Sequence[float]) -> None:
+    """AdamW in place on flat tensors, from AdamW's seven numbers, through torch's fused kernel.
+
+    The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
+    and the slots are folded into its other numbers:
+    lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
+    """
+    lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
+    if weight_decay:
+        w.mul_(1 - lr * weight_decay)
+    root = slot6**0.5
+    steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
+    torch._fused_adamw_(
+        [w], [g], [state["m"]], [state["v"]], [], [steps],
+        lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+FUSED: dict[str, Callable[[Tensor, Tensor, State, Sequence[float]], None]] = {"adamw": adamw}

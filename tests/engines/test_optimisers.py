@@ -1,0 +1,269 @@
+"""Every optimiser on every engine that is here: its formula, its state, its groups, and runs that go on."""
+
+import itertools
+import json
+
+import float64_optimisers as float64
+import numpy as np
+import pytest
+from tiny import batches, plan, weighted
+
+from toyexp import AdamW, SessionError, UserError
+from toyexp.commands.line import main
+from toyexp.contract.engine import state_shapes
+from toyexp.contract.plan import optimised
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.testing import OptimiserSuite
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+from toyexp_torch.engines import TorchCPU
+
+ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1), "metal": GGMLMetal(emulate=True)}
+LR = 0.01
+
+# name: (the settings, what makes the float64 form of one tensor from its name, values and decay)
+OPTIMISERS = {
+    "adamw_from_scratch": (AdamWOptimiser(mode="from_scratch"), lambda n, w, d: float64.Constant(w, d)),
+    "adamw_lora": (AdamWOptimiser(mode="lora"), lambda n, w, d: float64.adamw(w, d)),
+    "sgd": (SGD(momentum=0.0), lambda n, w, d: float64.sgd(w, d, momentum=0.0)),
+    "sgd_momentum": (SGD(), lambda n, w, d: float64.sgd(w, d)),
+    "sgd_nesterov": (SGD(nesterov=True), lambda n, w, d: float64.sgd(w, d, nesterov=True)),
+    "lion": (Lion(), lambda n, w, d: float64.Lion(w, d)),
+    "adafactor": (Adafactor(), lambda n, w, d: float64.adafactor(w, d)),
+    "muon": (Muon(), float64.muon),
+    "muon_original": (
+        Muon(scale="original", nesterov=False),
+        lambda n, w, d: float64.muon(n, w, d, scale="original", nesterov=False),
+    ),
+}
+
+
+def built(engine, the_plan):
+    session = ENGINES[engine].realize(the_plan)
+    session.build()
+    return session
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_twenty_steps_are_those_of_float64(name, engine):
+    """On a llama and a gpt2, whose norms and biases do not decay, fed with the engine's own gradients."""
+    optimiser, make = OPTIMISERS[name]
+    optimiser.weight_decay = 0.1
+    for model in ("llama", "gpt2"):
+        the_plan = optimised(plan(model), optimiser, LR)
+        expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+        references = {n: make(n, w, 0.1 if w.ndim > 1 else 0.0) for n, w in expected.items()}
+        with built(engine, the_plan) as session:
+            for step in range(20):
+                batch, lr = weighted(batches().batch(step), step), LR / (1 + step)
+                gradients = session.gradients(batch)
+                session.step(batch, the_plan.numbers(step, lr))
+                for tensor, g in gradients.items():
+                    expected[tensor] = references[tensor].step(g.astype(np.float64), lr)
+            for tensor, wanted in expected.items():
+                np.testing.assert_allclose(session.download(tensor), wanted, rtol=1e-5, atol=1e-5, err_msg=tensor)
+
+
+def suites():
+    """The suite for plugin authors, of each kind of optimiser on each engine."""
+    kinds = {
+        "adamw": AdamWOptimiser(),
+        "sgd": SGD(nesterov=True),
+        "lion": Lion(),
+        "adafactor": Adafactor(),
+        "muon": Muon(),
+    }
+    for (name, optimiser), (label, engine) in itertools.product(kinds.items(), ENGINES.items()):
+        title = f"Test{name.title()}On{label.title()}"
+        yield title, type(title, (OptimiserSuite,), {"optimiser": optimiser, "engine": engine, "__module__": __name__})
+
+
+globals().update(suites())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_state_takes_the_memory_that_its_slots_say(engine):
+    """Adafactor next to none, plain SGD none; the memory check counts the same."""
+    numbers = {}
+    for name in ("adamw_lora", "sgd", "sgd_momentum", "adafactor", "muon"):
+        the_plan = optimised(plan("llama"), OPTIMISERS[name][0], LR)
+        with built(engine, the_plan) as session:
+            arrays = session.snapshot()
+        assert {n: a.shape for n, a in arrays.items()} == state_shapes(the_plan)
+        numbers[name] = sum(a.size for n, a in arrays.items() if "@" in n)
+    weights = sum(t.size for t in plan("llama").trainable)
+    assert numbers["adamw_lora"] == 2 * weights and numbers["sgd_momentum"] == weights and numbers["sgd"] == 0
+    assert numbers["adafactor"] < weights / 4 and weights < numbers["muon"] < 2 * weights
+
+
+# -- groups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_groups_have_rates_and_decays_of_their_own(engine):
+    """The first pattern that fits counts; what is frozen keeps its values and has no state."""
+    groups = {
+        "blk.0.attn_q.weight": {"lr": 0.003, "weight_decay": 0.5},
+        "blk.0.*": {"lr": 0.03},
+        "output.weight": {"frozen": True},
+        "token_embd.weight": {"weight_decay": 0},
+    }
+    optimiser = AdamWOptimiser(mode="lora", weight_decay=0.1, groups=groups)
+    optimiser.check()
+    the_plan = optimised(plan("llama"), optimiser, LR)
+
+    def own(name, w):
+        if name == "blk.0.attn_q.weight":
+            return 0.003, 0.5
+        rate = 0.03 if name.startswith("blk.0.") else LR
+        return rate, 0.0 if w.ndim == 1 or name == "token_embd.weight" else 0.1
+
+    expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    references = {n: float64.adamw(w, own(n, w)[1]) for n, w in expected.items()}
+    with built(engine, the_plan) as session:
+        for step in range(6):
+            batch, scale = batches().batch(step), 1 / (1 + step)  # of a schedule, which scales all rates
+            gradients = session.gradients(batch)
+            session.step(batch, the_plan.numbers(step, LR * scale))
+            for name, g in gradients.items():
+                rate = own(name, expected[name])[0] * scale
+                expected[name] = references[name].step(g.astype(np.float64), rate)
+        assert "output.weight" not in gradients and "output.weight@m" not in session.snapshot()
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ({"blk.9.*": {"lr": 1}}, ["blk.9.*", "no tensor that trains"]),
+        ({"*": {"frozen": True}}, ["freezes every tensor"]),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_when_the_tensors_are_known(groups, told):
+    with pytest.raises(UserError) as error:
+        optimised(plan("llama"), SGD(groups=groups), LR)
+    assert all(word in str(error.value) for word in told)
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ({"*": {"lrr": 1}}, ["lrr", "did you mean lr?"]),
+        ({"*": {"lr": -1}}, ["lr=-1"]),
+        ({"*": {"lr": True}}, ["lr=True"]),
+        ({"*": {"frozen": "yes"}}, ["frozen=yes", "true or false"]),
+        ({"*": 3}, ["*", "braces"]),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_before_a_run(groups, told):
+    with pytest.raises(UserError) as error:
+        SGD(groups=groups).check()
+    assert all(word in str(error.value) for word in ["optim.groups", *told])
+
+
+def test_an_own_rate_needs_one_to_be_scaled_with():
+    with pytest.raises(UserError, match="not 0"):
+        optimised(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
+
+
+# -- what a session takes -------------------------------------------------------------------------------------------
+
+
+def test_a_session_refuses_numbers_that_are_not_its_groups():
+    the_plan = optimised(plan("llama"), SGD(), LR)
+    batch = batches().batch(0)
+    with built("cpu", the_plan) as session:
+        with pytest.raises(SessionError, match="another optimiser than AdamW"):
+            session.step(batch, AdamW.for_lora().hp_for_step(0))
+        with pytest.raises(SessionError, match="numbers for 1 groups, and the plan has 2"):
+            session.step(batch, the_plan.numbers(0, LR)[:1])
+        with pytest.raises(SessionError, match="not finite"):
+            session.step(batch, [vector * np.nan for vector in the_plan.numbers(0, LR)])
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+WORDS = [
+    "data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
+    "batch_size=4", "eval_every=0", "engine.threads=1", "lr=0.01", "optim.weight_decay=0.1", "optim.grad_clip=1",
+]  # fmt: skip
+CHOICES = ["adamw", "sgd", "lion", "adafactor", "muon"]
+
+
+def weights_of(directory):
+    with GGUFFile(directory / "model.gguf") as file:
+        return {name: file.read(name) for name in file.tensors}
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+@pytest.mark.parametrize("optim", CHOICES)
+def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, capsys, optim, engine):
+    """To the last bit, with any optimiser's state in the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    usual = [*WORDS, f"engine={engine}", f"optim={optim}", "callbacks=[constant,gguf_export]"]
+    assert main([*usual, "steps=6", "hydra.run.dir=whole"]) == 0, capsys.readouterr().err
+    assert main([*usual, "steps=3", "hydra.run.dir=parts"]) == 0
+    assert main(["resume=parts", "steps=6"]) == 0, capsys.readouterr().err
+    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+def test_optimisers_in_one_sweep_on_two_engines_agree(tmp_path, monkeypatch, capsys):
+    """`-m optim=adamw,muon engine=cpu,ggml`; each run records what it trained with."""
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "steps=5", "sweep.isolate=false", "callbacks=[constant,events,gguf_export]"]
+    assert main(["-m", *words, "optim=adamw,muon", "engine=cpu,ggml", "hydra.sweep.dir=s"]) == 0, (
+        capsys.readouterr().err
+    )
+    found = {}
+    for events in (tmp_path / "s").glob("*/events.jsonl"):
+        start = json.loads(events.read_text().splitlines()[0])
+        found[start["optim"]["name"], start["backend"]["kind"]] = weights_of(events.parent)
+    assert found.keys() == set(itertools.product(("adamw", "muon"), ("cpu", "ggml")))
+    for optim in ("adamw", "muon"):
+        for name, values in found[optim, "cpu"].items():
+            np.testing.assert_allclose(values, found[optim, "ggml"][name], atol=1e-4, err_msg=name)
+    moved = [np.abs(found["adamw", "cpu"][n] - found["muon", "cpu"][n]).max() for n in found["adamw", "cpu"]]
+    assert max(moved) > 1e-3
+
+
+def test_a_checkpoint_of_another_optimiser_is_another_experiment(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]"]) == 0
+    assert main(["resume=run", "steps=4", "optim=sgd"]) == 2
+    assert "optim" in capsys.readouterr().err
+
+
+def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, capsys):
+    """Weight decay that falls while the rate stays shrinks the weights by the product of what is left each time."""
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS[:-2], "engine=cpu", "optim=sgd", "optim.momentum=0", "steps=4"]
+    falls = ["callbacks=[linear,gguf_export]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=5"]
+    stays = ["callbacks=[gguf_export]", "optim.weight_decay=5"]
+    runs = {"falls": falls, "stays": stays, "none": ["callbacks=[gguf_export]"]}
+    for name, own in runs.items():
+        assert main([*words, *own, f"hydra.run.dir={name}"]) == 0, capsys.readouterr().err
+    norms = {name: np.linalg.norm(weights_of(tmp_path / name)["output.weight"]) for name in runs}
+    kept = {"falls": np.prod([1 - 0.05 * f for f in (1, 0.75, 0.5, 0.25)]), "stays": 0.95**4}
+    for name, share in kept.items():
+        assert norms[name] / norms["none"] == pytest.approx(share, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["callbacks.linear.scales=momentum"], ["momentum", "no number of this optimiser"]),
+        (["callbacks.linear.scales=lr"], ["cosine", "linear", "both set the learning rate"]),
+    ],
+)
+def test_a_schedule_of_what_is_not_there_or_taken_is_refused(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    assert main([*WORDS, "engine=ggml", "steps=2", "callbacks=[default,linear]", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in told) and not (tmp_path / "outputs").exists()

@@ -1,0 +1,76 @@
+"""The arithmetic of optimisers in numpy, in whatever precision the arrays have: the ruler, and any numpy engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from toyexp.contract.arithmetic import Arithmetic
+from toyexp.contract.optimiser import Group
+
+Array = np.ndarray
+
+
+class NumpyArithmetic(Arithmetic):
+    """On arrays; a number is a Python float."""
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See Arithmetic.add."""
+        return a + b
+
+    def sub(self, a: Array, b: Array) -> Array:
+        """See Arithmetic.sub."""
+        return a - b
+
+    def mul(self, a: Array, b: Array) -> Array:
+        """See Arithmetic.mul."""
+        return a * b
+
+    def div(self, a: Array, b: Array) -> Array:
+        """See Arithmetic.div."""
+        return a / b
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """See Arithmetic.scale."""
+        return x * factor
+
+    def shift(self, x: Array, amount: float) -> Array:
+        """See Arithmetic.shift."""
+        return x + amount
+
+    def sqrt(self, x: Array) -> Array:
+        """See Arithmetic.sqrt."""
+        return np.sqrt(x)
+
+    def sign(self, x: Array) -> Array:
+        """See Arithmetic.sign."""
+        return np.sign(x)
+
+    def at_least(self, x: Array, low: float) -> Array:
+        """See Arithmetic.at_least."""
+        return np.maximum(x, low)
+
+    def sum(self, x: Array) -> Array:
+        """See Arithmetic.sum."""
+        return x.sum().reshape(1)
+
+    def sum_last(self, x: Array) -> Array:
+        """See Arithmetic.sum_last."""
+        return x.sum(-1, keepdims=True)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """See Arithmetic.matmul."""
+        return a @ b.T
+
+    def transpose(self, x: Array) -> Array:
+        """See Arithmetic.transpose."""
+        return x.T
+
+
+def updated(
+    group: Group, numbers: Array, w: Array, g: Array, state: Mapping[str, Array]
+) -> tuple[Array, Mapping[str, Array]]:
+    """One tensor of `group` and its state after a step, by the rule's own formula."""
+    n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
+    return group.rule.update(NumpyArithmetic(), w, g, state, n)

@@ -1,0 +1,145 @@
+"""The suite for optimisers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from toyexp.contract.engine import Engine, Session, state_shapes
+from toyexp.contract.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
+from toyexp.contract.plan import Plan
+from toyexp.reference.arithmetic import updated
+from toyexp.reference.opmodel import op_batch, op_plan
+from toyexp.testing.suites import PluginSuite
+
+Array = np.ndarray
+LR = 0.01
+
+
+class OptimiserSuite(PluginSuite):
+    """What an optimiser must do: set `optimiser`, and the `engine` that is to run it."""
+
+    kind = "optim"
+    optimiser: Optimiser
+    engine: Engine
+    steps: int = 20
+
+    def subject(self) -> type:
+        """The optimiser's class."""
+        return type(self.optimiser)
+
+    def plans(self) -> Iterator[Plan]:
+        """Small plans, in each of which one rule has all tensors: matrices, or a matrix and vectors."""
+        for rule in self.rules():
+            for case in ("attention_grouped", "layer_norm"):
+                plan = op_plan(case)
+                parts = [[t for t in plan.trainable if t.decays is decays] for decays in (True, False)]
+                if all(rule.takes(f"blk.0.{t.name}", t.shape) for t in plan.trainable):
+                    groups = [Group(rule, tuple(t.name for t in ts), 0.1 * ts[0].decays) for ts in parts if ts]
+                    yield dataclasses.replace(plan, groups=tuple(groups))
+
+    def built(self, plan: Plan) -> Session:
+        """A session on the engine."""
+        session = self.engine.realize(plan)
+        session.build()
+        return session
+
+    def rules(self) -> list[Rule]:
+        """The optimiser's rules."""
+        return list(self.optimiser.settled(FROM_SCRATCH).rules())
+
+    def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
+        """And are finite."""
+        for rule in self.rules():
+            for step in (0, 1, 999):
+                numbers = rule.numbers(step, LR, 0.1)
+                assert list(numbers) == list(rule.names())
+                assert all(math.isfinite(value) for value in numbers.values())
+
+    def test_an_update_keeps_shapes_and_slots(self) -> None:
+        """Of weights and state, of vectors and of matrices that are taller and wider."""
+        for rule in self.rules():
+            for shape in (shape for shape in ((6,), (6, 4), (4, 6)) if rule.takes("blk.0.w", shape)):
+                w, state = self._once(rule, shape, 1.0)
+                assert w.shape == shape
+                assert {slot: array.shape for slot, array in state.items()} == dict(rule.slots(shape))
+                assert np.isfinite(w).all()
+
+    def test_a_gradient_of_zero_leaves_finite_numbers(self) -> None:
+        """A row of an embedding that no token asked for has one."""
+        for rule in self.rules():
+            w, state = self._once(rule, (6, 4), 0.0)
+            assert np.isfinite(w).all()
+            assert all(np.isfinite(array).all() for array in state.values())
+
+    def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
+        """An engine may lay tensors behind each other."""
+        for rule in (rule for rule in self.rules() if rule.elementwise):
+            whole, _ = self._once(rule, (8,), 1.0)
+            parts = [self._once(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
+            np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
+
+    def test_the_engine_computes_the_formula(self) -> None:
+        """Its steps, fused or not, equal those in float64 that are fed with the engine's own gradients."""
+        for plan in self.plans():
+            weights = {t.name: plan.initial(t).astype(np.float64) for t in plan.trainable}
+            state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
+            with self.built(plan) as session:
+                for step in range(self.steps):
+                    batch, numbers = op_batch(seed=step), plan.numbers(step, LR)
+                    gradients = session.gradients(batch)
+                    session.step(batch, numbers)
+                    for group, vector in zip(plan.updates, numbers, strict=True):
+                        for name in group.tensors:
+                            g = gradients[name].astype(np.float64)
+                            weights[name], after = updated(group, vector, weights[name], g, state[name])
+                            state[name] = dict(after)
+                for name, wanted in weights.items():
+                    np.testing.assert_allclose(session.download(name), wanted, atol=1e-5, rtol=1e-5, err_msg=name)
+
+    def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
+        """To the last bit: steps from a snapshot are the steps that were taken."""
+        for plan in self.plans():
+            with self.built(plan) as session:
+                self._steps(session, 0, 4)
+                middle = session.snapshot()
+                self._steps(session, 4, 4)
+                end = session.snapshot()
+            assert {name: array.shape for name, array in middle.items()} == state_shapes(plan)
+            with self.built(dataclasses.replace(plan, seed=9)) as session:
+                session.restore(middle)
+                self._steps(session, 4, 4)
+                _same(session.snapshot(), end)
+
+    def test_it_learns(self) -> None:
+        """Steps on one batch lower its loss."""
+        batch = op_batch()
+        for plan in self.plans():
+            with self.built(plan) as session:
+                before = session.evaluate([batch])
+                for step in range(self.steps):
+                    session.step(batch, plan.numbers(step, LR))
+                assert session.evaluate([batch]) < before
+
+    def _steps(self, session: Session, first: int, count: int) -> None:
+        for step in range(first, first + count):
+            session.step(op_batch(seed=step), session.plan.numbers(step, LR))
+
+    @staticmethod
+    def _once(
+        rule: Rule, shape: tuple[int, ...], size: float, part: slice = slice(None)
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """A step in float64 of a random tensor, or a part of it, by a gradient of that size."""
+        draw = np.random.default_rng(1)
+        w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]
+        group = Group(rule, ("w",), 0.1)
+        return updated(group, group.numbers(0, LR), w, g, {s: np.zeros(sh) for s, sh in rule.slots(w.shape).items()})
+
+
+def _same(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
+    assert a.keys() == b.keys()
+    for name, array in a.items():
+        np.testing.assert_array_equal(array, b[name], err_msg=name)

@@ -496,12 +496,15 @@ class Graph:
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
         """Parts joined along one axis; the others agree."""
+        if not parts:
+            raise GraphError("concat: of nothing")
+        self._numbers("concat", *parts)
         out = parts[0]
         for part in parts[1:]:
             a, b = list(out.shape), list(part.shape)
-            a[axis] += b[axis]
             if len(a) != len(b) or a[:axis] + a[axis + 1 :] != b[:axis] + b[axis + 1 :]:
                 raise GraphError(f"concat: {list(out.shape)} and {list(part.shape)} along axis {axis}")
+            a[axis] += b[axis]
             joined = ggml.ggml_concat(self._context, out.ptr, part.ptr, len(a) - 1 - axis)
             out = self._node(joined, tuple(a))
         return out

@@ -43,5 +43,5 @@ def _classes(model: Model) -> int:
         lines = listing(model, [Traced(t.shape, t.name) for t in model.tensors()]).all()
     except Exception:  # a plugin's model may ask shapes for what they cannot do
         return 0
-    last = lines[-1].result[-1] if lines else 0
+    last = lines[-1].result[-1] if lines and lines[-1].result else 0
     return last if isinstance(last, int) else 0

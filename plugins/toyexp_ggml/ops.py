@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 
 from toyexp import Ops, Rotary
 from toyexp_ggml.binding import Graph, GraphError, Node
@@ -188,25 +190,44 @@ class GGMLOps(Ops):
     def heads(self, x: Node, n: int) -> Node:
         if len(x.shape) != 3 or n < 1 or x.shape[2] % n:
             raise GraphError(f"heads: {list(x.shape)} into {n}")
-        y = self.g.reshape(x, *x.shape[:2], n, x.shape[2] // n)
-        return self._note(y, (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
+        return super().heads(x, n)
 
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
         if x.shape[-1] % n:
             raise GraphError(f"split: {list(x.shape)} into {n}")
-        g, width = self.g, x.shape[-1] // n
-        parts = tuple(g.part(x, len(x.shape) - 1, i * width, (i + 1) * width) for i in range(n))
-        # The parts' gradients arrive one by one; each is widened with zeros, and the tape adds them up.
-        for i, part in enumerate(parts):
-            self._note(part, (x,), lambda dy, i=i: (lambda: self._widen(dy, x, i * width),))  # type: ignore[misc]
-        return parts
+        return super().split(x, n)
 
-    def _widen(self, dy: Node, x: Node, start: int) -> Node:
-        g, flat = self.g, self.g.flat(dy)
-        n, width = flat.shape
-        sides = [(n, start), (n, x.shape[-1] - start - width)]
-        left, right = (self._inputs.zeros(*s) if s[1] else None for s in sides)
+    def reshape(self, x: Node, shape: Sequence[int]) -> Node:
+        return self._note(self.g.reshape(x, *shape), (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
+
+    def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
+        self._has_axis("part", axis, x)
+        y = self.g.part(x, axis, start, stop)
+        return y if y is x else self._note(y, (x,), lambda dy: (lambda: self._widen(dy, x, axis, start),))
+
+    def _has_axis(self, op: str, axis: int, *nodes: Node) -> None:
+        for node in nodes:
+            if not 0 <= axis < len(node.shape):
+                raise GraphError(f"{op}: axis {axis} of {list(node.shape)}")
+
+    def _widen(self, dy: Node, x: Node, axis: int, start: int) -> Node:
+        """dy of a part of x, with zeros where the rest of x stands."""
+        g, inner = self.g, math.prod(x.shape[axis + 1 :])
+        width = dy.shape[axis] * inner
+        flat = g.reshape(dy, dy.size // width, width)
+        sides = (start * inner, (x.shape[axis] - start) * inner - width)
+        left, right = (self._inputs.zeros(flat.shape[0], n) if n else None for n in sides)
         return g.reshape(g.concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
+
+    def concat(self, parts: Sequence[Node], axis: int) -> Node:
+        self._has_axis("concat", axis, *parts)
+        y = self.g.concat(parts, axis)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            places = pairwise(accumulate((p.shape[axis] for p in parts), initial=0))
+            return [partial(self.g.part, dy, axis, start, stop) for start, stop in places]
+
+        return y if y is parts[0] else self._note(y, tuple(parts), rule)
 
     def prepend(self, x: Node, token: Node) -> Node:
         """With each sequence laid out as one row [T d], the token is d more columns on its left."""
@@ -223,17 +244,6 @@ class GGMLOps(Ops):
             )
 
         return self._note(y, (x, token), rule)
-
-    def select(self, x: Node, i: int) -> Node:
-        g = self.g
-        n, length, d = x.shape
-
-        def dx(dy: Node) -> Node:
-            left, right = (self._inputs.zeros(n, k * d) if k else None for k in (i, length - 1 - i))
-            return g.reshape(g.concat([p for p in (left, dy, right) if p is not None], axis=1), *x.shape)
-
-        y = g.reshape(g.part(x, 1, i, i + 1), n, d)
-        return self._note(y, (x,), lambda dy: (lambda: dx(dy),))
 
     # -- norms --------------------------------------------------------------------------------------------------
 
@@ -264,20 +274,22 @@ class GGMLOps(Ops):
         along = g.mul(n, g.scale(g.sum_last(g.mul(dn, n)), 1 / d))
         return g.div(g.sub(dn, along), root)
 
+    def centre(self, x: Node) -> Node:
+        return self._note(self._centred(x), (x,), lambda dy: (lambda: self._centred(dy),))
+
+    def _centred(self, x: Node) -> Node:
+        return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
+
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
         """LayerNorm is RMSNorm of the centred x, because its eps stands inside the root."""
-        g, d = self.g, x.shape[-1]
+        g = self.g
         self._one_a_feature("layer_norm", x, w, b)
-
-        def centre(t: Node) -> Node:
-            return g.sub(t, g.scale(g.sum_last(t), 1 / d))
-
-        centred = centre(x)
+        centred = self._centred(x)
         n = g.rms_norm(centred, eps)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             return (
-                lambda: centre(self._rms_norm_back(g.mul(dy, w), centred, n, eps)),
+                lambda: self._centred(self._rms_norm_back(g.mul(dy, w), centred, n, eps)),
                 lambda: self._sum_rows(g.flat(g.mul(dy, n))),
                 lambda: self._sum_rows(g.flat(dy)),
             )
@@ -356,6 +368,11 @@ class GGMLOps(Ops):
         return g.scale(g.mul(p, g.sub(dp, g.sum_last(g.mul(p, dp)))), scale)
 
     # -- activations --------------------------------------------------------------------------------------------
+
+    def sigmoid(self, x: Node) -> Node:
+        g = self.g
+        s = g.sigmoid(x)
+        return self._note(s, (x,), lambda dy: (lambda: g.mul(dy, g.mul(s, g.scale(s, -1.0, 1.0))),))
 
     def gelu(self, x: Node) -> Node:
         """x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): the tanh form, without ggml's float16 table."""

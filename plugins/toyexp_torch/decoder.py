@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toyexp import Decoder, Session, SessionError
+from toyexp.contract.decoder import Piecewise
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 
 CHUNK = 256  # ids read at a time: the logits of each of them are computed, which for a long prompt is much memory
 
 
-class CachedOps(TorchOps):
+class CachedOps(Piecewise, TorchOps):
     """The ops for the positions from `start` on of one sequence [1, T]; attention also sees those before."""
+
+    keeps = frozenset({"rope"})  # which counts from `start`
 
     def __init__(self, context: int):
         super().__init__()
@@ -33,6 +36,37 @@ class CachedOps(TorchOps):
         """See Ops; from `start` on."""
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """See Ops; not of what stands for the positions of a whole sequence."""
+        return super().add(a, self._ending("add", b, a))
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """See Ops; likewise."""
+        return super().mul(a, self._ending("mul", b, a))
+
+    def _ending(self, op: str, b: Tensor, a: Tensor) -> Tensor:
+        if a.shape[a.ndim - b.ndim :] != b.shape:
+            raise self.unkept(op)
+        return b
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """See Ops; of what belongs to one position."""
+        if tuple(shape[:2]) != x.shape[:2]:
+            raise self.unkept("reshape")
+        return super().reshape(x, shape)
+
+    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        """See Ops; of what belongs to one position."""
+        if axis < 2:
+            raise self.unkept("part")
+        return super().part(x, axis, start, stop)
+
+    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        """See Ops; of what belongs to one position."""
+        if axis < 2:
+            raise self.unkept("concat")
+        return super().concat(parts, axis)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         """See Ops; keeps k and v, and sees those kept before."""

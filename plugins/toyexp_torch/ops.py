@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,17 +59,26 @@ class TorchOps(Ops):
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), w, b, eps)
 
-    def heads(self, x: Tensor, n: int) -> Tensor:
-        return x.unflatten(-1, (n, x.shape[-1] // n))
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def centre(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.reshape(tuple(shape))
+
+    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        return x.narrow(axis, start, stop - start)
+
+    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        return torch.cat(tuple(parts), axis)
 
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
         return x.chunk(n, dim=-1)
 
     def prepend(self, x: Tensor, token: Tensor) -> Tensor:
         return torch.cat((token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
-
-    def select(self, x: Tensor, i: int) -> Tensor:
-        return x[:, i]
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         end = self.start + x.shape[1]
@@ -96,9 +105,6 @@ class TorchOps(Ops):
 
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")

@@ -187,6 +187,19 @@ def models(cases, draw):
     cases.model("norm ids", lambda o, p, x, b: o.rms_norm(b["tokens"], p["w"], 1e-5), w=(LENGTH,))
     cases.model("gelu of ids", lambda o, p, x, b: o.gelu(b["targets"]))
     cases.model("swiglu of ids", lambda o, p, x, b: o.swiglu(b["tokens"], b["tokens"]))
+    cases.model("part of ids", lambda o, p, x, b: o.part(b["tokens"], 0, 0, 1))
+    cases.model("reshaped ids", lambda o, p, x, b: o.reshape(b["tokens"], (1, ROWS * LENGTH)))
+    cases.model("joined ids", lambda o, p, x, b: o.concat([b["tokens"], b["tokens"]], 0))
+    for axis in (-1, 3):
+        cases.model(f"part of axis {axis}", lambda o, p, x, b, a=axis: o.part(x, a, 0, 1))
+        cases.model(f"concat along axis {axis}", lambda o, p, x, b, a=axis: o.concat([x, x], a))
+    for start, stop in ((-1, 1), (2, 2), (2, 1), (0, WIDTH + 1)):
+        cases.model(f"part {start} to {stop}", lambda o, p, x, b, at=(start, stop): o.part(x, 2, *at))
+    cases.model("concat of nothing", lambda o, p, x, b: o.concat([], 0))
+    cases.model("concat of other widths", lambda o, p, x, b: o.concat([x, o.part(x, 2, 0, 3)], 1))
+    cases.model("concat of fewer axes", lambda o, p, x, b: o.concat([x, p["w"]], 0), w=(LENGTH, WIDTH))
+    for shape in ((ROWS, LENGTH), (ROWS, LENGTH, WIDTH, 1, 1), (0,), (-1, WIDTH), ()):
+        cases.model(f"reshape to {shape}", lambda o, p, x, b, s=shape: o.reshape(x, s))
     cases.model("split ids", lambda o, p, x, b: o.split(b["tokens"], 3)[0])
     cases.model("first ids", lambda o, p, x, b: o.first_rows(b["tokens"], 1))
     cases.model("ids as a table", lambda o, p, x, b: o.rows(b["tokens"], b["tokens"]))

@@ -83,6 +83,21 @@ class TorchOps(Ops):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
 
+    def sigmoid(self, x):
+        return torch.sigmoid(x)
+
+    def centre(self, x):
+        return x - x.mean(-1, keepdim=True)
+
+    def reshape(self, x, shape):
+        return x.reshape(tuple(shape))
+
+    def part(self, x, axis, start, stop):
+        return x.narrow(axis, start, stop - start)
+
+    def concat(self, parts, axis):
+        return torch.cat(tuple(parts), axis)
+
     def gelu(self, x):
         return F.gelu(x, approximate="tanh")
 
@@ -312,6 +327,53 @@ def split_case(draw):
     return case
 
 
+shapes = st.lists(st.integers(1, 9), min_size=2, max_size=4)
+
+
+def part_case(draw):
+    """Along any axis, and now and then all of it."""
+    case = Case(draw)
+    shape = draw(shapes)
+    axis = draw(st.integers(0, len(shape) - 1))
+    start = draw(st.integers(0, shape[axis] - 1))
+    stop = draw(st.integers(start + 1, shape[axis]))
+    case.array("x", *shape)
+    case.function = lambda ops, p, batch: ops.part(p["x"], axis, start, stop)
+    return case
+
+
+def concat_case(draw):
+    """Along any axis; the same tensor may stand there twice."""
+    case = Case(draw)
+    shape, magnitude = draw(shapes), draw(magnitudes)
+    axis, count = draw(st.integers(0, len(shape) - 1)), draw(few)
+    for i in range(count):
+        shape[axis] = draw(st.integers(1, 9))
+        case.array(f"x{i}", *shape, magnitude=magnitude)
+    used = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4))
+    case.function = lambda ops, p, batch: ops.concat([p[f"x{i}"] for i in used], axis)
+    return case
+
+
+def reshape_case(draw):
+    """There and, with some numbers changed on the way, back."""
+    case = Case(draw)
+    shape = draw(shapes)
+    there = draw(st.permutations(shape))
+    case.array("x", *shape)
+    case.array("y", *there)
+    case.function = lambda ops, p, batch: ops.reshape(ops.add(ops.reshape(p["x"], there), p["y"]), shape)
+    return case
+
+
+def centre_case(draw):
+    """From 3 features on: see norm_case."""
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(st.integers(3, 40)))
+    case.function = lambda ops, p, batch: ops.centre(p["x"])
+    return case
+
+
 def prepend_case(draw):
     case = Case(draw)
     d = draw(sizes)
@@ -368,6 +430,13 @@ def attention_case(draw):
     return case
 
 
+def sigmoid_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes))
+    case.function = lambda ops, p, batch: ops.sigmoid(p["x"])
+    return case
+
+
 def gelu_case(draw):
     case = Case(draw)
     case.array("x", *draw(leads), draw(sizes))
@@ -387,7 +456,7 @@ def swiglu_case(draw):
 CASES = [
     rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, mul_case, scale_case, rms_norm_case,
     layer_norm_case, heads_case, split_case, prepend_case, select_case, rope_case, attention_case, gelu_case,
-    silu_case, swiglu_case,
+    silu_case, swiglu_case, sigmoid_case, centre_case, reshape_case, part_case, concat_case,
 ]  # fmt: skip
 
 

@@ -183,6 +183,15 @@ def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     return Listing(lines[: inside[0]], blocks, lines[inside[-1] + 1 :], once)
 
 
+def _alike(op: str) -> Callable[..., Traced]:
+    """An op whose result has its first tensor's shape."""
+
+    def line(self: ShapeOps, x: Traced, *others: Any) -> Traced:
+        return self._line(op, [x, *(t for t in others if isinstance(t, Traced))], x.shape)
+
+    return line
+
+
 @dataclass
 class ShapeOps(Ops):
     """The op vocabulary, which writes a line for each op; see Ops for the shapes."""
@@ -210,6 +219,10 @@ class ShapeOps(Ops):
         self._block = outer
         return y
 
+    add, mul, sigmoid, centre = map(_alike, ("add", "mul", "sigmoid", "centre"))
+    rms_norm, layer_norm = map(_alike, ("rms_norm", "layer_norm"))
+    silu, gelu, swiglu = map(_alike, ("silu", "gelu", "swiglu"))
+
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """See Ops.rows."""
         return self._line("rows", [table], (*ids.shape, table.shape[1]))
@@ -223,25 +236,27 @@ class ShapeOps(Ops):
         reads = [w] if bias is None else [w, bias]
         return self._line("matmul", reads, (*x.shape[:-1], w.shape[0]), cost=(2, *x.shape, w.shape[0]))
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """See Ops.add."""
-        return self._line("add", [a, b], a.shape)
-
-    def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """See Ops.mul."""
-        return self._line("mul", [a, b], a.shape)
-
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """See Ops.scale."""
         return self._line("scale", [x], x.shape, f"times {factor:g}")
 
-    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        """See Ops.rms_norm."""
-        return self._line("rms_norm", [w], x.shape)
+    def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
+        """See Ops.reshape."""
+        return self._line("reshape", [x], tuple(shape))
 
-    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        """See Ops.layer_norm."""
-        return self._line("layer_norm", [w, b], x.shape)
+    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        """See Ops.part."""
+        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+        return self._line("part", [x], shape, f"{start} to {stop - 1} of axis {axis}")
+
+    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        """See Ops.concat."""
+        sizes = [p.shape[axis] for p in parts]
+        letters = [n for n in sizes if isinstance(n, str)]
+        number = sum(n for n in sizes if isinstance(n, int))
+        joined = "+".join([*letters, *[str(number)] * bool(number)]) if letters else number
+        first = parts[0].shape
+        return self._line("concat", parts, (*first[:axis], joined, *first[axis + 1 :]), f"axis {axis}")
 
     def heads(self, x: Tensor, n: int) -> Tensor:
         """See Ops.heads."""
@@ -274,18 +289,6 @@ class ShapeOps(Ops):
         shared = "" if k.shape[2] == heads else f", {heads} heads on {k.shape[2]}"
         detail = ("causal" if causal else "all positions") + shared
         return self._line("attention", [], (rows, length, heads * size), detail, (4, *q.shape, length))
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """See Ops.gelu."""
-        return self._line("gelu", [], x.shape)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """See Ops.silu."""
-        return self._line("silu", [], x.shape)
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See Ops.swiglu."""
-        return self._line("swiglu", [], gate.shape)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """See Ops.cross_entropy."""

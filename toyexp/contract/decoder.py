@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, final
+from collections.abc import Callable, Sequence
+from inspect import isfunction
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 import numpy as np
 
 from toyexp.base.errors import SessionError
+from toyexp.contract.ops import Ops, Tensor
 
 if TYPE_CHECKING:
     from toyexp.contract.batch import Batch
@@ -64,6 +66,39 @@ class Decoder(ABC):
     @abstractmethod
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
         """The logits after the last of int32 `ids`, which take the positions from `position` on."""
+
+
+class Piecewise(Ops):
+    """Ops for new positions alone, of a decoder that keeps what it needs of the earlier ones.
+
+    Subclass it together with the ops of whole sequences. Of those what is not positionwise is refused, unless the
+    subclass defines it anew or names it in `keeps`.
+    """
+
+    keeps: ClassVar[frozenset[str]] = frozenset()  # inherited ops that do the right thing for new positions alone
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        own = {name for base in cls.__mro__ if issubclass(base, Piecewise) for name in vars(base)}
+        whole = {n for b in cls.__mro__ if issubclass(b, Ops) for n, op in vars(b).items() if isfunction(op)}
+        for name in whole - own - cls.keeps - cls.positionwise:
+            if not name.startswith("_"):
+                setattr(cls, name, cls._refusal(name))
+
+    @staticmethod
+    def _refusal(name: str) -> Callable[..., Tensor]:
+        def refuse(self: Piecewise, *_: Any, **__: Any) -> Tensor:
+            raise self.unkept(name)
+
+        return refuse
+
+    @staticmethod
+    def unkept(name: str) -> SessionError:
+        """What is raised where a model asks for what no decoder can compute of new positions alone."""
+        return SessionError(
+            f"decoder(): the model's ops.{name} may look beyond its own position, which cannot be computed of new "
+            "positions alone; an engine that computes the whole sequence again can, such as engine=ggml"
+        )
 
 
 class Recompute(Decoder):

@@ -1,4 +1,4 @@
-"""The op vocabulary: what a model may use, and what an engine must implement, once each.
+"""The op vocabulary: what a model may use, and the dozen primitives that an engine must implement, once each.
 
 Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens.
 Tensors are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from toyexp.base.errors import UserError
 
@@ -89,7 +89,15 @@ class Params(Mapping[str, Tensor]):
 
 
 class Ops(ABC):
-    """One engine's implementation of the vocabulary."""
+    """One engine's implementation of the vocabulary: the primitives, and what it computes faster than from them."""
+
+    # Ops whose result at a position of x [B, T, ..] depends on x at that position alone, and not on which one it is.
+    # What is not named here is taken to look further: a decoder, which computes new positions alone, refuses it unless
+    # it knows how.
+    positionwise: ClassVar[frozenset[str]] = frozenset({
+        "embed", "linear", "block", "rows", "matmul", "add", "mul", "scale", "sigmoid", "centre", "rms_norm",
+        "layer_norm", "heads", "split", "silu", "gelu", "swiglu",
+    })  # fmt: skip
 
     # -- what models call, the same for every engine ------------------------------------------------------------
 
@@ -122,15 +130,11 @@ class Ops(ABC):
         """
         return function(self, x, p, *rest)
 
-    # -- what an engine implements ------------------------------------------------------------------------------
+    # -- the primitives, which an engine implements -------------------------------------------------------------
 
     @abstractmethod
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
-
-    @abstractmethod
-    def first_rows(self, table: Tensor, n: int) -> Tensor:
-        """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
 
     @abstractmethod
     def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -149,28 +153,28 @@ class Ops(ABC):
         """x times a constant."""
 
     @abstractmethod
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x))."""
+
+    @abstractmethod
+    def centre(self, x: Tensor) -> Tensor:
+        """x minus its mean over the last axis."""
+
+    @abstractmethod
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
 
     @abstractmethod
-    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The same numbers in the same order, in up to four axes."""
 
     @abstractmethod
-    def heads(self, x: Tensor, n: int) -> Tensor:
-        """x [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        """Places start to stop - 1 of one axis, counted from 0."""
 
     @abstractmethod
-    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """x [..., n*d] -> n tensors [..., d], in order."""
-
-    @abstractmethod
-    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
-        """token [d] put before the first position of each sequence of x [B, T, d] -> [B, T+1, d]."""
-
-    @abstractmethod
-    def select(self, x: Tensor, i: int) -> Tensor:
-        """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
+    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        """Tensors joined along one axis; their other axes agree."""
 
     @abstractmethod
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -187,20 +191,49 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def gelu(self, x: Tensor) -> Tensor:
-        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
-
-    @abstractmethod
-    def silu(self, x: Tensor) -> Tensor:
-        """x * sigmoid(x) (Elfwing et al. 2017)."""
-
-    @abstractmethod
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, where silu(z) = z * sigmoid(z) (Shazeer 2020)."""
-
-    @abstractmethod
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Sum over positions of weight * -log softmax(logits)[target]: a scalar.
 
         logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean.
         """
+
+    # -- made of primitives, for an engine that has nothing better ----------------------------------------------
+
+    def first_rows(self, table: Tensor, n: int) -> Tensor:
+        """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
+        return self.part(table, 0, 0, n)
+
+    def heads(self, x: Tensor, n: int) -> Tensor:
+        """x [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+        return self.reshape(x, (*x.shape[:-1], n, x.shape[-1] // n))
+
+    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
+        """x [..., n*d] -> n tensors [..., d], in order."""
+        axis, d = len(x.shape) - 1, x.shape[-1] // n
+        return tuple(self.part(x, axis, i * d, (i + 1) * d) for i in range(n))
+
+    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
+        """token [d] put before the first position of each sequence of x [B, T, d] -> [B, T+1, d]."""
+        zeros = self.scale(self.part(x, 1, 0, 1), 0.0)
+        return self.concat([self.add(zeros, token), x], 1)
+
+    def select(self, x: Tensor, i: int) -> Tensor:
+        """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
+        return self.reshape(self.part(x, 1, i, i + 1), (x.shape[0], x.shape[2]))
+
+    def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+        return self.add(self.rms_norm(self.centre(x), w, eps), b)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(x) (Elfwing et al. 2017)."""
+        return self.mul(x, self.sigmoid(x))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), the tanh form (Hendrycks and Gimpel 2016)."""
+        cubed = self.scale(self.mul(x, self.mul(x, x)), 0.044715)
+        return self.mul(x, self.sigmoid(self.scale(self.add(x, cubed), 2 * math.sqrt(2 / math.pi))))
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up (Shazeer 2020)."""
+        return self.mul(self.silu(gate), up)

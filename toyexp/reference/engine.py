@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,26 @@ class ReferenceOps(Ops):
     def scale(self, x: Array, factor: float) -> Array:
         """See Ops.scale."""
         return x * factor
+
+    def sigmoid(self, x: Array) -> Array:
+        """See Ops.sigmoid."""
+        return 1 / (1 + np.exp(-x))
+
+    def centre(self, x: Array) -> Array:
+        """See Ops.centre."""
+        return x - x.mean(-1, keepdims=True)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        """See Ops.reshape."""
+        return x.reshape(shape)
+
+    def part(self, x: Array, axis: int, start: int, stop: int) -> Array:
+        """See Ops.part."""
+        return x.take(range(start, stop), axis)
+
+    def concat(self, parts: Sequence[Array], axis: int) -> Array:
+        """See Ops.concat."""
+        return np.concatenate(parts, axis)
 
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         """See Ops.rms_norm."""

@@ -48,6 +48,12 @@ def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
     return y
 
 
+def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
+    """Each four features after one another by w [4, 4]."""
+    fours = ops.reshape(x, (x.shape[0], 2 * LENGTH, WIDTH // 2))
+    return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
+
+
 # name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
@@ -59,6 +65,13 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "scale": ({}, lambda ops, p, x: ops.scale(x, -1.7)),
     "rms_norm": ({"w": (WIDTH,)}, lambda ops, p, x: ops.rms_norm(x, p["w"], 1e-5)),
     "layer_norm": ({"w": (WIDTH,), "b": (WIDTH,)}, lambda ops, p, x: ops.layer_norm(x, p["w"], p["b"], 1e-5)),
+    "sigmoid": ({}, lambda ops, p, x: ops.sigmoid(x)),
+    "centre": ({}, lambda ops, p, x: ops.centre(x)),
+    "reshape": ({"w": (4, 4)}, lambda ops, p, x: _by_fours(ops, x, p["w"])),
+    "part_of_positions": ({}, lambda ops, p, x: ops.part(x, 1, 1, 4)),
+    "part_of_rows": ({"w": (12, WIDTH)}, lambda ops, p, x: ops.linear(x, ops.part(p["w"], 0, 3, 3 + CLASSES))),
+    "concat_positions": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.concat([ops.linear(x, p["w"]), x], 1)),
+    "concat_features": ({}, lambda ops, p, x: ops.concat([ops.part(x, 2, 5, WIDTH), ops.part(x, 2, 0, 5)], 2)),
     "split": ({"w": (2 * WIDTH, WIDTH)}, lambda ops, p, x: ops.add(*ops.split(ops.linear(x, p["w"]), 2))),
     "prepend": ({"token": (WIDTH,)}, lambda ops, p, x: ops.prepend(x, p["token"])),
     "select_first": ({}, lambda ops, p, x: ops.select(x, 0)),
@@ -79,6 +92,8 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
 }
 # Where a case has not one target per position of its input: the shape of its targets.
 TARGETS: dict[str, tuple[int, ...]] = {
+    "part_of_positions": (3,),
+    "concat_positions": (2 * LENGTH,),
     "prepend": (LENGTH + 1,),
     "select_first": (),
     "select": (),

@@ -1,0 +1,173 @@
+"""The op vocabulary: what is made of primitives is what its definition says, and a new op breaks nobody's engine."""
+
+from dataclasses import replace
+from inspect import isfunction
+
+import numpy as np
+import pytest
+from tiny import VOCAB, batches, plan
+
+from toyexp import Ops, SessionError
+from toyexp.contract.decoder import Piecewise
+from toyexp.reference.opmodel import CASES
+from toyexp.testing import OpModel, ReferenceOps, op_batch, op_plan, reference_logits
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_models.llama import Llama
+from toyexp_torch.decoder import CachedOps
+from toyexp_torch.engines import TorchCPU
+from toyexp_torch.ops import TorchOps
+
+# What an engine's author writes, and nothing else: the rest is as Ops makes it of these.
+Primitives = type("Primitives", (Ops,), {name: getattr(ReferenceOps, name) for name in Ops.__abstractmethods__})
+LOOKS_FURTHER = {"reshape", "part", "concat", "first_rows", "prepend", "select", "rope", "attention", "cross_entropy"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_made_of_primitives_is_its_definition(case):
+    the_plan, batch = op_plan(case), op_batch(case=case)
+    values = {t.name: the_plan.initial(t).astype(np.float64) for t in the_plan.tensors}
+    made = the_plan.model.forward(Primitives(), the_plan.params(values), batch)
+    np.testing.assert_allclose(made, reference_logits(the_plan, values, batch), rtol=1e-12, atol=1e-12)
+
+
+def test_an_engine_writes_a_dozen_ops():
+    assert len(Ops.__abstractmethods__) == 14
+
+
+def test_every_op_says_whether_it_looks_beyond_its_position():
+    public = {name for name, op in vars(Ops).items() if isfunction(op) and not name.startswith("_")}
+    assert public - Ops.positionwise == LOOKS_FURTHER and public >= Ops.positionwise
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("block", "prepend", "concat_positions")])
+def test_an_op_that_is_positionwise_gives_each_position_what_it_gives_it_alone(case):
+    """Alone it would be the first: what an op of the table gives does not depend on that either."""
+    used = set()
+
+    class Noting(ReferenceOps):
+        def __getattribute__(self, name):
+            used.add(name)
+            return super().__getattribute__(name)
+
+    the_plan, batch = op_plan(case), op_batch(case=case)
+    params = the_plan.params({t.name: the_plan.initial(t).astype(np.float64) for t in the_plan.tensors})
+    whole = the_plan.model.forward(Noting(), params, batch)
+    if used - {"__class__"} <= Ops.positionwise:
+        for i in range(whole.shape[1]):
+            alone = the_plan.model.forward(ReferenceOps(), params, {"tokens": batch["tokens"][:, i : i + 1]})
+            np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=1e-12)
+
+
+# -- a stranger's op ------------------------------------------------------------------------------------------------
+
+
+def shift(ops, x):
+    """Each position takes half its features from the one before it, the first from zeros; of primitives alone."""
+    _, length, d = x.shape
+    before = ops.concat([ops.scale(ops.part(x, 1, 0, 1), 0.0), ops.part(x, 1, 0, length - 1)], 1)
+    return ops.concat([ops.part(before, 2, 0, d // 2), ops.part(x, 2, d // 2, d)], 2)
+
+
+def squared_relu(ops, x):
+    """Not a new op to any engine: x^2 where x is far above 0, 0 far below (with the primitives that there are)."""
+    return ops.mul(ops.mul(x, x), ops.sigmoid(ops.scale(x, 50.0)))
+
+
+class Shifted(Llama):
+    """A llama whose embedding is shifted."""
+
+    def embed(self, ops, table, tokens):
+        return shift(ops, super().embed(ops, table, tokens))
+
+
+class Squared(Llama):
+    """A llama with another activation."""
+
+    def gated(self, ops, gate, up):
+        return ops.mul(squared_relu(ops, gate), up)
+
+
+def planned(kind):
+    the_plan = plan("llama")
+    model = kind(d_model=32, n_layers=2, n_heads=4, context=12, d_ff=48, vocab=VOCAB)
+    return replace(the_plan, model=model)
+
+
+@pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["torch", "ggml"])
+@pytest.mark.parametrize("kind", [Shifted, Squared])
+def test_an_op_that_a_model_makes_of_primitives_works_on_every_engine(kind, engine):
+    the_plan, batch = planned(kind), batches().batch(0)
+    expected = reference_logits(the_plan, {t.name: the_plan.initial(t) for t in the_plan.tensors}, batch)
+    with engine.realize(the_plan) as session:
+        session.build()
+        np.testing.assert_allclose(session.logits(batch), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_decoder_keeps_what_stays_in_its_position_and_refuses_what_does_not():
+    ids = np.arange(12, dtype=np.int32)
+    with TorchCPU(threads=1).realize(planned(Squared)) as session:
+        session.build()
+        decoder = session.decoder()
+        whole = session.logits({"tokens": ids[None]})[0]
+        np.testing.assert_allclose([decoder.feed([i]) for i in ids], whole, atol=1e-5)
+    with TorchCPU(threads=1).realize(planned(Shifted)) as session:
+        session.build()
+        with pytest.raises(SessionError, match=r"ops\.part may look beyond its own position"):
+            session.decoder().feed(ids[:1])
+    with GGMLCPU(threads=1).realize(planned(Shifted)) as session:
+        session.build()
+        whole, decoder = session.logits({"tokens": ids[None]})[0], session.decoder()
+        np.testing.assert_allclose([decoder.feed([i]) for i in ids], whole, atol=1e-5)
+
+
+class Positions(OpModel):
+    """A whole table of positions added to what is read, in place of its first rows."""
+
+    def forward(self, ops, p, batch):
+        return ops.add(ops.embed(p["x"], batch["tokens"]), p["table"])
+
+
+def test_a_decoder_refuses_a_table_for_a_whole_sequence():
+    the_plan = op_plan("first_rows")
+    tensors = tuple(replace(t, shape=(5, 8)) if t.name == "table" else t for t in the_plan.tensors)
+    with TorchCPU(threads=1).realize(replace(the_plan, model=Positions("first_rows"), tensors=tensors)) as session:
+        session.build()
+        with pytest.raises(SessionError, match=r"ops\.add may look beyond"):
+            session.decoder().feed([1])
+
+
+class Wider(TorchOps):
+    """Somebody's ops: two new ones, of which one says that it keeps to its position."""
+
+    positionwise = TorchOps.positionwise | {"relu"}
+
+    def relu(self, x):
+        return x.relu()
+
+    def flip(self, x):
+        return x.flip(1)
+
+
+class WiderPieces(CachedOps, Wider):
+    """A decoder of them."""
+
+    positionwise = Wider.positionwise
+
+
+class Knowing(WiderPieces):
+    """One that knows the other op as well."""
+
+    def flip(self, x):
+        return x
+
+
+def test_a_decoder_of_new_ops_refuses_those_that_do_not_say_what_they_look_at():
+    import torch
+
+    x = torch.randn(1, 1, 4)
+    assert WiderPieces(3).relu(x).shape == Knowing(3).flip(x).shape == x.shape
+    with pytest.raises(SessionError, match=r"ops\.flip may look beyond"):
+        WiderPieces(3).flip(x)
+    with pytest.raises(SessionError, match=r"ops\.select may look beyond"):
+        Knowing(3).select(x, 0)
+    assert issubclass(CachedOps, Piecewise)

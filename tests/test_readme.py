@@ -1,6 +1,8 @@
-"""What the README says is true: its plugin is built, installed and run, and the hooks it lists are the hooks."""
+"""What the README says is true: its plugins are built, installed and run, and the hooks it lists are the hooks."""
 
 import inspect
+import json
+import math
 import re
 from pathlib import Path
 
@@ -21,14 +23,26 @@ def readme_file(name):
     return re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", README, re.DOTALL)[1]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """A virtual environment of its own that sees this one's packages, with the README's plugin installed."""
-    root = tmp_path_factory.mktemp("demo")
-    for name in ("pyproject.toml", "toyexp_demo.py", "test_toyexp_demo.py"):
+def installed(root, project, module):
+    """A virtual environment of its own that sees this one's packages, with a plugin of the README's installed."""
+    (root / "pyproject.toml").write_text(readme_file(project))
+    for name in (f"{module}.py", f"test_{module}.py"):
         (root / name).write_text(readme_file(name))
     python = environments.make(root / "env", install=root)
-    (root / "toyexp_demo.py").unlink()  # only the installed copy is left
+    (root / f"{module}.py").unlink()  # only the installed copy is left
+    return root, python
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return installed(tmp_path_factory.mktemp("demo"), "pyproject.toml", "toyexp_demo")
+
+
+@pytest.fixture(scope="module")
+def signals(tmp_path_factory):
+    root, python = installed(tmp_path_factory.mktemp("signals"), "pyproject.toml of toyexp-signals", "toyexp_signals")
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere" / "genome.fa").write_text("> one\n" + "GATTACA\n" * 400)
     return root, python
 
 
@@ -57,11 +71,61 @@ def test_the_plugin_runs_an_experiment(environment):
     assert re.search(r"model\.gguf", done.stdout)
 
 
-def test_the_plugin_passes_the_conformance_kit(environment):
+def check_conformance(environment, module):
     root, _ = environment
-    done = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(root / "test_toyexp_demo.py"))
+    done = run(environment, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(root / f"test_{module}.py"))
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "skipped" not in done.stdout
+    return done.stdout
+
+
+def test_the_plugin_passes_the_conformance_kit(environment):
+    assert "skipped" not in check_conformance(environment, "toyexp_demo")
+
+
+def test_data_and_a_kind_of_data_pass_the_conformance_kit(signals):
+    told = check_conformance(signals, "toyexp_signals")
+    assert re.search(r"SKIPPED \[1\].*may be alike", told) and told.count("SKIPPED") == 1
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_model_of_a_strangers_kind_of_data_learns_is_scored_and_shown(signals, engine):
+    words = ["data=tones", "recipe=listen", "model=listener", f"engine={engine}"]
+    directory = f"outputs/{engine}"
+    done = run(signals, "-m", "toyexp", *words, "steps=60", "lr=0.01", f"hydra.run.dir={directory}")
+    assert done.returncode == 0, done.stderr
+    first, last = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", done.stdout).groups()
+    assert float(last) < 0.1 < 0.6 < float(first) and " clips/s" in done.stdout
+    scored = run(signals, "-m", "toyexp", "eval", f"{directory}/model.gguf", f"engine={engine}")
+    assert re.search(rf"^data +tones, 200 held-out targets$.*^loss {last}$", scored.stdout, re.DOTALL | re.MULTILINE)
+    shown = run(signals, "-m", "toyexp", "describe", f"{directory}/model.gguf").stdout
+    assert "operations a clip" in shown and f"eval      toyexp eval {directory}/model.gguf\n" in shown
+    assert re.search(r"listener +[\d.k]+ +F32 .* signals  ", run(signals, "-m", "toyexp", "models", directory).stdout)
+    mute = run(signals, "-m", "toyexp", "generate", f"{directory}/model.gguf", "--prompt", "x")
+    assert mute.returncode == 2 and "reads signals and writes no text" in mute.stderr
+
+
+def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_does(signals):
+    for words, reason in [
+        (
+            ["recipe=listen"],
+            "read signals; model=llama reads tokens; try: toyexp recipe=listen model=listener data=tones",
+        ),
+        (["data=tones"], "data=tones gives signals; try: toyexp recipe=listen model=listener data=tones"),
+        (["recipe=listen", "model=listener", "data=dna", "data.path=genome.fa"], "data=dna gives tokens; try: toyexp "),
+        (["data=dna", "data.path=none.fa"], "data.path=none.fa: there is no such file"),
+    ]:
+        done = run(signals, "-m", "toyexp", *words)
+        assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_dna_trains_and_is_known_by_its_files_name(signals):
+    sizes = ["model.context=16", "model.d_model=16", "model.d_ff=32", "hydra.run.dir=outputs/dna", "engine=ggml"]
+    done = run(signals, "-m", "toyexp", "data=dna", "data.path=genome.fa", "steps=30", "lr=0.01", *sizes)
+    assert "data    dna (2.52k tokens to train on)" in done.stdout
+    words = ["outputs/dna/model.gguf", "--data", "genome.fa", "engine=ggml", "--json"]
+    scored = json.loads(run(signals, "-m", "toyexp", "eval", *words).stdout)
+    assert (scored["data"], scored["path"]) == ("dna", "genome.fa") and scored["bits_per_byte"] < 2  # of log2(4) bits
+    assert scored["perplexity"] == pytest.approx(math.exp(scored["loss"]))
 
 
 def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):

@@ -79,7 +79,7 @@ class Progress(Callback):
         """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         speed = f"{rate:.0f}" if rate < 1e3 else f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.1f}M"
-        speed += f" {run.plan.model.reads.unit}/s"
+        speed += f" {run.plan.model.reads.units}/s"
         taken = step - self._first
         pace = (now - self._began) / taken if taken else self._seconds
         left = f"{duration((run.steps - step) * pace)} left" if step < run.steps else ""

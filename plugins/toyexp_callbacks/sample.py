@@ -53,7 +53,8 @@ class Sample(Callback):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Encodes the prompt, so that one the tokenizer cannot take is refused before anything is built."""
         if dataset.tokenizer is None:
-            raise UserError("callbacks.sample needs a tokenizer: give data.tokenizer=..., or drop '~callbacks.sample'")
+            give = "give data.tokenizer=..., or " if "tokenizer" in config["data"] else ""
+            raise UserError(f"callbacks.sample needs a tokenizer: {give}drop '~callbacks.sample'")
         if self.prompt is None:
             self._prompt = dataset.prompt()
             return

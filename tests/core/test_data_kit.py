@@ -61,7 +61,7 @@ import numpy as np
 from toyexp import Batches, Data, Dataset, InputSpec, Kind
 from toyexp.testing import DataSuite
 
-SOUNDS = Kind("sounds", "clips")
+SOUNDS = Kind("sounds", "clip")
 CLIPS = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)
 OPENED = []
 

@@ -18,7 +18,7 @@ from toyexp_data.digits import Digits
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.vit_tiny import VitTiny
 
-SOUNDS = Kind("sounds", "clips")
+SOUNDS = Kind("sounds", "clip")
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Hears(OpModel):
 class Listens(Scratch):
     """Trains models of sounds alone, a kind that another package made of the same name."""
 
-    reads: ClassVar[tuple[Kind, ...]] = (Kind("sounds", "seconds"),)
+    reads: ClassVar[tuple[Kind, ...]] = (Kind("sounds", "second"),)
 
 
 def test_two_kinds_are_the_same_by_name_alone():

@@ -27,7 +27,7 @@ class OfImages(Plain):
     """Reads only images."""
 
     name: ClassVar[str] = "of_images"
-    reads: ClassVar[tuple[Kind, ...]] = (IMAGES, Kind("sounds", "seconds"))
+    reads: ClassVar[tuple[Kind, ...]] = (IMAGES, Kind("sounds", "second"))
 
 
 @dataclass

@@ -166,15 +166,16 @@ def work_of(variant: Variant) -> Work:
         machine=", ".join([*machine, f"toyexp {toyexp.__version__}"]),
         model=f"{prepared.model.name}, {size} parameters, {per_step}",
         data=f"{prepared.config.data.name}, {prepared.dataset.vocab} {kind.targets}",
-        unit=kind.unit,
+        unit=kind.units,
         units=rows * math.prod(plan.inputs["targets"].shape),
         flops=flops,
     )
 
 
 def positions(plan: Plan) -> int:
-    """Positions of a row: the first axis of what the model reads."""
-    return next(spec.shape[0] for name, spec in plan.inputs.items() if name not in ("targets", "weights"))
+    """Positions of a row: the first axis of what the model reads, where that is a sequence or has several."""
+    name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
+    return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
 
 
 def step_flops(plan: Plan) -> float:

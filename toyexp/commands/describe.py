@@ -127,8 +127,9 @@ class Description:
             lines += ["", *columns([["key", "value"], *keys])]
         if self.forward:
             costs = [" ".join(filter(None, (count(n), factor))) for factor, n in self.forward.operations().items()]
-            unit = "a token" if "T" in self.forward.once else "an image"
-            lines += ["", f"forward pass, {' + '.join(costs)} operations {unit}", *self.forward.lines()]
+            unit = self.forward.unit
+            one = f"{'an' if unit[0] in 'aeiou' else 'a'} {unit}"
+            lines += ["", f"forward pass, {' + '.join(costs)} operations {one}", *self.forward.lines()]
         return lines
 
     def _adapter_rows(self) -> list[tuple[str, str]]:

@@ -68,10 +68,10 @@ class Evaluation:
 
     def plain(self) -> dict[str, Any]:
         """As plain data; what is known of text alone is null for others."""
-        figures = {figure.name: figure.value for figure in self.figures}
-        plain = {"perplexity": None, "bits_per_byte": None, **asdict(self), **figures}
-        del plain["figures"]
-        return plain
+        plain = asdict(self)
+        figures, scores = plain.pop("figures"), plain.pop("scores")
+        known = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in figures}
+        return {**plain, **known, "scores": scores}
 
     def lines(self) -> list[str]:
         """For a person."""

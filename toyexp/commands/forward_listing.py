@@ -61,6 +61,7 @@ class Listing:
     blocks: Mapping[int, Sequence[Line]]
     after: Sequence[Line]
     once: frozenset[str] = frozenset()  # the letters of an example: a token's B and T, an image's B
+    unit: str = "token"  # which that is
 
     def all(self) -> list[Line]:
         """Every op, in order."""
@@ -166,7 +167,7 @@ def listing(model: Model, weights: Iterable[Traced]) -> Listing:
     batch = {name: Traced(("B", *shape)) for name, shape in inputs.items()}
     model.forward(ops, Params({w.name: w for w in weights}), batch)
     letters = {n for shape in inputs.values() for n in shape if isinstance(n, str)}
-    return _cut(ops.lines, frozenset({"B", *letters}))
+    return replace(_cut(ops.lines, frozenset({"B", *letters})), unit=model.reads.unit)
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:

@@ -1,6 +1,6 @@
 """A kind of data, such as tokens or images: data give it, models learn from it, recipes train models of it.
 
-Whatever depends on the kind asks it here, so that a plugin can bring another one: AUDIO = Kind("audio", "clips").
+Whatever depends on the kind asks it here, so that a plugin can bring another one: AUDIO = Kind("audio", "clip").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kind:
     """A kind of data; two of one name are the same one."""
 
     name: str  # what messages call it
-    unit: str  # what data and speed are counted in, in the plural
+    unit: str  # one of what data and speed are counted in
     targets: str = "classes"  # what a target is one of, in the plural
     text: bool = False  # whether it is text, whose tokenizer a model's file holds too
     sequence: str = ""  # the input of token ids that a model can continue; empty: there is none
@@ -42,6 +42,11 @@ class Kind:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def units(self) -> str:
+        """What data and speed are counted in: tokens, images."""
+        return f"{self.unit}s"
 
     def inputs(self, context: int) -> dict[str, InputSpec]:
         """The arrays of a batch of sequences, each [context] a row: ids, the targets after them, their weights."""
@@ -76,5 +81,5 @@ class Text(Kind):
         return loss * len(kept) / total / math.log(2) if total else None
 
 
-TOKENS = Text("tokens", "tokens", "token ids", text=True, sequence="tokens")
-IMAGES = Kind("images", "images")
+TOKENS = Text("tokens", "token", "token ids", text=True, sequence="tokens")
+IMAGES = Kind("images", "image")

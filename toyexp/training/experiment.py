@@ -123,7 +123,7 @@ def _judge(
     """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
-        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.unit, list(bus.artifacts),
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
         bus.steps_of, best,
     )  # fmt: skip
     summary = {

@@ -19,8 +19,8 @@ def introduction(prepared: Prepared) -> list[str]:
     total = sum(t.size for t in plan.tensors)
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes, unit = prepared.dataset.describe(), prepared.model.reads.unit
-    known = [f"{count(sizes[f'train_{unit}'])} {unit} to train on"] if f"train_{unit}" in sizes else []
+    sizes, units = prepared.dataset.describe(), prepared.model.reads.units
+    known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     known = [*prepared.left_out(), *known, *prepared.dataset.remarks()]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
@@ -67,7 +67,7 @@ def print_result(result: Result) -> None:
     from toyexp.base.writing import bytes_in
 
     outcome = result.outcome
-    speed = f" · {count(outcome.tokens_per_second)} {result.unit}/s" if outcome.tokens_per_second else ""
+    speed = f" · {count(outcome.tokens_per_second)} {result.units}/s" if outcome.tokens_per_second else ""
     say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")

@@ -81,7 +81,7 @@ class Result:
     name: str
     dir: Path
     outcome: Outcome
-    unit: str  # what the run's speed is counted in
+    units: str  # what the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
     steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
     best: Best | None = None  # the best look, of a run that keeps it

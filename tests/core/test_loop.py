@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
+from toyexp.base.errors import PluginFailed
 from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp.training.loop import SKIPPED_IN_A_ROW, Outcome, Saver, Training
+from toyexp.training.driver import Evaluate, Step
+from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
+from toyexp.training.outcome import Outcome, Saver
 
 BASE_LR = 0.25
 GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)
@@ -344,3 +347,46 @@ def test_a_row_of_bad_steps_is_counted_anew_when_resumed(stage):
 def test_a_run_that_has_all_its_steps_takes_none(stage):
     it = stage(3, outcome=resumed())
     assert (it.train().reason, it.session.hps) == ("completed", [])
+
+
+# -- the loop without a session of its own --------------------------------------------------------------------------
+
+
+def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
+    """One that ends leaves; the other goes on, and each has its own numbers, metrics and evaluations."""
+    long, short = stage(5, eval_every=2), stage(2, [StepMetrics(2.5, 0.1)], eval_every=1)
+    waiting = {id(it): (it, it.training.asks()) for it in (long, short)}
+    requests = {key: next(loop) for key, (_, loop) in waiting.items()}
+    order = []
+    while requests:
+        for key in list(requests):
+            (it, loop), request = waiting[key], requests.pop(key)
+            order.append((it is long, type(request)))
+            try:
+                requests[key] = loop.send(request.answer(it.session))
+            except StopIteration as end:
+                assert end.value is it.training.outcome
+    assert [kind for first, kind in order if first] == [
+        Evaluate,
+        Step,
+        Step,
+        Evaluate,
+        Step,
+        Step,
+        Evaluate,
+        Step,
+        Evaluate,
+    ]
+    assert order[-3:] == [(True, Evaluate), (True, Step), (True, Evaluate)]
+    assert (long.training.outcome.steps, short.training.outcome.steps) == (5, 2)
+    assert short.recorder.metrics[1]["loss"] == 2.5
+
+
+def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
+    """So the loop blames who it was, and saves what was trained."""
+    it = stage(5)
+    loop = it.training.asks()
+    loop.send(None)
+    loop.send(it.session.step(it.training.batches.batch(0), it.session.plan.numbers(0, BASE_LR)))
+    with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 2: ValueError: no device"):
+        loop.throw(ValueError("no device"))

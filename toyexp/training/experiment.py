@@ -27,8 +27,9 @@ from toyexp.datasets.dropout import Dropout
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, Interval, Keeper, steps
 from toyexp.training.introduction import facts, introduction
-from toyexp.training.loop import Outcome, Saver, Training
+from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan
+from toyexp.training.outcome import Outcome, Saver
 from toyexp.training.parts import Config, Prepared, Result
 from toyexp.training.resume import Resumed, identity
 from toyexp.training.rundir import RunDir

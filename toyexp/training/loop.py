@@ -1,4 +1,7 @@
-"""The training loop, once, for every recipe and engine. It trains correctly with no callback at all."""
+"""The training loop, once, for every recipe and engine. It trains correctly with no callback at all.
+
+It is a generator: it asks for a step or an evaluation and is sent what came of it, by whatever drives it.
+"""
 
 from __future__ import annotations
 
@@ -9,53 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from toyexp.base.blame import blamed
-from toyexp.base.errors import RunFailed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
-from toyexp.contract.engine import Session
 from toyexp.contract.run import Run
+from toyexp.training.bad_numbers import gave_up
 from toyexp.training.bus import Bus
+from toyexp.training.driver import Asks, Evaluate, Step, drive
+from toyexp.training.outcome import Outcome, Saver
 
 log = logging.getLogger("toyexp")
 
 SKIPPED_IN_A_ROW = 20  # steps after which a run that skips bad numbers is given up: nothing changes any more
-
-
-@dataclass
-class Outcome:
-    """How far training has come, and how it ended."""
-
-    steps: int = 0  # steps taken
-    reason: str = "completed"  # or aborted (a callback asked for it), or interrupted
-    train_loss: float | None = None  # of the last batch
-    eval_loss: float | None = None  # of the held-out data, last evaluated
-    first_eval_loss: float | None = None
-    seconds: float = 0.0  # in all
-    training_seconds: float = 0.0  # of them in steps
-    tokens: int = 0  # targets learned from
-    skipped: int = 0  # steps that changed nothing, because their numbers were not finite
-    why: str | None = None  # the sentence of the callback that ended it
-    eval_step: int | None = None  # the step of the last look at the held-out data
-    eval_scores: Mapping[str, float] = field(default_factory=dict)  # what the model reports beside eval_loss
-    first_eval_scores: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The speed of the steps alone."""
-        return self.tokens / self.training_seconds if self.training_seconds else None
-
-
-class Saver:
-    """What saves a run on its way; this one does not."""
-
-    def begin(self, metrics: Mapping[str, float]) -> None:
-        """Called before the first step, with the scores of a look at the held-out data then."""
-
-    def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Called at the end of each step, with the scores of a look at the held-out data after this very step."""
 
 
 @dataclass
@@ -65,13 +33,17 @@ class Training:
     run: Run
     bus: Bus
     batches: Batches
-    eval_every: int  # steps between looks at the held-out data; 0: never
+    eval_every: int  # steps between evaluations; 0: never
     stopped: Callable[[], bool] = lambda: False  # asked after every step and every held-out batch
     saver: Saver = field(default_factory=Saver)
     outcome: Outcome = field(default_factory=Outcome)
 
     def train(self) -> Outcome:
-        """Takes the steps that are left of `run.steps`, looking at the held-out data on the way, first and last.
+        """Takes all steps that are left on the run's own session."""
+        return drive(self.asks(), self.run.session)
+
+    def asks(self) -> Asks[Outcome]:
+        """Takes the steps that are left of `run.steps`, evaluating on the way, first and last.
 
         Raises RunFailed when the loss or the gradient is no finite number, unless the plan skips such steps.
         """
@@ -81,7 +53,7 @@ class Training:
         try:
             with self._blamed("data"):
                 self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
-            self._take_steps(before, began)
+            yield from self._steps(before, began)
         except Exception:
             outcome.seconds = before + time.perf_counter() - began
             if self._whole and outcome.steps:
@@ -89,15 +61,15 @@ class Training:
             raise
         return outcome
 
-    def _take_steps(self, before: float, began: float) -> None:
+    def _steps(self, before: float, began: float) -> Asks[None]:
         run, bus, outcome = self.run, self.bus, self.outcome
         outcome.reason, outcome.why = "completed", None
         bad_in_a_row = 0
-        finished = self._look_if_due()  # of a resumed run too: it may have been stopped while it looked
+        finished = yield from self._evaluate_if_due()  # of a resumed run too: it may have been stopped in the middle
         self.saver.begin(self._scores())
 
         while outcome.steps < run.steps and not finished:
-            metrics, batch = self._step()
+            metrics, batch = yield from self._step()
             bus.hook.on_step(run=run, step=outcome.steps, metrics=metrics, batch=batch)
             bus.check()
             if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
@@ -105,7 +77,7 @@ class Training:
             else:
                 bad_in_a_row += 1
                 self._bad_numbers(metrics, batch, bad_in_a_row)
-            finished = self._look_if_due() or self._ended(metrics)
+            finished = (yield from self._evaluate_if_due()) or (yield from self._ended(metrics))
             outcome.seconds = before + time.perf_counter() - began
             self.saver.after(outcome, self._scores(), last=finished or outcome.steps == run.steps)
             bus.check()
@@ -124,7 +96,7 @@ class Training:
         others = {"model": run.plan.model} if kind == "engine" else {}
         return blamed(f"{kind}.{name}", f"at step {self.bus.step}", self.bus.log, **others)
 
-    def _step(self) -> tuple[dict[str, float], Batch]:
+    def _step(self) -> Asks[tuple[dict[str, float], Batch]]:
         run, step = self.run, self.outcome.steps
         started = time.perf_counter()
         self.bus.step = step + 1
@@ -134,7 +106,7 @@ class Training:
             batch = self.batches.batch(step)
         self._whole = False
         with self._blamed("engine"):
-            loss, grad_norm = run.session.step(batch, numbers)
+            loss, grad_norm = yield Step(batch, numbers)
         self._whole = True
         seconds = time.perf_counter() - started
         count = int(batch["weights"].astype(bool).sum())
@@ -143,29 +115,28 @@ class Training:
         self.outcome.training_seconds += seconds
         return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": count, "wall_us": seconds * 1e6}, batch
 
-    def _look_if_due(self) -> bool:
-        """Looks at the held-out data when it is time and was not done; whether a signal came meanwhile."""
+    def _evaluate_if_due(self) -> Asks[bool]:
+        """Evaluates when it is time and was not done; whether a signal came meanwhile."""
         outcome = self.outcome
         due = outcome.steps % self.eval_every == 0 or outcome.steps == self.run.steps if self._held_out else False
         if self.stopped():
             outcome.reason = "interrupted"
         elif due and outcome.eval_step != outcome.steps:
-            self._look()
+            yield from self._evaluate()
         return outcome.reason == "interrupted"
 
-    def _look(self) -> None:
-        run, outcome = self.run, self.outcome
+    def _evaluate(self) -> Asks[None]:
+        outcome = self.outcome
         try:
             with self._blamed("engine"):
-                loss = run.session.evaluate(self._until_stopped())
-                scores = run.plan.model.scores(run.session.logits, self._until_stopped())
-        except _Stopped:  # the look is taken again when the run is resumed
+                loss, scores = yield Evaluate(self._until_stopped)
+        except _Stopped:  # it is done again when the run is resumed
             outcome.reason = "interrupted"
             return
         outcome.eval_step, outcome.eval_loss, outcome.eval_scores = outcome.steps, loss, scores
         if outcome.first_eval_loss is None:
             outcome.first_eval_loss, outcome.first_eval_scores = loss, scores
-        self.bus.hook.on_eval(run=run, step=outcome.steps, metrics=self._scores())
+        self.bus.hook.on_eval(run=self.run, step=outcome.steps, metrics=self._scores())
         self.bus.check()
 
     def _until_stopped(self) -> Iterator[Batch]:
@@ -175,20 +146,20 @@ class Training:
             yield batch
 
     def _scores(self) -> dict[str, float]:
-        """Of a look at the held-out data after this very step; empty without one."""
+        """Of an evaluation after this very step; empty without one."""
         outcome = self.outcome
         if outcome.eval_loss is None or outcome.eval_step != outcome.steps:
             return {}
         return {"loss": outcome.eval_loss, "ppl": math.exp(min(outcome.eval_loss, 700)), **outcome.eval_scores}
 
-    def _ended(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a callback ends the run here; then the held-out data is looked at once more."""
+    def _ended(self, metrics: Mapping[str, float]) -> Asks[bool]:
+        """Whether a callback ends the run here; then it is evaluated once more."""
         outcome = self.outcome
         outcome.why = self.bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
         if outcome.why:
             outcome.reason = "aborted"
             if self._held_out and outcome.eval_step != outcome.steps:
-                self._look()
+                yield from self._evaluate()
         return bool(outcome.why)
 
     def _bad_numbers(self, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> None:
@@ -201,26 +172,8 @@ class Training:
             run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
         self._whole = False
-        given_up = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
-        first = first_bad_tensor(run.session, batch)
-        raise RunFailed(
-            f"{place}: {what}{given_up}; {first}; try a lower lr (it was {metrics['lr']:g}), optim.grad_clip=1"
-            + ("" if run.plan.skip_nonfinite else ", or nonfinite=skip")
-        )
+        raise gave_up(run, place, what, metrics["lr"], batch, in_a_row)
 
 
 class _Stopped(BaseException):
-    """A signal came while the held-out data was looked at; no error that someone could be blamed for."""
-
-
-def first_bad_tensor(session: Session, batch: Batch) -> str:
-    """Words for where numbers are not finite: the first such weight in the model's order, else the first gradient.
-
-    An engine may have taken the bad step before it was seen, and then weights are no numbers either.
-    """
-    for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
-        for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
-            bad = int((~np.isfinite(values(tensor.name))).sum())
-            if bad:
-                return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
-    return "all weights and gradients are finite, so the loss or the norm itself overflowed"
+    """A signal came in the middle of an evaluation; no error that someone could be blamed for."""

@@ -18,7 +18,7 @@ from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.run import Best
 from toyexp.training.bus import Bus
-from toyexp.training.loop import Outcome
+from toyexp.training.outcome import Outcome
 from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_with
 
 

@@ -17,7 +17,7 @@ from toyexp.base.words import short
 from toyexp.contract.engine import state_misfit
 from toyexp.contract.planned import defaults
 from toyexp.training import checkpoint
-from toyexp.training.loop import Outcome
+from toyexp.training.outcome import Outcome
 from toyexp.training.parts import FREE_KEYS, Config, Prepared
 
 if TYPE_CHECKING:

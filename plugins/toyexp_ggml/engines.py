@@ -58,11 +58,6 @@ class GGMLEngine(Engine):
         """Raises UserError for settings that cannot work."""
         check_threads(self.threads)
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That a base is kept in its file's type anyway."""
-        if any(tensor.packed for tensor in planned.plan.tensors):
-            yield f"recipe.low_memory=true: engine={self.name} reads a frozen base where it lies in its file anyway"
-
     def check_plan(self, plan: Plan) -> None:
         """Raises UserError for a plan with more tensors, or a larger batch, than ggml takes."""
         from toyexp_ggml.limits import beyond

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toyexp import FromGGUF, Plan
+from toyexp import Plan
 from toyexp.contract.format import TensorInfo
-from toyexp.formats.gguf.source import opened
+from toyexp.formats.gguf.source import in_place
 from toyexp_ggml.binding import Backend, MappedFile, Node
 
 
@@ -22,17 +22,8 @@ class Frozen:
         """Maps the tensors of the plan; raises GGUFError for a file without them, and for numbers that are none."""
         wanted: dict[Path, list[tuple[str, tuple[int, ...], TensorInfo]]] = {}
         for tensor in plan.tensors:
-            values = tensor.values
-            if tensor.trainable or not isinstance(values, FromGGUF):
-                continue
-            header = opened(values.path)
-            info = header.tensors.get(values.tensor)
-            if info is None:
-                raise header.error(f"has no tensor {values.tensor}")
-            rows = info.shape[0] if values.rows is None else values.rows
-            # Whatever is not as the plan says is left to the reader, which says what is wrong.
-            if tensor.shape == (rows, *info.shape[1:]) and (len(info.shape) == 2 or info.type == "F32"):
-                header.check_finite(values.tensor, values.rows)
+            info = in_place(tensor)
+            if info is not None:
                 wanted.setdefault(info.path, []).append((tensor.name, tensor.shape, info))
         for path, tensors in wanted.items():
             file = MappedFile(self._backend, str(path), len(tensors))

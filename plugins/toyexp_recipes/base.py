@@ -45,8 +45,8 @@ class FromBase(Recipe):
         path = self.base_file()
         return other_tokens("base", path, planned) if path else ()
 
-    def _from_base(self, spec: TensorSpec, trainable: bool, packed: bool = False) -> PlanTensor:
-        return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable, packed)
+    def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
+        return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable)
 
 
 def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:

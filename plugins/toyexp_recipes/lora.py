@@ -47,7 +47,6 @@ class Lora(FromBase):
     targets: list[str] | None = None  # q k v o gate up down qkv; patterns: ffn_*, blk.0.*; null: q, or gpt2's qkv
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # share of an adapter's inputs that a training step hides
-    low_memory: bool = False  # torch: keep the base in its file's type, and make numbers of it where they are used
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a base that is not given."""
@@ -74,7 +73,7 @@ class Lora(FromBase):
         specs = {t.name: t for t in model.tensors()}
         alpha = self.rank if self.alpha is None else self.alpha
         scale = alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        tensors = [self._from_base(t, trainable=False, packed=self.low_memory) for t in specs.values()]
+        tensors = [self._from_base(t, trainable=False) for t in specs.values()]
         adapters = [LoraAdapter(t, scale, self.dropout) for t in self._targets(specs)]
         masks = {}
         for adapter in adapters:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, choose, needed
+from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, choose, needed
 from toyexp.base.threads import available_cores, calm_threads, check_threads, crowding
 from toyexp.base.words import counted
 from toyexp_torch.wanted import Wanted
@@ -40,11 +40,18 @@ class TorchEngine(Engine):
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
     compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
     deterministic: bool = False  # only kernels that repeat to the bit; some are slower
+    packed: bool = False  # keep frozen matrices in their GGUF's type, and make numbers of them where they are used
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
     def _check_settings(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"engine.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That nothing is there to be kept in its file's type."""
+        frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, FromGGUF)]
+        if self.packed and not frozen:
+            yield "engine.packed=true: is of frozen tensors that come from a GGUF file; in this run there are none"
 
     def rounds_to(self) -> str:
         """Its dtype."""
@@ -58,7 +65,8 @@ class TorchEngine(Engine):
         return TorchSession(plan, wanted).open()
 
     def _wanted(self) -> Wanted:
-        return Wanted(self.device, self.check(), self.dtype, self.compile, self.deterministic, self.recompute)
+        title = self.check()
+        return Wanted(self.device, title, self.dtype, self.compile, self.deterministic, self.packed, self.recompute)
 
 
 @dataclass
@@ -98,6 +106,7 @@ class TorchCUDA(TorchEngine):
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no product is in float32."""
+        yield from super().warnings(planned)
         if self.tf32 and self.dtype == "float64":
             yield "engine.tf32=true: is of products in float32; with engine.dtype=float64 there are none"
 

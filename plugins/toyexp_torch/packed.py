@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import FromGGUF
+from toyexp import FromGGUF, PlanTensor
 from toyexp.formats.gguf.read import TYPES, dequantise
-from toyexp.formats.gguf.source import opened
+from toyexp.formats.gguf.source import in_place, opened
 
 
 class Packed:
@@ -24,17 +24,14 @@ class Packed:
         self._raw, self._type_id, self._dtype = raw, type_id, dtype
 
     @classmethod
-    def read(cls, values: FromGGUF, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Packed | None:
-        """The tensor as it stands in its file; None for vectors and F32, where there is nothing to gain, or no fit."""
-        file = opened(values.path)
-        info = file.tensors.get(values.tensor)
-        if info is None or len(info.shape) != 2 or info.type == "F32":
+    def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
+        """The tensor as it stands in its file; None for F32, where there is nothing to gain, and for what cannot be."""
+        info = in_place(tensor)
+        if info is None or info.type == "F32":
             return None
-        if shape != (info.shape[0] if values.rows is None else values.rows, info.shape[1]):
-            return None  # whoever reads its numbers says what is wrong
-        file.check_finite(values.tensor, values.rows)
-        raw = torch.from_numpy(file.read_raw(values.tensor, values.rows)).to(device)
-        return cls(raw, info.type_id, dtype)
+        assert isinstance(tensor.values, FromGGUF)
+        raw = opened(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
+        return cls(torch.from_numpy(raw).to(device), info.type_id, dtype)
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Decoder, FromGGUF, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
@@ -69,12 +69,11 @@ class TorchSession(Session):
     # -- the contract -------------------------------------------------------------------------------------------
 
     def do_load(self, tensor: PlanTensor) -> None:
-        if tensor.packed and isinstance(tensor.values, FromGGUF):
-            packed = Packed.read(tensor.values, tensor.shape, self._device, self._dtype)
-            if packed is not None:
-                self._tensors[tensor.name] = packed
-                return
-        super().do_load(tensor)
+        packed = Packed.read(tensor, self._device, self._dtype) if self._wanted.packed else None
+        if packed is None:
+            super().do_load(tensor)
+        else:
+            self._tensors[tensor.name] = packed
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if not tensor.trainable:

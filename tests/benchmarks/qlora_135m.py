@@ -25,7 +25,7 @@ from toyexp_models.llama import Llama
 
 SHAPE = {"d_model": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_ff": 1536, "vocab": 49152}
 CONTEXT, RANK, LR, THREADS = 256, 8, 1e-4, 2
-SIDES = ["ggml, recompute", "ggml", "cpu, low_memory", "cpu", "peft"]
+SIDES = ["ggml, recompute", "ggml", "cpu, packed", "cpu", "peft"]
 
 
 def batches():
@@ -44,8 +44,8 @@ def engine_steps(side, base):
     else:
         from toyexp_torch.engines import TorchCPU
 
-        engine = TorchCPU(threads=THREADS)
-    recipe = Lora(base=base, rank=RANK, low_memory=setting == "low_memory")
+        engine = TorchCPU(threads=THREADS, packed=setting == "packed")
+    recipe = Lora(base=base, rank=RANK)
     data, adamw = batches(), AdamW.for_lora()
     plan = recipe.plan(Llama(**SHAPE, context=CONTEXT, tied=True), Setup(data.inputs, rows=1))
     session = start(recipe, engine, plan)

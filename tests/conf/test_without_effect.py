@@ -19,7 +19,7 @@ from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR
-from toyexp_torch.engines import TorchCUDA
+from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 MODULES = ["toyexp.testing.null"]
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=20", "eval_every=10", "engine=noop",
@@ -147,11 +147,13 @@ def test_more_held_out_images_than_there_are(registry):
 
 
 def test_engines_say_which_of_their_settings_have_nothing_to_do():
-    frozen = PlanTensor("blk.0.attn_q.weight", (2, 2), FromGGUF("base.gguf", "blk.0.attn_q.weight"), False, packed=True)
+    frozen = PlanTensor("blk.0.attn_q.weight", (2, 2), FromGGUF("base.gguf", "blk.0.attn_q.weight"), False)
     bare, packed = (Planned({}, None, None, SimpleNamespace(tensors=ts)) for ts in ((), (frozen,)))
     for engine, planned, words in (
         (GGMLCPU(threads=1), bare, None),
-        (GGMLCPU(), packed, "recipe.low_memory=true: engine=ggml"),
+        (TorchCPU(packed=True), bare, "engine.packed=true"),
+        (TorchCUDA(packed=True), bare, "engine.packed=true"),
+        (TorchCPU(packed=True), packed, None),
         (GGMLMetal(threads=2), bare, "engine.threads=2"),
         (GGMLMetal(threads=2, emulate=True), bare, None),
         (GGMLCUDA(tf32=True, emulate=True), bare, "engine.tf32=true"),

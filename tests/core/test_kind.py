@@ -12,7 +12,6 @@ from toyexp.commands.evaluate import Evaluation
 from toyexp.contract.compatibility import of_kind, refusal, unread
 from toyexp.contract.registry import load
 from toyexp.reference.opmodel import OpModel
-from toyexp.testing import NullEngine
 from toyexp.text.tokenizer import Bytes
 from toyexp_data.digits import Digits
 from toyexp_recipes.scratch import Scratch
@@ -36,11 +35,11 @@ class Listens(Scratch):
 
 
 def test_two_kinds_are_the_same_by_name_alone():
-    assert refusal(Listens(), Hears("rows"), NullEngine()) is None
-    assert refusal(Scratch(), Hears("rows"), NullEngine()) == (
+    assert refusal(Listens(), Hears("rows")) is None
+    assert refusal(Scratch(), Hears("rows")) == (
         "recipe=scratch trains models that read tokens or images; model=op reads sounds"
     )
-    assert "read images; model=op reads sounds" in refusal(VitTiny(), Hears("rows"), NullEngine())
+    assert "read images; model=op reads sounds" in refusal(VitTiny(), Hears("rows"))
     assert unread("model=vit", IMAGES, Digits()) is None
     assert unread("x.gguf", SOUNDS, Digits) == "x.gguf reads sounds; data=digits gives images"
 

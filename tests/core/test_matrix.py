@@ -9,7 +9,6 @@ from toyexp import IMAGES, Kind, Recipe, UserError
 from toyexp.contract.compatibility import cells, refusal, table
 from toyexp.contract.registry import Offer, Registry
 from toyexp.reference.opmodel import OpModel
-from toyexp.testing import NullEngine
 
 
 @dataclass
@@ -40,57 +39,51 @@ class OfHeads(Plain):
 
 @dataclass
 class InPlace(Plain):
-    """Needs a feature of the engine, and a file."""
+    """Needs a file."""
 
     name: ClassVar[str] = "in_place"
-    needs_features: ClassVar[tuple[str, ...]] = ("mapped weights",)
 
     def plan(self, model, setup):
         raise UserError("recipe=in_place needs a file: recipe.file=...")
-
-
-@dataclass
-class Mapping(NullEngine):
-    """Has that feature."""
-
-    name: ClassVar[str] = "mapping"
-    features: ClassVar[tuple[str, ...]] = ("mapped weights", "another")
 
 
 MODEL = OpModel("rows")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "engine", "reason"),
+    ("recipe", "reason"),
     [
-        (Plain(), NullEngine(), None),
-        (OfImages(), NullEngine(), "recipe=of_images trains models that read images or sounds; model=op reads tokens"),
-        (OfHeads(), NullEngine(), "recipe=of_heads needs head.weight, which model=op does not have"),
-        (InPlace(), NullEngine(), "recipe=in_place needs mapped weights, which engine=noop does not have"),
-        (InPlace(), Mapping(), None),
+        (Plain(), None),
+        (OfImages(), "recipe=of_images trains models that read images or sounds; model=op reads tokens"),
+        (OfHeads(), "recipe=of_heads needs head.weight, which model=op does not have"),
+        (InPlace(), None),
     ],
 )
-def test_a_refusal_says_what_is_missing(recipe, engine, reason):
-    assert refusal(recipe, MODEL, engine) == reason
+def test_a_refusal_says_what_is_missing(recipe, reason):
+    assert refusal(recipe, MODEL) == reason
 
 
-@pytest.fixture
-def registry():
-    offers = {"engine": [NullEngine, Mapping], "recipe": [Plain, OfImages, InPlace], "model": [OpModel]}
-    return Registry({k: {c.name: Offer(k, c.name, c, "p", "p") for c in v} for k, v in offers.items()})
+@dataclass
+class Other(OpModel):
+    """Another model."""
+
+    name: ClassVar[str] = "other"
 
 
-def test_the_table_has_every_cell_and_every_reason_once(registry):
+def test_the_table_has_every_cell_and_every_reason_once():
+    offers = {"recipe": [Plain, OfImages, InPlace], "model": [OpModel, Other]}
+    registry = Registry({k: {c.name: Offer(k, c.name, c, "p", "p") for c in v} for k, v in offers.items()})
     lines = table(registry)
     assert len(list(cells(registry))) == 6
     assert [line.split() for line in lines[:4]] == [
-        ["recipe", "model", "mapping", "noop"],
-        ["in_place", "op", "set", "no"],
-        ["of_images", "op", "no", "no"],
-        ["plain", "op", "yes", "yes"],
+        ["recipe", "op", "other"],
+        ["in_place", "set", "set"],
+        ["of_images", "no", "no"],
+        ["plain", "yes", "yes"],
     ]
-    assert lines[5:8] == [
-        "no   recipe=in_place needs mapped weights, which engine=noop does not have",
+    assert lines[5:9] == [
         "no   recipe=of_images trains models that read images or sounds; model=op reads tokens",
+        "no   recipe=of_images trains models that read images or sounds; model=other reads tokens",
         "set  recipe=in_place model=op: recipe=in_place needs a file: recipe.file=...",
+        "set  recipe=in_place model=other: recipe=in_place needs a file: recipe.file=...",
     ]

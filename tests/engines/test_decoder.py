@@ -82,10 +82,10 @@ def test_a_prompt_is_read_in_chunks():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
     write_base(tmp_path / "base.gguf", name, "q8_0")
-    recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3, low_memory=True)
+    recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
     the_plan = plan(name, rows=1, recipe=recipe)
     dropped = {a.mask: np.zeros((1, *the_plan.inputs[a.mask].shape), np.float32) for a in the_plan.drops}
-    with built(the_plan) as session:
+    with built(the_plan, packed=True) as session:
         session.step({**batches(1).batch(0), **dropped}, AdamW.for_lora().hp_for_step(0))
         assert_decodes(session)
 

@@ -26,9 +26,7 @@ from toyexp.training.resume import load as load_run
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")
-CELLS = sorted(
-    (cell.recipe, cell.model, cell.engine) for cell in cells(REGISTRY) if cell.engine in ENGINES and not cell.refused
-)
+CELLS = sorted((cell.recipe, cell.model, engine) for cell in cells(REGISTRY) for engine in ENGINES if not cell.refused)
 
 
 @pytest.fixture(scope="module")

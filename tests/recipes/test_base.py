@@ -195,7 +195,7 @@ def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said)
     "words",
     [
         "recipe=full engine=cpu engine.threads=1",
-        "recipe=lora engine=cpu engine.threads=1 recipe.low_memory=true",
+        "recipe=lora engine=cpu engine.threads=1 engine.packed=true",
         "recipe=lora engine=ggml engine.threads=1",
     ],
 )

@@ -274,22 +274,21 @@ def requantise(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1"])
-def test_low_memory_computes_the_same_and_holds_no_more_than_the_file(tmp_path, kind):
+def test_packed_computes_the_same_and_holds_no_more_than_the_file(tmp_path, kind):
     recipe, plan = planned(tmp_path, "llama_tied_bias", targets=["q", "o"])
     model = dataclasses.replace(plan.model, d_ff=64)
     write_base(tmp_path / "base.gguf", "llama_tied_bias", d_ff=64)
     requantise(tmp_path / "base.gguf", GGMLQuantizationType[kind])
-    lean = dataclasses.replace(recipe, low_memory=True)
     batch, results = batches().batch(0), {}
-    for one in (recipe, lean):
-        plan = stirred(one.plan(model, Setup(batches().inputs, rows=3)))
-        with start(one, TorchCPU(threads=1), plan) as session:
+    for packed in (False, True):
+        plan = stirred(recipe.plan(model, Setup(batches().inputs, rows=3)))
+        with start(recipe, TorchCPU(threads=1, packed=packed), plan) as session:
             held = {t.name: session.download(t.name) for t in plan.tensors}
-            results[one.low_memory] = (session.logits(batch), session.gradients(batch), held)
-            if one.low_memory:
-                packed = sum(w._raw.nbytes for w in session._tensors.values() if hasattr(w, "_raw"))
+            results[packed] = (session.logits(batch), session.gradients(batch), held)
+            if packed:
+                taken = sum(w._raw.nbytes for w in session._tensors.values() if hasattr(w, "_raw"))
                 with GGUFFile(tmp_path / "base.gguf") as file:
-                    assert packed == sum(t.nbytes for t in file.tensors.values() if len(t.shape) == 2)
+                    assert taken == sum(t.nbytes for t in file.tensors.values() if len(t.shape) == 2)
     (logits, gradients, held), (lean_logits, lean_gradients, lean_held) = results[False], results[True]
     np.testing.assert_allclose(lean_logits, logits, atol=1e-6)
     for name, gradient in gradients.items():

@@ -322,7 +322,7 @@ def show_help(words: Sequence[str] = ()) -> int:
 
         commands
           plugins [NAME]    every engine, recipe, model, data set and callback; or one's settings
-          plugins --matrix  which recipe trains which model on which engine
+          plugins --matrix  which recipe trains which model
           doctor            which engines work here, and why the others do not
           doctor --numerics whether they compute every op and a short training as float64 does; exit 1 if not
           doctor --graph    which ops of a training step run on which device: toyexp doctor --graph engine=ggml

@@ -6,7 +6,7 @@ usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
 What can be asked for: every engine, recipe, model, data set and callback, and which plugins are broken.
   toyexp plugins                      all of them
   toyexp plugins warm                 the settings of one
-  toyexp plugins --matrix             which recipe trains which model on which engine, and why not
+  toyexp plugins --matrix             which recipe trains which model, and why not
   toyexp plugins plugins=[my_module]  with those of a file in the current directory"""
 
 DOCTOR_HELP = """\

@@ -32,6 +32,11 @@ from toyexp.config.top_level import HYDRA_KEYS, LAUNCHERS, top_level
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.registry import NAMES_CODE, Registry
 
+# Keys that are gone, and what stands in their place.
+MOVED = {
+    "recipe.low_memory": "is the engine's now: engine.packed=true on cpu, cuda and mps; the ggml engines do so anyway"
+}
+
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Hydra's reading of the command line; UserError for what it cannot read."""
@@ -248,6 +253,8 @@ def valid_choices(kind: str, registry: Registry, source: Source | None = None) -
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserError:
     """An error about a key nobody reads, with the nearest one that somebody does."""
     kind, *rest = key.split(".")
+    if key in MOVED:
+        return UserError(f"{key}: {MOVED[key]}")
     top = valid_keys(cfg, registry, "")
     if kind == "sweep":
         return _unknown_sweep_key(key)

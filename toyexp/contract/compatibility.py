@@ -1,4 +1,4 @@
-"""What goes with what: recipe x model x engine, from what each class says of itself."""
+"""What goes with what: recipe x model, from what each class says of itself."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from typing import cast
 
 from toyexp.base.errors import UserError
 from toyexp.contract.data import Data
-from toyexp.contract.engine import Engine
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
 
 
-def refusal(recipe: Recipe, model: Model, engine: Engine) -> str | None:
-    """Why this recipe cannot train this model on this engine; None where it can."""
+def refusal(recipe: Recipe, model: Model) -> str | None:
+    """Why this recipe cannot train this model, on any engine; None where it can."""
     if unread := misfit(recipe, model):
         return unread
-    if recipe.needs_tensors:
-        missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()}
-        if missing:
-            return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have"
-    lacking = set(recipe.needs_features) - set(engine.features)
-    return f"recipe={recipe.name} needs {min(lacking)}, which engine={engine.name} does not have" if lacking else None
+    missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()} if recipe.needs_tensors else set()
+    return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have" if missing else None
 
 
 def unread(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
@@ -74,20 +69,17 @@ class Cell:
 
     recipe: str
     model: str
-    engine: str
     refused: str | None  # why it can never train
     setting: str | None  # what has to be set first, in the words of the error that says so
 
 
 def cells(registry: Registry) -> Iterator[Cell]:
-    """Every recipe with every model on every engine."""
-    recipes, models, engines = (sorted(registry.offers[k].items()) for k in ("recipe", "model", "engine"))
+    """Every recipe with every model."""
+    recipes, models = (sorted(registry.offers[k].items()) for k in ("recipe", "model"))
     for recipe, r in recipes:
         for model, m in models:
-            setting = _setting(r.cls(), m.cls())
-            for engine, e in engines:
-                refused = refusal(r.cls(), m.cls(), e.cls())
-                yield Cell(recipe, model, engine, refused, None if refused else setting)
+            refused = refusal(r.cls(), m.cls())
+            yield Cell(recipe, model, refused, None if refused else _setting(r.cls(), m.cls()))
 
 
 def _setting(recipe: Recipe, model: Model) -> str | None:
@@ -103,18 +95,18 @@ def _setting(recipe: Recipe, model: Model) -> str | None:
 
 
 def table(registry: Registry) -> list[str]:
-    """The matrix in lines: a row per recipe and model, a column per engine, and below it the reasons."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    """The matrix in lines: a row per recipe, a column per model, and below it the reasons."""
+    rows: dict[str, dict[str, str]] = {}
     reasons: dict[str, None] = {}
     for cell in cells(registry):
         mark = "no" if cell.refused else "set" if cell.setting else "yes"
-        rows.setdefault((cell.recipe, cell.model), {})[cell.engine] = mark
+        rows.setdefault(cell.recipe, {})[cell.model] = mark
         if cell.refused:
             reasons[f"no   {cell.refused}"] = None
         elif cell.setting:
             reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
-    lines = [("recipe", "model", *next(iter(rows.values()), {}))]
-    lines += [(*names, *marks.values()) for names, marks in rows.items()]
+    lines = [("recipe", *next(iter(rows.values()), {}))]
+    lines += [(recipe, *marks.values()) for recipe, marks in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     return [*shown, "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]

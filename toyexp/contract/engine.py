@@ -73,7 +73,6 @@ class Engine(ABC):
 
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
-    features: ClassVar[tuple[str, ...]] = ()  # what it offers recipes beyond the op vocabulary
     own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
 
     @abstractmethod

@@ -27,7 +27,6 @@ class PlanTensor:
     shape: tuple[int, ...]
     values: Values
     trainable: bool = True
-    packed: bool = False  # a frozen tensor FromGGUF: an engine that can keeps it in the file's type
 
     @property
     def decays(self) -> bool:

@@ -56,7 +56,6 @@ class Recipe(ABC):
     starts_from: ClassVar[str] = ""  # the setting that names a GGUF: base (a whole model), donor (a part of one)
     hint: ClassVar[str] = ""  # what a first try with a file adds, such as lr=1e-4
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
-    needs_features: ClassVar[tuple[str, ...]] = ()  # what an engine must offer beyond the op vocabulary
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:

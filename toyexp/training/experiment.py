@@ -40,7 +40,7 @@ log = logging.getLogger("toyexp")
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     settings, recipe, optim = config.settings, config.recipe, config.optim
-    reason = refusal(recipe, config.model, config.engine)
+    reason = refusal(recipe, config.model)
     if reason:
         raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
     if reason := unread(f"model={config.model.name}", config.model.reads, config.data):

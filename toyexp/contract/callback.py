@@ -27,6 +27,7 @@ class Callback(ABC):
     """
 
     name: ClassVar[str]  # what `callbacks=[...]` takes
+    closes_last: ClassVar[bool] = False  # it records how the run ended: its on_end comes after those of others
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
         """Raises UserError for settings that cannot work, and Unavailable for a missing package."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toyexp.base.errors import printable
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, TensorSpec
 from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
 from toyexp.formats.gguf.form import architecture_of
@@ -28,27 +28,26 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
         alpha = check_adapter(file)
         if file.architecture != (ours := architecture_of(model)):
             raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {ours}")
-        shapes = {name: info.shape for name, info in file.tensors.items()}
         linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
-        adapters, tensors = [], []
-        for linear in linears:
-            a, b = lora_names(linear.name)
-            if a not in shapes and b not in shapes:
-                continue
-            outputs, inputs = linear.shape
-            rank = (shapes.get(a) or (0,))[0]
-            if (shapes.get(a), shapes.get(b)) != ((rank, inputs), (outputs, rank)):
-                raise file.error(
-                    f"{linear.name} is {outputs} x {inputs}; its lora_a has the shape {list(shapes.get(a, ()))}, its "
-                    f"lora_b {list(shapes.get(b, ()))}"
-                )
-            tensors += [PlanTensor(n, shapes[n], FromGGUF(str(path), n), trainable=False) for n in (a, b)]
-            adapters.append(LoraAdapter(linear.name, alpha / rank if alpha else 1.0))  # as llama.cpp has it
-        strange = shapes.keys() - {t.name for t in tensors}
-        if strange or not adapters:
-            what = f"its tensor {printable(min(strange))}" if strange else "a file without tensors"
-            raise file.error(f"{what} fits no linear of this {model.name}")
-    return tensors, adapters
+        adapted = [t for t in linears if any(name in file.tensors for name in lora_names(t.name))]
+        ranks = [_rank(file, linear) for linear in adapted]
+        names = [name for linear in adapted for name in lora_names(linear.name)]
+        if strange := file.tensors.keys() - set(names):
+            raise file.error(f"its tensor {printable(min(strange))} fits no linear of this {model.name}")
+        pairs = [PlanTensor(n, file.tensors[n].shape, FromGGUF(str(path), n), trainable=False) for n in names]
+    scales = [alpha / rank if alpha else 1.0 for rank in ranks]  # as llama.cpp has it
+    return pairs, [LoraAdapter(linear.name, scale) for linear, scale in zip(adapted, scales, strict=True)]
+
+
+def _rank(file: GGUFFile, linear: TensorSpec) -> int:
+    """The rank of the pair on a linear; UserError where the two do not fit it."""
+    a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
+    (outputs, inputs), rank = linear.shape, a[0] if a else 0
+    if (a, b) != ((rank, inputs), (outputs, rank)):
+        raise file.error(
+            f"{linear.name} is {outputs} x {inputs}; its lora_a has the shape {list(a)}, its lora_b {list(b)}"
+        )
+    return rank
 
 
 def check_adapter(file: GGUFFile) -> float:

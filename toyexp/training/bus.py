@@ -39,6 +39,7 @@ class Bus:
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
             self._manager.register(callback, name)
         self.hook = self._manager.hook
+        self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
         self.step: int | None = None  # the step that training is at; None before the first look
         self.log: Path | None = None  # where tracebacks stand
         self._ending = False
@@ -144,30 +145,37 @@ class Bus:
         an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal`, asked when
         the recorders' turn comes, gives the first Ctrl-C as an error: it makes the run an interrupted one to them.
         """
-        failures: list[Exception] = []
         self._ending = True
-        interruption: BaseException | None = None
+        raised: list[BaseException] = []
         impls = list(reversed(self.hook.on_end.get_hookimpls()))
-        for impl in sorted(impls, key=lambda i: getattr(i.plugin, "closes_last", False)):
-            last = getattr(impl.plugin, "closes_last", False)
-            signalled = signal() if last or reason == "interrupted" else None
-            told, why = reason, error or signalled
-            if last:
-                told = "interrupted" if signalled and reason == "completed" else reason
-                why = why or interruption or (failures[0] if failures else None)
-            arguments = {"run": run, "reason": told, "error": why}
+        recorders = [impl for impl in impls if impl.plugin_name in self._recorders]
+        signalled = signal() if reason == "interrupted" else None
+        self._end_each([impl for impl in impls if impl not in recorders], raised, run, reason, error or signalled)
+        signalled = signal()
+        told = "interrupted" if signalled and reason == "completed" else reason
+        first = next(iter(sorted(raised, key=lambda e: isinstance(e, Exception))), None)  # an interruption, if any
+        self._end_each(recorders, raised, run, told, error or signalled or first)
+        for second in raised:
+            if not isinstance(second, Exception):
+                raise second
+        return [found for found in raised if isinstance(found, Exception)]
+
+    def _end_each(
+        self, impls: Sequence[pluggy.HookImpl], raised: list[BaseException], run: Run, reason: str,
+        error: BaseException | None,
+    ) -> None:  # fmt: skip
+        """Calls on_end of these; what one of them raises goes to `raised`."""
+        arguments = {"run": run, "reason": reason, "error": error}
+        for impl in impls:
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
                 self.check()  # of what it has said to others
             except Exception as found:
-                log.error("%s", found, exc_info=found if failures else None)  # the first is raised, and logged there
-                failures.append(found)
+                log.error("%s", found, exc_info=found if raised else None)  # the first is raised, and logged there
+                raised.append(found)
             except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
-                interruption = second
-        if interruption is not None:
-            raise interruption
-        return failures
+                raised.append(second)
 
     def names(self) -> Sequence[str]:
         """The callbacks, in config order."""

@@ -163,30 +163,32 @@ class _Reader:
         return SentencePiece(self.pieces, scores, self.types, self.keys["eos_token_id"], self.unreachable, prefix)
 
     def _byte_level(self, pre: str) -> Tokenizer:
-        pieces, eos = self.pieces, self.keys["eos_token_id"]
         if self._of_types(BYTE):
             raise self.file.error(
                 "its tokenizer is byte-level BPE, and has byte tokens (token_type 6) as SentencePiece has"
             )
-        # Text is cut and merged in byte symbols, so it never produces a token of other characters.
-        strange = {i for i in self._of_types(NORMAL) if not BYTE_OF.keys() >= set(pieces[i])}
-        unreachable = self.unreachable | strange
-        pairs = self._pairs()
-        known = set(pieces)
+        pairs, known = self._pairs(), set(self.pieces)
         real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
-        if pre == "gpt-2" and len(real) < len(pairs):  # the trained kinds have merges that make no token
-            if not real and eos == 256 and pieces[:256] == SYMBOLS and len(pieces) == 257:
-                return Bytes()
-            characters = _characters(pieces, eos)
-            if characters is not None:
-                return Characters(characters)
+        if pre == "gpt-2" and len(real) < len(pairs) and (own := self._untrained(real)):
+            return own
         kept = {*real, UNTOUCHED}
         lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
         if lost is not None:
             raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
-        hidden = {pieces[i] for i in unreachable}
+        # Text is cut and merged in byte symbols, so it never produces a token of other characters.
+        strange = {i for i in self._of_types(NORMAL) if not BYTE_OF.keys() >= set(self.pieces[i])}
+        unreachable = self.unreachable | strange
+        hidden = {self.pieces[i] for i in unreachable}
         merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
-        return BPE(pieces, merges, eos, PRE_TOKENIZERS[pre], unreachable)
+        return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
+
+    def _untrained(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
+        """Toyexp's own bytes or characters, some of whose merges make no token; `merges` are those that do."""
+        eos = self.keys["eos_token_id"]
+        if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
+            return Bytes()
+        characters = _characters(self.pieces, eos)
+        return None if characters is None else Characters(characters)
 
     def _pairs(self) -> list[tuple[str, str]]:
         """The merges, each once: llama.cpp keeps the first of equal ones."""

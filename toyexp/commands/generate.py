@@ -337,6 +337,36 @@ def _by_llama_cpp(
 ) -> Generated:
     from toyexp.commands import llamacpp
 
+    threads, context = _threads(options, settings), _context_of_text(path)
+    if options.adapter:
+        GGUFFile(options.adapter).close()  # which says what is wrong with a file that is none
+    template, asked = chat_template(path, options), options.ids
+    if template and template.file != str(path):  # which llama.cpp does not know of
+        asked = _prompt_ids(path, prompt, options, _language(path, options), template)
+    most = len(asked) if asked is not None else len((prompt or "").encode()) + llamacpp.MARGIN
+    task = llamacpp.Task(
+        llamacpp.installed(), str(path), options.adapter, threads, asked, prompt or "", options.chat, context,
+        n_ctx=min(context, most + options.tokens), tokens=options.tokens,
+        sampling={**asdict(options.sampling), "seed": options.seed % (2**32 - 1)}, stream=not options.json,
+    )  # fmt: skip
+    text, prompt_ids, began = "", list[int](), time.perf_counter()
+    for answer in llamacpp.stream(task):
+        if answer.prompt_ids is not None:
+            prompt_ids, began = answer.prompt_ids, time.perf_counter()
+            _require_room(path, len(prompt_ids), context)
+        elif answer.text:
+            text += answer.text
+            write(answer.text)
+    count = answer.count or 0
+    reason = END if answer.stopped == "eos" else LIMIT if count >= options.tokens else FULL
+    return Generated(
+        str(path), f"{LLAMA_CPP} ({task.package})", prompt, prompt_ids, text, answer.ids, count, reason,
+        time.perf_counter() - began, options.seed, template and template.file,
+    )  # fmt: skip
+
+
+def _threads(options: Options, settings: Sequence[str]) -> int:
+    """Those that llama.cpp is to use, 0 for its own choice; UserError for any other setting."""
     threads = 0
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -344,36 +374,15 @@ def _by_llama_cpp(
             usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
             raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")
         threads = int(value)
+    return threads
+
+
+def _context_of_text(path: Path) -> int:
+    """The context of a language model's file; UserError for one that llama.cpp writes no text with."""
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")
         if not isinstance(context, int):
             raise file.error("holds no language model")
         if not has_text(file):
             raise file.error("has no tokenizer, and llama.cpp does not write without one")
-    if options.adapter:
-        GGUFFile(options.adapter).close()  # which says what is wrong with a file that is none
-    template, asked = chat_template(path, options), options.ids
-    if template and template.file != str(path):  # which llama.cpp does not know of
-        asked = _prompt_ids(path, prompt, options, _language(path, options), template)
-    package = llamacpp.installed()
-    most = len(asked) if asked is not None else len((prompt or "").encode()) + llamacpp.MARGIN
-    request = {
-        "package": package, "file": str(path), "adapter": options.adapter, "threads": threads, "ids": asked,
-        "text": prompt, "chat": options.chat, "context": context, "n_ctx": min(context, most + options.tokens),
-        "tokens": options.tokens, "sampling": {**asdict(options.sampling), "seed": options.seed % (2**32 - 1)},
-        "stream": not options.json,
-    }  # fmt: skip
-    text, told, began = "", dict[str, Any](), time.perf_counter()
-    for answer in llamacpp.stream(request):
-        told |= answer
-        if "prompt_ids" in answer:
-            began = time.perf_counter()
-            _require_room(path, len(answer["prompt_ids"]), context)
-        elif answer.get("text"):
-            text += answer["text"]
-            write(answer["text"])
-    reason = END if told["stopped"] == "eos" else LIMIT if told["count"] >= options.tokens else FULL
-    return Generated(
-        str(path), f"{LLAMA_CPP} ({package})", prompt, told["prompt_ids"], text, told["ids"], told["count"], reason,
-        time.perf_counter() - began, options.seed, template and template.file,
-    )  # fmt: skip
+    return context

@@ -1,8 +1,7 @@
 """llama.cpp writes text, in a process of its own: on some files it ends its process.
 
-Its module run as a program reads one request in JSON and answers in lines of JSON: {"prompt_ids": [...]}, then
-{"text": ...} as it comes, and at last {"count": ..., "stopped": "eos" or "limit"}. Its key/value cache is float32 and
-flash attention off, so that nothing is rounded that our engines do not round.
+Its module run as a program reads a `Task` and answers in lines, an `Answer` each, both in JSON. Its key/value cache is
+float32 and flash attention off, so that nothing is rounded that our engines do not round.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from toyexp.base.errors import RunFailed, Unavailable, printable
@@ -24,7 +24,37 @@ from toyexp.base.packages import why_not_apart
 PACKAGES = ("xllamacpp", "llama_cpp")
 MARGIN = 1024  # positions for what a chat template adds
 
-Tell = Callable[..., None]
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be written."""
+
+    package: str  # one of PACKAGES
+    file: str
+    adapter: str | None
+    threads: int  # 0: as many as llama.cpp chooses
+    ids: list[int] | None  # the prompt; None: it is the text
+    text: str
+    chat: bool  # whether that is a user's message
+    context: int  # the model's
+    n_ctx: int  # positions to reserve
+    tokens: int  # to write at most
+    sampling: Mapping[str, float]  # with its seed
+    stream: bool  # text as it comes; False: all ids at the end, as llama.cpp tells no ids of a character of several
+
+
+@dataclass(frozen=True)
+class Answer:
+    """First the prompt's ids, then text as it comes, and at last how many tokens that was and why it ends."""
+
+    prompt_ids: list[int] | None = None
+    text: str = ""
+    count: int | None = None
+    stopped: str = ""  # eos or limit
+    ids: list[int] = field(default_factory=list)
+
+
+Tell = Callable[[Answer], None]
 
 
 def installed() -> str:
@@ -37,16 +67,10 @@ def installed() -> str:
     raise Unavailable(f"--engine llama.cpp: {told}: pip install xllamacpp, or llama-cpp-python")
 
 
-def stream(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the process answers, line by line; RunFailed with llama.cpp's own words when it does not get through.
-
-    `request` has the `package`, `file` and `adapter` (or None), `threads` (0: its own choice), either `ids` or `text`
-    and whether that is a `chat`, the model's `context` and how many positions to reserve (`n_ctx`), the number of
-    `tokens`, `sampling` with `seed`, and whether to answer with all `ids` at the end in place of a `stream`: llama.cpp
-    does not say which tokens made a character of several.
-    """
+def stream(task: Task) -> Iterator[Answer]:
+    """What the process answers, line by line; RunFailed with llama.cpp's own words when it does not get through."""
     with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+", errors="replace") as log:
-        json.dump(request, asked)
+        json.dump(asdict(task), asked)
         asked.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "toyexp.commands.llamacpp"],
@@ -59,7 +83,7 @@ def stream(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                yield json.loads(line)
+                yield Answer(**json.loads(line))
             if process.wait():
                 log.seek(0)
                 raise RunFailed(f"llama.cpp: {_cause(log.read(), process.returncode)}")
@@ -81,9 +105,9 @@ def _cause(log: str, code: int) -> str:
 # -- in the process of its own ----------------------------------------------------------------------------------------
 
 
-def through_xllamacpp(request: Mapping[str, Any], tell: Tell) -> None:
+def through_xllamacpp(task: Task, tell: Tell) -> None:
     """Answers through the server of xllamacpp, which speaks HTTP on this machine."""
-    server = _server(request)  # kept in a name: the server stops when it is collected
+    server = _server(task)  # kept in a name: the server stops when it is collected
     # The server is on this machine: whatever proxy the environment names has no say in it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -94,67 +118,67 @@ def through_xllamacpp(request: Mapping[str, Any], tell: Tell) -> None:
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{path} error {error.read().decode(errors='replace')}") from None
 
-    ids = request["ids"]
+    ids = task.ids
     if ids is None:
-        text = request["text"]
-        if request["chat"]:
+        text = task.text
+        if task.chat:
             text = json.load(post("/apply-template", messages=[{"role": "user", "content": text}]))["prompt"]
-        found = post("/tokenize", content=text, add_special=True, parse_special=request["chat"])
+        found = post("/tokenize", content=text, add_special=True, parse_special=task.chat)
         ids = json.load(found)["tokens"]
-    tell(prompt_ids=ids)
-    room = request["context"] - len(ids) + 1
+    tell(Answer(prompt_ids=ids))
+    room = task.context - len(ids) + 1
     if room < 1:
         return
-    wanted = {"prompt": ids, "n_predict": min(request["tokens"], room), "stream": request["stream"]}
+    wanted = {"prompt": ids, "n_predict": min(task.tokens, room), "stream": task.stream}
     # Only what was asked for: its own defaults know more samplers.
     cuts = {"samplers": ["top_k", "top_p", "min_p", "temperature"], "repeat_penalty": 1.0, "return_tokens": True}
-    with post("/completion", **wanted, **cuts, **request["sampling"]) as reply:
+    with post("/completion", **wanted, **cuts, **task.sampling) as reply:
         for line in reply:
-            if request["stream"] and not line.startswith(b"data: "):
+            if task.stream and not line.startswith(b"data: "):
                 continue
             piece = json.loads(line.removeprefix(b"data: "))
             if "error" in piece:
                 raise SystemExit(f"error {piece['error']}")
-            tell(text=piece["content"])
+            tell(Answer(text=piece["content"]))
             if piece["stop"]:
-                tell(count=piece["tokens_predicted"], stopped=piece["stop_type"], ids=piece["tokens"])
+                tell(Answer(count=piece["tokens_predicted"], stopped=piece["stop_type"], ids=piece["tokens"]))
                 return
 
 
-def _server(request: Mapping[str, Any]) -> Any:
+def _server(task: Task) -> Any:
     """xllamacpp's server with the model in memory."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = request["file"]
-    if request["adapter"]:
-        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["adapter"], 1.0)]
-    params.n_ctx = request["n_ctx"]
+    params.model.path = task.file
+    if task.adapter:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(task.adapter, 1.0)]
+    params.n_ctx = task.n_ctx
     params.n_parallel = 1
     params.n_gpu_layers = 0
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if request["threads"]:
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
+    if task.threads:
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
     params.warmup = False
     params.offline = True
     return xllamacpp.Server(params)
 
 
-def through_llama_cpp(request: Mapping[str, Any], tell: Tell) -> None:
+def through_llama_cpp(task: Task, tell: Tell) -> None:
     """Answers through llama-cpp-python."""
     import llama_cpp
 
     model = llama_cpp.Llama(
-        request["file"], n_ctx=request["n_ctx"], n_gpu_layers=0, lora_path=request["adapter"], flash_attn=False,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, n_threads=request["threads"] or None,
-        n_threads_batch=request["threads"] or None, seed=request["sampling"]["seed"], verbose=False,
+        task.file, n_ctx=task.n_ctx, n_gpu_layers=0, lora_path=task.adapter, flash_attn=False,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, n_threads=task.threads or None,
+        n_threads_batch=task.threads or None, seed=task.sampling["seed"], verbose=False,
     )  # fmt: skip
     vocabulary = llama_cpp.llama_model_get_vocab(model.model)
-    ids = request["ids"]
+    ids = task.ids
     if ids is None:
-        text, begin = request["text"], True
-        if request["chat"]:
+        text, begin = task.text, True
+        if task.chat:
             from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
             eos, bos = (model._model.token_get_text(i) for i in (model.token_eos(), model.token_bos()))
@@ -163,10 +187,10 @@ def through_llama_cpp(request: Mapping[str, Any], tell: Tell) -> None:
                 raise SystemExit("error: the file has no chat template")
             text = Jinja2ChatFormatter(template, eos, bos)(messages=[{"role": "user", "content": text}]).prompt
             begin = not text.startswith(bos)
-        ids = model.tokenize(text.encode(), add_bos=begin, special=request["chat"])
-    tell(prompt_ids=ids)
-    limit = min(request["tokens"], request["context"] - len(ids) + 1)
-    sampling = request["sampling"]
+        ids = model.tokenize(text.encode(), add_bos=begin, special=task.chat)
+    tell(Answer(prompt_ids=ids))
+    limit = min(task.tokens, task.context - len(ids) + 1)
+    sampling = task.sampling
     cuts = {"temp": sampling["temperature"], **{name: sampling[name] for name in ("top_k", "top_p", "min_p")}}
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     written: list[int] = []
@@ -174,22 +198,22 @@ def through_llama_cpp(request: Mapping[str, Any], tell: Tell) -> None:
         if llama_cpp.llama_vocab_is_eog(vocabulary, token):
             break
         written.append(token)
-        tell(text=decode(model.detokenize([token], prev_tokens=ids)))
+        tell(Answer(text=decode(model.detokenize([token], prev_tokens=ids))))
         if len(written) >= limit:
             break
-    tell(text=decode(b"", True))
-    tell(count=len(written), stopped="limit" if len(written) >= limit else "eos", ids=written)
+    tell(Answer(text=decode(b"", True)))
+    tell(Answer(count=len(written), stopped="limit" if len(written) >= limit else "eos", ids=written))
 
 
 def main() -> None:
-    """Answers the request on standard input."""
-    request = json.load(sys.stdin)
+    """Answers the task on standard input."""
+    task = Task(**json.load(sys.stdin))
 
-    def tell(**answer: Any) -> None:
-        sys.stdout.write(json.dumps(answer) + "\n")
+    def tell(answer: Answer) -> None:
+        sys.stdout.write(json.dumps(asdict(answer)) + "\n")
         sys.stdout.flush()
 
-    {"xllamacpp": through_xllamacpp, "llama_cpp": through_llama_cpp}[request["package"]](request, tell)
+    {"xllamacpp": through_xllamacpp, "llama_cpp": through_llama_cpp}[task.package](task, tell)
     os._exit(0)  # a server that is stopped right after its start may never end
 
 

@@ -11,8 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from toyexp.config import build as config
-from toyexp.config import schema
+from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.training.experiment import execute, prepare
 
@@ -23,7 +22,7 @@ def seconds(engine: str, every: int, registry) -> float:
     """How long the steps of one run take."""
     overrides = ["model=small", f"engine={engine}", f"steps={STEPS}", "eval_every=0", f"checkpoint_every={every}",
                  "batch_size=2", "~callbacks.gguf_export"]  # fmt: skip
-    prepared = prepare(config.build(config.compose(overrides, registry, schema.Source.of()), registry))
+    prepared = prepare(Request([], registry).parts(*overrides))
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         return execute(prepared, Path(directory) / "run").outcome.seconds
 
@@ -31,7 +30,6 @@ def seconds(engine: str, every: int, registry) -> float:
 def main(engine: str = "cpu", rounds: str = "7") -> None:
     """Prints each round and the ratio of the medians."""
     registry = load()
-    schema.store_schemas(registry)
     seconds(engine, 0, registry)  # caches, kernels
     taken: dict[int, list[float]] = {50: [], 0: []}
     for number in range(int(rounds)):

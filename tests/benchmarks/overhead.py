@@ -19,8 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as toyexp sets it, for both s
 
 import torch
 
-from toyexp.config import build as config
-from toyexp.config import schema
+from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.training.experiment import execute, prepare
 from toyexp_torch.ops import TorchOps
@@ -31,8 +30,7 @@ ROUNDS = 9
 def prepared(model, steps, registry):
     """The experiment that is measured, composed as the command line would."""
     overrides = [f"model={model}", "engine=cpu", f"steps={steps}", "eval_every=0"]
-    cfg = config.compose(overrides, registry, schema.Source.of())
-    return prepare(config.build(cfg, registry))
+    return prepare(Request([], registry).parts(*overrides))
 
 
 def toyexp_seconds(model, steps, registry):
@@ -99,7 +97,6 @@ def first_step_seconds(*words):
 def main():
     """Everything that the README's table says about overhead."""
     registry = load()
-    schema.store_schemas(registry)
     compare("nano", 200, registry)
     compare("small", 10, registry)
     print(f"process start to first step, nano on cpu: {first_step_seconds('recipe=warm', 'engine=cpu'):.2f} s")

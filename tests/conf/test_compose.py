@@ -12,15 +12,14 @@ import yaml
 
 from toyexp import Unavailable
 from toyexp.commands.line import main
-from toyexp.config.build import build, compose, sweep_of
-from toyexp.config.mistakes import valid_choices
-from toyexp.config.schema import PARTS, Root, Source, conf_dir, store_schemas
+from toyexp.config.keys import choices
+from toyexp.config.request import Request
+from toyexp.config.schema import PARTS, Root, Source, conf_dir
 from toyexp.config.top_level import top_level
 from toyexp.contract.registry import KINDS, load, settings_of
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
-SOURCE = Source.of()
 # Neither tokenizer nor donor is the point here.
 SMALL = ["data=text", "data.path=book.txt", "data.tokenizer=byte"]
 
@@ -31,9 +30,12 @@ def presets(group: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def registry():
-    loaded = load()
-    store_schemas(loaded)
-    return loaded
+    return load()
+
+
+@pytest.fixture
+def request_of_nothing(registry):
+    return Request([], registry)
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +46,17 @@ def _here(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("name", presets("experiment"))
-def test_every_experiment_composes_and_builds(registry, name):
+def test_every_experiment_composes_and_builds(request_of_nothing, name):
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
-    lists = sweep_of(compose([f"experiment={name}"], registry, SOURCE))
+    lists = request_of_nothing.compose(f"experiment={name}").sweeps
     swept = [f"{key}={values.split(',')[0]}" for key, values in lists.items()]
     if body.get("recipe", {}).get("targets"):  # an experiment on a base of the user's
         swept.append(f"recipe.base={DONOR}")
-    cfg = compose([f"experiment={name}", *swept], registry, SOURCE)
+    composed = request_of_nothing.compose(f"experiment={name}", *swept)
+    cfg = composed.cfg
     assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
     try:
-        built = build(cfg, registry)
+        built = composed.parts()
     except Unavailable as reason:  # the device comes last: all else was checked before
         assert str(reason).startswith(f"engine={cfg.engine.name}: ")
     else:
@@ -61,17 +64,17 @@ def test_every_experiment_composes_and_builds(registry, name):
 
 
 @pytest.mark.parametrize("name", presets("model"))
-def test_every_model_preset_composes_and_builds_with_its_sizes(registry, name):
-    model = build(compose([f"model={name}", *SMALL], registry, SOURCE), registry).model
+def test_every_model_preset_composes_and_builds_with_its_sizes(request_of_nothing, name):
+    model = request_of_nothing.parts(f"model={name}", *SMALL).model
     body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     body.pop("defaults")
     assert body.items() <= model.settings().items()
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_auto_hands_its_threads_to_the_engine_that_it_takes(registry, threads):
+def test_auto_hands_its_threads_to_the_engine_that_it_takes(request_of_nothing, threads):
     words = [*SMALL, *([f"engine.threads={threads}"] if threads else [])]
-    built = build(compose(words, registry, SOURCE), registry)
+    built = request_of_nothing.parts(*words)
     assert getattr(built.engine, "threads", threads) == threads
 
 
@@ -96,7 +99,7 @@ def test_an_experiment_holds_only_differences(registry, name):
     chosen = [f"{key.removeprefix('override /')}={value}" for part in body.pop("defaults", []) if isinstance(part, dict)
               for key, value in part.items()]  # fmt: skip
     body.pop("hydra", None)  # the values of a sweep, each of which is another difference
-    without = compose([c.replace("'", "").replace(" ", "") for c in chosen], registry, SOURCE)
+    without = Request([], registry).compose(*(c.replace("'", "").replace(" ", "") for c in chosen)).cfg
     same = {key: value for key, value in leaves(body).items() if value == select(without, key)}
     assert same == {}
 
@@ -130,7 +133,7 @@ def test_every_comment_of_config_yaml_is_the_help_of_its_key():
 def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):
     parts = "{model: nano}, {data: random}, {recipe: scratch}, {engine: auto}, {optim: adamw}, {callbacks: []}"
     (tmp_path / "config.yaml").write_text(f"defaults: [{parts}, _self_]\nseed: 3\n")
-    own, shipped = (compose([], registry, source) for source in (Source.of(str(tmp_path)), SOURCE))
+    own, shipped = (Request([], registry, (), s).compose().cfg for s in (Source.of(str(tmp_path)), Source.of()))
     keys = {f.name for f in fields(Root)} - {*PARTS, "callbacks", "seed"}
     assert {k: own[k] for k in keys} == {k: shipped[k] for k in keys} and own.seed == 3
 
@@ -248,5 +251,5 @@ def test_help_lists_every_choice_and_imports_no_framework(registry):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     words = done.stdout.replace(",", " ").split()
     for kind in (*KINDS, "experiment"):
-        assert valid_choices(kind, registry) <= set(words), kind
+        assert choices(kind, registry) <= set(words), kind
     assert done.stdout.splitlines()[-1] == "imported:"

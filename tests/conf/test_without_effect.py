@@ -11,8 +11,7 @@ import pytest
 
 from toyexp import Planned, PlanTensor
 from toyexp.commands.line import main
-from toyexp.config.build import build, compose
-from toyexp.config.schema import Source, store_schemas
+from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.source import FromGGUF
 from toyexp.training.experiment import prepare
@@ -28,9 +27,7 @@ TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=20", "e
 
 @pytest.fixture(scope="module")
 def registry():
-    loaded = load(MODULES)
-    store_schemas(loaded)
-    return loaded
+    return load(MODULES)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +44,7 @@ def warnings_of(registry):
 
     def told(*words):
         words = list({word.partition("=")[0]: word for word in [*TEXT, *words]}.values())
-        return list(prepare(build(compose(words, registry, Source.of()), registry, MODULES)).warnings)
+        return list(prepare(Request([], registry, MODULES).parts(*words)).warnings)
 
     return told
 
@@ -133,14 +130,14 @@ def test_a_run_tells_it_on_the_terminal_in_the_log_and_as_an_event(capsys):
 
 def test_an_ordinary_run_is_warned_of_nothing(registry):
     for words in ([], ["recipe=warm"], ["model=gpt2"]):
-        cfg = compose([*words, "engine=noop", "data.max_mb=0.1"], registry, Source.of())
-        assert prepare(build(cfg, registry, MODULES)).warnings == []
+        config = Request([], registry, MODULES).parts(*words, "engine=noop", "data.max_mb=0.1")
+        assert prepare(config).warnings == []
 
 
 def test_more_held_out_images_than_there_are(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
-    prepared = prepare(build(compose(words, registry, Source.of()), registry, MODULES))
+    prepared = prepare(Request([], registry, MODULES).parts(*words))
     assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all looked at"]
     planned = Planned(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
@@ -167,7 +164,7 @@ def test_engines_say_which_of_their_settings_have_nothing_to_do():
 def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkeypatch):
     monkeypatch.setattr(registry.get("engine", "noop"), "priority", 1000, raising=False)
     words = [*(w for w in TEXT if w != "engine=noop"), "engine.threads=2"]
-    told = prepare(build(compose(words, registry, Source.of()), registry, MODULES)).warnings
+    told = prepare(Request([], registry, MODULES).parts(*words)).warnings
     assert told == ["engine.threads=2: engine=auto took noop, which has no such setting"]
 
 
@@ -190,7 +187,7 @@ def test_what_contradicts_is_refused(line, words, capsys):
 
 def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
     words = [*TEXT, "recipe=lora", f"recipe.base={DONOR}", "data.tokenizer=auto", "recipe.targets=q"]
-    config = build(compose(words, registry, Source.of()), registry, MODULES)
+    config = Request([], registry, MODULES).parts(*words)
     assert isinstance(config.recipe, Lora) and config.recipe.targets == ["q"]
     assert main([f"plugins={MODULES[0]}", *TEXT, "callbacks=plots", "hydra.run.dir=run"]) == 0
     assert sorted(p.name for p in Path("run").iterdir()) == ["checkpoints", "config.yaml", "log.txt", "plots",

@@ -22,7 +22,7 @@ from toyexp.commands.describe import describe
 from toyexp.commands.forward_listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.commands.line import main
 from toyexp.commands.uses import pasted, setting, shell
-from toyexp.config import mistakes
+from toyexp.config.words import parse
 from toyexp.contract.ops import Params, Rotary
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.write import Writer, write_model
@@ -445,7 +445,7 @@ def test_a_path_of_any_name_can_be_pasted():
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")[:-1]
     for path, override, plain in zip(PATHS, words[::2], words[1::2], strict=True):
-        value = mistakes.parse([override])[0].value()
+        value = parse([override])[0].value()
         assert OmegaConf.create({"base": value}).base == str(Path(path)), path
         assert plain.removeprefix("./") == path
         assert not plain.startswith("-")

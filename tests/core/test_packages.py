@@ -12,7 +12,7 @@ from toyexp import Unavailable, UserError, needed
 from toyexp.base.errors import Broken
 from toyexp.base.packages import told_by, why, why_not_apart
 from toyexp.base.signals import Interrupted
-from toyexp.config.build import facts_of, pick_engine
+from toyexp.config.engines import facts_of, pick_engine
 from toyexp.contract.registry import Offer, load
 from toyexp.testing.null import NullEngine
 

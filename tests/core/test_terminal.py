@@ -15,7 +15,7 @@ import toyexp
 from toyexp.base.home import expanded, with_home, with_quotes
 from toyexp.base.terminal import complain, fit_encoding, say
 from toyexp.commands.line import main
-from toyexp.config.mistakes import parse
+from toyexp.config.words import parse
 
 
 def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):

@@ -139,7 +139,7 @@ def test_the_peak_of_memory_is_seen_and_forgotten():
 
 def test_a_process_that_fails_says_why():
     with pytest.raises(RunFailed, match=r"odd: in a process of its own: .*unknown key modle; .*--no-memory"):
-        alone(Entry("odd", ["modle=llama", "engine=ggml"], []))
+        alone(Entry("odd", ["modle=llama"], "ggml"))
 
 
 # -- the baselines ----------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from faults import words
 
 from toyexp import ToyexpError, UserError
 from toyexp.commands.line import main
-from toyexp.config import build as config
-from toyexp.config import schema
+from toyexp.config import request as requests
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.open_model import model_of
@@ -213,7 +212,7 @@ class Header:
 
 
 def built(*key, more=()):
-    return config.build(config.compose([*words(*key), *more], REGISTRY, schema.Source.of()), REGISTRY)
+    return requests.Request([], REGISTRY).parts(*words(*key), *more)
 
 
 def fresh(cfg, **parts):
@@ -304,15 +303,15 @@ class Tokenizer(OfGGUF):
 class Eval(OfGGUF):
     def __init__(self):
         super().__init__("base-llama.gguf", "base-gpt2.gguf", "q8_0.gguf")
-        compose, kept = config.compose, {}
+        compose, kept = requests.compose, {}
 
-        def once(overrides, registry, source, job=0):
-            key = tuple(overrides)
+        def once(given, *others):
+            key = tuple(o.input_line for o in given)
             if key not in kept:
-                kept[key] = compose(overrides, registry, source, job)
-            return kept[key].copy()
+                kept[key] = compose(given, *others)
+            return replace(kept[key], cfg=kept[key].cfg.copy())
 
-        config.compose = once
+        requests.compose = once
 
     def use(self):
         settings = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "model.context=16"]
@@ -537,7 +536,6 @@ def try_one(target, data):
 
 def run(kinds, seed, count):
     os.fsync = lambda file: None  # thousands of runs
-    schema.store_schemas(REGISTRY)
     targets = {what: TARGETS[what]() for what in kinds}
     for target in targets.values():
         for good in target.seeds:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from faults import FIGURES, STEPS, Trace, words
 
-from toyexp.config import build as config
-from toyexp.config import schema
+from toyexp.config.request import Request
 from toyexp.contract.compatibility import cells
 from toyexp.contract.registry import load
 from toyexp.training import checkpoint, experiment
@@ -32,11 +31,10 @@ CELLS = sorted((cell.recipe, cell.model, engine) for cell in cells(REGISTRY) for
 @pytest.fixture(scope="module")
 def configured(bench):
     """The configuration of a cell; Hydra takes longer than a tiny run, and composes each part once."""
-    schema.store_schemas(REGISTRY)
 
     @functools.cache
     def built(recipe, model, engine):
-        return config.build(config.compose(words(recipe, model, engine), REGISTRY, schema.Source.of()), REGISTRY)
+        return Request([], REGISTRY).parts(*words(recipe, model, engine))
 
     def configure(recipe, model, engine):
         cell, other = built(recipe, model, "ggml"), built("scratch", "llama", engine)

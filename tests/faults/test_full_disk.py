@@ -15,9 +15,9 @@ import pytest
 from faults import FIGURES, STEPS, Trace, environment, python, toyexp, words
 
 from toyexp import Callback, RunFailed, ToyexpError, hookimpl
+from toyexp.base.errors import UserError
 from toyexp.commands.line import main
-from toyexp.config import build as config
-from toyexp.config import schema
+from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint, experiment
@@ -76,8 +76,7 @@ class Filler(Callback):
 
 @functools.cache
 def configured():
-    schema.store_schemas(REGISTRY)
-    return config.build(config.compose(WORDS, REGISTRY, schema.Source.of()), REGISTRY)
+    return Request([], REGISTRY).parts(*WORDS)
 
 
 def execute(directory, *more, resume=False, say=lambda line: None):
@@ -146,7 +145,7 @@ def fill_up(disk, wanted, dice, number, capfd):
         again = False
     else:
         again = True
-        with contextlib.suppress(config.UserError):  # all is done
+        with contextlib.suppress(UserError):  # all is done
             execute(directory, resume=True)
     if again:
         require_same(directory, wanted, what)

@@ -13,8 +13,7 @@ from tiny import VOCAB, write_base
 
 from toyexp.commands.describe import describe
 from toyexp.commands.line import main
-from toyexp.config import build as config
-from toyexp.config.schema import Source, store_schemas
+from toyexp.config.request import Request
 from toyexp.contract.registry import Offer, Registry, load
 from toyexp.formats.gguf.read import TYPES, GGUFFile
 from toyexp.formats.gguf.write import Writer
@@ -142,9 +141,7 @@ RARE |= {"qwen3", "bos beyond", "bos missing", "types for others", "a merge of t
 
 @pytest.fixture(scope="module")
 def registry():
-    found = load(["toyexp.testing.null"])
-    store_schemas(found)
-    return found
+    return load(["toyexp.testing.null"])
 
 
 def run(words, registry):
@@ -152,8 +149,7 @@ def run(words, registry):
     named = any(w.startswith("data=") for w in words)
     if words[0].startswith("recipe="):  # up to where its directory would be made
         text = [] if named else ["data=text", "data.path=TEXT.txt"]
-        cfg = config.compose([*words, *text, *QUICK], registry, Source.of())
-        return prepare(config.build(cfg, registry, ["toyexp.testing.null"]))
+        return prepare(Request([], registry, ["toyexp.testing.null"]).parts(*words, *text, *QUICK))
     eval_on = NOOP if named else [*NOOP, "--data", "TEXT.txt"]
     return not main([*words, *{"eval": eval_on, "generate": [NOOP[0], "--engine", "noop"], "export": []}[words[0]]])
 

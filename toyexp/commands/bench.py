@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from toyexp.commands.options import read_options, require_settings, whole
 from toyexp.commands.variants import Variant, prepare_variants
 from toyexp.contract.batch import Batch
 from toyexp.contract.plan import Plan
-from toyexp.contract.registry import Registry
+
+if TYPE_CHECKING:
+    from toyexp.config.request import Request
 
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
@@ -201,14 +203,12 @@ def step_flops(plan: Plan) -> float:
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    settings: Sequence[str], registry: Registry, modules: Sequence[str], options: Options, say: Callable[[str], None]
-) -> Report:
+def measure(request: Request, labels: Sequence[str], options: Options, say: Callable[[str], None]) -> Report:
     """Runs the benchmark; `say` gets a line each about machine, model and data before it begins."""
-    variants = prepare_variants(settings, registry, modules)
-    shared = [s for s in settings if not s.startswith("engine=")]
-    entries = [Entry(v.label, [*shared, f"engine={v.label}"], list(modules)) for v in variants]
-    added = list(baselines(settings, modules)) if options.baseline else []
+    variants = prepare_variants(request, labels)
+    settings = [str(override.input_line) for override in request.settings]
+    entries = [Entry(label, settings, label) for label in labels]
+    added = list(baselines(settings)) if options.baseline else []
     work = work_of(variants[0])
     for name in ("machine", "model", "data"):
         say(f"{name:<8} {getattr(work, name)}")
@@ -223,7 +223,7 @@ def measure(
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
-                ready[name] = warm_up(entry.prepare(registry)[1], batches, options.steps)
+                ready[name] = warm_up(entry.prepare()[1], batches, options.steps)
                 entries.append(entry)
             except Exception as error:  # whatever a baseline lacks here, the engines are measured
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,7 +26,6 @@ from toyexp.commands.variants import Variant, prepare_variants
 from toyexp.contract.batch import Batch
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.recipe import start
-from toyexp.contract.registry import Registry, load
 
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
@@ -79,13 +78,15 @@ class Entry:
     """An engine or a baseline, before anything of it is read or imported."""
 
     name: str
-    settings: list[str]  # with engine=<this one>
-    modules: list[str]  # local plugins
+    settings: list[str]  # as they were typed, without the engine
+    engine: str  # by its label
     file: str = ""  # of a baseline
 
-    def prepare(self, registry: Registry) -> tuple[Variant, Callable[[], Stepper]]:
+    def prepare(self) -> tuple[Variant, Callable[[], Stepper]]:
         """Reads the settings and imports what they need; what is returned beside the variant opens it."""
-        (variant,) = prepare_variants(self.settings, registry, self.modules)
+        from toyexp.config.request import Request
+
+        (variant,) = prepare_variants(Request.of(self.settings), [self.engine])
         if not self.file:
             return variant, lambda: EngineStepper(variant)
         make = {baseline.name: baseline for baseline in _load_file(Path(self.file)).BASELINES}[self.name]
@@ -98,7 +99,7 @@ class Entry:
         return variant, lambda: make(prepared.plan, adamw, threads)
 
 
-def baselines(settings: Sequence[str], modules: Sequence[str]) -> Iterator[tuple[str, Entry | str]]:
+def baselines(settings: Sequence[str]) -> Iterator[tuple[str, Entry | str]]:
     """The baselines by name, each as an entry or as the reason why there is none.
 
     Every file in BASELINES lists its classes, whose constructors take (plan, adamw, threads), and names the engine
@@ -110,7 +111,7 @@ def baselines(settings: Sequence[str], modules: Sequence[str]) -> Iterator[tuple
             "where they are tests/benchmarks/baselines/"
         )
     # Of the engines' settings only the threads mean something to all.
-    kept = [s for s in settings if not s.startswith(("engine=", "engine.")) or s.startswith("engine.threads=")]
+    kept = [s for s in settings if not s.startswith("engine.") or s.startswith("engine.threads=")]
     for path in sorted(BASELINES.glob("*.py")):
         try:
             module = _load_file(path)
@@ -118,7 +119,7 @@ def baselines(settings: Sequence[str], modules: Sequence[str]) -> Iterator[tuple
             yield path.stem.replace("_", " "), str(error)
             continue
         for baseline in module.BASELINES:
-            yield baseline.name, Entry(baseline.name, [*kept, f"engine={module.ENGINE}"], list(modules), str(path))
+            yield baseline.name, Entry(baseline.name, kept, module.ENGINE, str(path))
 
 
 def _load_file(path: Path) -> Any:
@@ -160,12 +161,8 @@ def alone(entry: Entry) -> dict[str, float]:
 
 def main(words: Sequence[str]) -> None:
     """Opens the one entry in `words`, writes a line after its first step, and its memory at the end."""
-    from toyexp.config.schema import store_schemas
-
     entry = Entry(**json.loads(words[0]))
-    registry = load(entry.modules)
-    store_schemas(registry)
-    variant, open_stepper = entry.prepare(registry)
+    variant, open_stepper = entry.prepare()
     imported, before = memory_bytes()
     forget_peak()
     stepper = open_stepper()

@@ -64,7 +64,7 @@ class Line:
 
 def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """The engines that the labels name; without any, all that work here, and the first other one that is emulated."""
-    from toyexp.config.build import engine_of
+    from toyexp.config.engines import engine_of
 
     if labels:
         return [(label, engine_of(label, registry)) for label in labels]

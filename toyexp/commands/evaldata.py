@@ -29,7 +29,7 @@ class Trained:
 
     def settings(self, file: Path, has_text: bool) -> list[str]:
         """The same as typed, for the model in `file`, whose own tokenizer is the one that the run made or took."""
-        from toyexp.config.build import setting
+        from toyexp.config.words import setting
 
         name = self.data["name"]
         own = {key: value for key, value in self.data.items() if key != "name"}

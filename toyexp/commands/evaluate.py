@@ -26,6 +26,7 @@ from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.training.memory import check_plan
 
 if TYPE_CHECKING:
+    from toyexp.config.request import Request
     from toyexp.training.parts import Config
 
 HELP = """\
@@ -88,26 +89,19 @@ class Evaluation:
         ]
 
 
-def evaluate(
-    what: Path, settings: Sequence[str], registry: Registry, modules: Sequence[str], data: str | None = None
-) -> Evaluation:
+def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluation:
     """Evaluates the model in a file or a run's directory on held-out data; UserError for what does not fit together.
 
-    That is what the `settings` or the path `data` say, or else the run's own.
+    That is what the settings or the path `data` say, or else the run's own.
     """
-    from toyexp.config import build as config
-    from toyexp.config.schema import Source
-
-    typed = _check_taken(settings)
-    path, trained = file_of(what, registry=registry), trained_on(what, modules)
+    typed, registry = _check_taken(request), request.registry
+    path, trained = file_of(what, registry=registry), trained_on(what, request.modules)
     model = model_in(opened(str(path)), registry)
     chosen = _data(model, path, typed, registry, trained, data)
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
-    rest = [s for s in settings if not s.startswith("model.context=")]
-    cfg = config.compose([*chosen, *batch_size, *rest], registry, Source.of())
-    built = config.build(cfg, registry, modules)
-    window = _window(settings, model, trained.context if trained else None)
+    built = request.before(*chosen, *batch_size).without("model.context").parts()
+    window = _window(request.values.get("model.context"), model, trained.context if trained else None)
     dataset = _opened(built, model, path)
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
@@ -128,9 +122,9 @@ def evaluate(
     )  # fmt: skip
 
 
-def _check_taken(settings: Sequence[str]) -> list[str]:
+def _check_taken(request: Request) -> list[str]:
     """The keys that were typed; UserError for one that changes nothing here."""
-    typed = [s.partition("=")[0].lstrip("+~") for s in settings]
+    typed = [o.key_or_group for o in request.settings]
     for key in typed:
         if key.split(".")[0] not in TAKEN and key != "model.context":
             raise UserError(
@@ -148,7 +142,7 @@ def _data(
         raise UserError(f"--data {data}: goes without data=..., which says the same")
     own = trained.settings(path, has_text(opened(str(path)))) if trained else []
     if data is not None:
-        from toyexp.config.build import setting
+        from toyexp.config.words import setting
 
         kind, given = f"data={kind_of(Path(data), model, registry)}", setting("data.path", data)
         return [*(own if kind in own else [kind]), given]
@@ -174,13 +168,12 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
     return dataset
 
 
-def _window(settings: Sequence[str], model: Model, trained: int | None) -> int | None:
+def _window(given: str | None, model: Model, trained: int | None) -> int | None:
     """Tokens of a window: as typed, as trained, or the model's own up to 512: longer ones gain little and cost much."""
     if not model.context:
         return None
-    given = [s.partition("=")[2] for s in settings if s.startswith("model.context=")]
-    if not given:
+    if given is None:
         return min(model.context, trained or 512)
-    if not given[-1].isdigit() or not 1 <= int(given[-1]) <= model.context:
-        raise UserError(f"model.context={given[-1]}: must be a whole number from 1 to {model.context}, the file's own")
-    return int(given[-1])
+    if not given.isdigit() or not 1 <= int(given) <= model.context:
+        raise UserError(f"model.context={given}: must be a whole number from 1 to {model.context}, the file's own")
+    return int(given)

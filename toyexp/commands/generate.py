@@ -7,10 +7,10 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
@@ -29,6 +29,9 @@ from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tok
 from toyexp.text.chat import Template
 from toyexp.text.tokenizer import Tokenizer
 from toyexp.training.memory import check_plan
+
+if TYPE_CHECKING:
+    from toyexp.config.request import Request
 
 LLAMA_CPP = "llama.cpp"
 LESS = "fewer --tokens take less"
@@ -99,7 +102,7 @@ VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
 
 def split(words: Sequence[str]) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    modules, rest = take_plugins("generate", words)
+    modules, rest = take_plugins(words)
     given = read_options("generate", rest, SWITCHES, VALUES)
     files = given.rest
     refuse_settings("generate", files, "options, and plugins=[...]")
@@ -198,19 +201,21 @@ class Scribe:
 
 def generate(options: Options, registry: Registry, write: Callable[[str], None]) -> Generated:
     """Lets the model write; `write` gets the text as it comes. UserError for whatever does not fit together."""
-    name, *own = options.engine.split(":")
-    engines = {*registry.offers["engine"], "auto", LLAMA_CPP}
+    from toyexp.config.engines import read_label
+    from toyexp.config.request import Request
+
+    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, options.engine.partition(":")[0]
     if name not in engines:
         raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
-    if not all("=" in setting and "," not in setting for setting in own):
-        raise UserError(f"--engine {options.engine}: an engine's settings are written {name}:threads=1")
+    _, own = read_label(options.engine, f"--engine {options.engine}")
     path, prompt = file_of(Path(options.model), registry=registry), _read_prompt(options.prompt)
     with GGUFFile(path) as file:
         if file.metadata.get("general.type") == "adapter":
             raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
     if name == LLAMA_CPP:
         return _by_llama_cpp(path, prompt, options, own, write)
-    return _by_engine(path, prompt, options, [f"engine={name}", *(f"engine.{s}" for s in own)], registry, write)
+    (request,) = Request([], registry, options.plugins).on_engines([options.engine]).values()
+    return _by_engine(path, prompt, options, request, write)
 
 
 def _read_prompt(given: str | None) -> str | None:
@@ -222,17 +227,9 @@ def _read_prompt(given: str | None) -> str | None:
 
 
 def _by_engine(
-    path: Path,
-    prompt: str | None,
-    options: Options,
-    settings: Sequence[str],
-    registry: Registry,
-    write: Callable[[str], None],
+    path: Path, prompt: str | None, options: Options, request: Request, write: Callable[[str], None]
 ) -> Generated:
-    from toyexp.config import build as config
-    from toyexp.config.schema import Source
-
-    model: Any = model_of(path, registry)
+    model: Any = model_of(path, request.registry)
     if not model.reads.sequence:
         raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
     tokenizer, template = _language(path, options), chat_template(path, options)
@@ -246,7 +243,7 @@ def _by_engine(
     inputs, name = model.reads.inputs(min(model.context, len(ids) + options.tokens)), model.reads.sequence
     inputs[name] = dataclasses.replace(inputs[name], below=model.vocab)
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
-    built = config.build(config.compose(settings, registry, Source.of()), registry, options.plugins)
+    built = request.parts()
     scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
     check_plan(plan, built.engine, LESS)
     built.engine.check_plan(plan)
@@ -333,7 +330,7 @@ def _require_room(path: Path, count: int, context: int) -> None:
 
 
 def _by_llama_cpp(
-    path: Path, prompt: str | None, options: Options, settings: Sequence[str], write: Callable[[str], None]
+    path: Path, prompt: str | None, options: Options, settings: Mapping[str, str], write: Callable[[str], None]
 ) -> Generated:
     from toyexp.commands import llamacpp
 
@@ -368,8 +365,7 @@ def _by_llama_cpp(
 def _threads(options: Options, settings: Sequence[str]) -> int:
     """Those that llama.cpp is to use, 0 for its own choice; UserError for any other setting."""
     threads = 0
-    for setting in settings:
-        key, _, value = setting.partition("=")
+    for key, value in settings.items():
         if key != "threads" or not is_whole(value, 0, MOST_THREADS):
             usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
             raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,18 +14,16 @@ from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_sig
 from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.commands.flags import FLAGS, SHOWING, check_flags, split, take_resume
+from toyexp.commands.flags import SHOWING, check_flags, split, take_resume
+from toyexp.commands.inspect import inspect
 from toyexp.commands.registered import show_help, show_version
 from toyexp.commands.table import COMMANDS
-from toyexp.contract.registry import Registry, load
-from toyexp.sweep.request import follow_the_sweep, in_our_words, local_modules
+from toyexp.sweep.combinations import follow_the_sweep, in_our_words
 from toyexp.training.introduction import print_result
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
-
-    from toyexp.config.schema import Source
+    from toyexp.config.compose import Composed
+    from toyexp.config.request import Request
     from toyexp.training.parts import Result
 
 
@@ -107,78 +105,80 @@ def run(words: Sequence[str]) -> int:
     resume = None
     if "--multirun" not in flags:
         settings, resume = take_resume(settings)
-    from toyexp.config import build as config
-    from toyexp.config import mistakes, schema
-    from toyexp.training.resume import AUTO, Complete, OtherExperiment, find_newest, require_run
+    from toyexp.config.request import Request
+    from toyexp.config.schema import Source
 
-    parsed = mistakes.parse(settings)
-    modules = local_modules(parsed)
-    registry = load(modules)
-    schema.store_schemas(registry)
-    source = schema.Source.of(flags.get("--config-path"), flags.get("--config-name"), flags.get("--config-dir"))
-    keys = {o.key_or_group: str(o.input_line) for o in parsed}
+    places = (flags.get(flag) for flag in ("--config-path", "--config-name", "--config-dir"))
+    request = Request.of(settings, Source.of(*places))
     check_flags(flags, resume)
     if flags.keys() & SHOWING:
         status("")
-        return inspect(flags, settings, registry, source)
-    if "--multirun" in flags or "sweep.resume" in keys:
-        return sweep(parsed, flags, registry, modules, source)
-    many = ("sweep.",) if "hydra.job.num" in keys else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
-    for line in (line for key, line in keys.items() if f"{key}.".startswith(many)):
-        raise UserError(f"{line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep")
-    if resume is not None and resume != AUTO:
-        require_run(Path(resume), "resume")
-        if "hydra.run.dir" in keys:
-            raise UserError(f"{keys['hydra.run.dir']}: resume={resume} goes on in that directory; leave it out")
-        asked = {o.key_or_group: str(o.value()) for o in parsed if not o.is_sweep_override()}
-        source = schema.Source.of_run(Path(resume), asked, registry, modules)
-    cfg = config.compose(settings, registry, source)
-    found = Path(resume).absolute() if resume else None
-    if resume == AUTO:
-        config.settle(cfg, registry)
-        parent = config.directory(cfg, "hydra.run.dir").parent
-        found = find_newest(parent, str(cfg.name))
-        nothing = f"no run named {cfg.name} with a checkpoint below {parent}: a new one"
-        say(f"resume  {short(found) if found else nothing}")
-    try:
-        result = experiment(cfg, registry, modules, lambda: config.directory(cfg, "hydra.run.dir"), found)
-    except Complete as error:
-        if resume != AUTO:
-            raise
-        say(f"{error}, or without resume=auto for a new run")
-        return 0
-    except OtherExperiment as error:
-        if resume != AUTO:
-            raise
-        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
+        return inspect(flags, settings, request)
+    if "--multirun" in flags or "sweep.resume" in request.values:
+        return sweep(flags, request)
+    _require_one_run(request)
+    if resume == "auto":
+        return _go_on_with_the_newest(request)
+    result = experiment(request.compose()) if resume is None else _go_on(request, Path(resume))
     print_result(result)
     return 0
 
 
-def experiment(
-    cfg: DictConfig,
-    registry: Registry,
-    modules: Sequence[str],
-    directory: Callable[[], Path],
-    resume: Path | None = None,
-) -> Result:
-    """Builds, checks and runs one composed configuration, or goes on with the run in `resume`.
+def _require_one_run(request: Request) -> None:
+    """Raises UserError for a setting that is about many runs."""
+    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
+    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    for override in request.settings:
+        if f"{override.key_or_group}.".startswith(many):
+            raise UserError(
+                f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
+            )
 
-    `directory` is asked once the settings were checked, before the data is opened.
-    """
+
+def _go_on(request: Request, run: Path) -> Result:
+    """Goes on with a run in its directory."""
+    from toyexp.training.resume import require_run
+
+    require_run(run, "resume")
+    for override in request.settings:
+        if override.key_or_group == "hydra.run.dir":
+            raise UserError(f"{override.input_line}: resume={run} goes on in that directory; leave it out")
+    return experiment(request.of_run(run).compose(), resume=run.absolute())
+
+
+def _go_on_with_the_newest(request: Request) -> int:
+    """resume=auto: goes on with the newest run of the name, if there is one, or else begins it."""
+    from toyexp.training.resume import Complete, OtherExperiment, find_newest
+
+    composed = request.compose()
+    composed.settle()
+    parent, name = composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
+    found = find_newest(parent, name)
+    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
+    say(f"resume  {short(found) if found else nothing}")
+    try:
+        print_result(experiment(composed, resume=found))
+    except Complete as error:
+        say(f"{error}, or without resume=auto for a new run")
+    except OtherExperiment as error:
+        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
+    return 0
+
+
+def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
+    """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
-    from toyexp.config.build import build
     from toyexp.training.experiment import execute, prepare
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
 
     status("starting the engine")
     with running_out():
-        built = build(cfg, registry, modules)
+        built = composed.parts()
         if resume:
             recall(resume, built.data)
-        where = resume or directory()
+        where = resume or directory or composed.directory("hydra.run.dir")
         if resume is None:
             require_empty(where, "hydra.run.dir")
         status("reading the data")
@@ -187,46 +187,9 @@ def experiment(
     return execute(prepared, where, say, resumed)
 
 
-def sweep(
-    parsed: Sequence[Override], flags: dict[str, str], registry: Registry, modules: Sequence[str], source: Source
-) -> int:
+def sweep(flags: dict[str, str], request: Request) -> int:
     """Runs every combination of the values, or goes on with a sweep."""
     from toyexp.sweep.runner import Asked
     from toyexp.sweep.runner import sweep as run_jobs
 
-    def one(cfg: DictConfig, directory: Path) -> Result:
-        return experiment(cfg, registry, modules, lambda: directory)
-
-    return run_jobs(Asked(flags, parsed, modules, registry, source, one, run))
-
-
-def inspect(flags: dict[str, str], settings: Sequence[str], registry: Registry, source: Source) -> int:
-    """Shows what Hydra knows, without running: --cfg, --info and --hydra-help."""
-    import hydra
-
-    from toyexp.config import build as config
-    from toyexp.config import mistakes
-
-    if "--hydra-help" not in flags:
-        cfg = config.compose(settings, registry, source)
-        if "--package" in flags:
-            config.require_node(cfg, flags["--package"])
-    shown = [w for f, v in flags.items() if not f.startswith(("--config", "--multirun"))
-             for w in ([f] if FLAGS[f] is None else [f, v])]  # fmt: skip
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["toyexp", *shown, *source.overrides(), *settings]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions instead of Hydra's words and exit 1
-    try:
-        hydra.main(version_base="1.3", config_path=str(source.directory), config_name=source.name)(lambda cfg: None)()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
-    except OSError:  # of what takes the output
-        raise
-    except Exception as error:
-        raise UserError(f"{' '.join(shown)}: {mistakes.in_plain_words(error)}") from None
-    finally:
-        sys.argv = argv
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
-    return 0
+    return run_jobs(Asked(flags, request, experiment, run))

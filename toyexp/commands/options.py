@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
+from toyexp.contract.registry import modules_in
 
 PROBE = "--\0"  # a word that no command line can hold: read_options answers it with its tables
 
@@ -60,13 +61,9 @@ def read_options(
     return found
 
 
-def take_plugins(command: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def take_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The local modules of `plugins=[...]`, and the other words; UserError for what is no module's name."""
-    given = [word for word in words if word.startswith("plugins=")]
-    modules = [name for word in given for name in word.removeprefix("plugins=").strip("[]").split(",")]
-    if not all(name.replace(".", "_").isidentifier() for name in modules):
-        raise UserError(f"{command} {given[0]}: takes names of Python modules, such as plugins=[my_module]")
-    return modules, [word for word in words if word not in given]
+    return modules_in(words), [word for word in words if not word.startswith("plugins=")]
 
 
 def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:

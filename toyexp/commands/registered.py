@@ -17,14 +17,13 @@ from toyexp.commands.options import Words, asks_for_help, read_options, refuse_s
 from toyexp.commands.usage import DOCTOR_HELP, PLUGINS_HELP
 from toyexp.config.top_level import top_level
 from toyexp.contract.compatibility import table
-from toyexp.contract.registry import KINDS, Registry, conf_dir, load
-from toyexp.sweep.request import combinations, local_modules, own_sweep
+from toyexp.contract.registry import KINDS, conf_dir, load
+from toyexp.sweep.combinations import combinations, own_sweep
 from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-
     from toyexp.commands.parity import Report
+    from toyexp.config.request import Request
 
 
 ALONE = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # what is about a run alone
@@ -37,7 +36,7 @@ def plugins(words: Sequence[str]) -> int:
         return 0
     from toyexp.commands.here import broken_engines
 
-    modules, rest = take_plugins("plugins", words)
+    modules, rest = take_plugins(words)
     given = read_options("plugins", rest, ["--matrix"])
     names = given.rest
     refuse_settings("plugins", names, "a name, and plugins=[...]")
@@ -103,13 +102,13 @@ def doctor(words: Sequence[str]) -> int:
 def _numerics(settings: Sequence[str]) -> int:
     """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
     from toyexp.commands.doctor_numerics import engines, examine, expectations, table, trainings
+    from toyexp.config.request import take_engines
 
-    listed = {key: [v for s in settings if s.startswith(f"{key}=") for v in s.partition("=")[2].strip("[]").split(",")]
-              for key in ("engine", "plugins")}  # fmt: skip
-    strange = next((s for s in settings if s.partition("=")[0] not in listed), None)
-    if strange is not None:
-        raise UserError(f"doctor --numerics {strange}: takes engine=name[:key=value],... and plugins=[...]")
-    chosen = engines(listed["engine"], load(listed["plugins"]))
+    modules, rest = take_plugins(settings)
+    labels, strange = take_engines(rest, "")
+    if strange:
+        raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
+    chosen = engines(labels, load(modules))
     ops, runs = expectations(), trainings()
     passed = True
     for label, engine in chosen:
@@ -124,8 +123,8 @@ def _graphs(settings: Sequence[str]) -> int:
     from toyexp.commands.doctor import report
     from toyexp.commands.variants import prepare_variants
 
-    registry, modules, _ = _for_one_experiment("doctor --graph", settings, {*ALONE, "steps", "lr", "callbacks"})
-    for line in report(prepare_variants(settings, registry, modules, default="ggml")):
+    labels, request = _on_engines("doctor --graph", settings, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
+    for line in report(prepare_variants(request, labels)):
         print(line)
     return 0
 
@@ -140,23 +139,23 @@ def parity(words: Sequence[str]) -> int:
     options, settings = split(words)
     from toyexp.base.writing import dump_json
     from toyexp.commands.variants import prepare_variants
-    from toyexp.config.schema import Source
 
-    registry, modules, parsed = _for_one_experiment("parity", settings, ALONE)
-    for override in parsed:
+    labels, request = _on_engines("parity", settings, ALONE)
+    for override in request.settings:
         kind, _, rest = override.key_or_group.partition(".")
-        offer = registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
+        offer = request.registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
         if offer is not None and "lr" not in dir(offer.cls):
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
-    own = own_sweep(parsed, registry, Source.of())
+    own = own_sweep(request)
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
+    request = request.before(f"steps={STEPS}").plus(*fixed)
     watch: Callable[[str], None] = (lambda line: None) if options.json else say
     reports: dict[str, Report] = {}
     for varied in combinations(own):
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
-        variants = prepare_variants([f"steps={STEPS}", *settings, *fixed, *varied], registry, modules)
+        variants = prepare_variants(request.plus(*varied), labels)
         reports[label] = report = compare(variants, options.tolerances, watch)
         for line in summary(report, options.all):
             watch(line)
@@ -179,8 +178,8 @@ def bench(words: Sequence[str]) -> int:
     options, settings = split(words)
     from toyexp.base.writing import dump_json
 
-    registry, modules, _ = _for_one_experiment("bench", settings, {*ALONE, "callbacks"})
-    report = measure(settings, registry, modules, options, (lambda line: None) if options.json else say)
+    labels, request = _on_engines("bench", settings, {*ALONE, "callbacks"})
+    report = measure(request, labels, options, (lambda line: None) if options.json else say)
     print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
     return 0
 
@@ -196,8 +195,7 @@ def evaluate(words: Sequence[str]) -> int:
     what, settings, given = _file_and_settings(words)
     from toyexp.base.writing import dump_json
 
-    registry, modules, _ = _for_one_experiment("eval", settings)
-    found = run(Path(what), settings, registry, modules, given.values.get("--data"))
+    found = run(Path(what), _one_experiment("eval", settings), given.values.get("--data"))
     print(dump_json(found.plain(), indent=2) if "--json" in given.switches else "\n".join(found.lines()))
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
@@ -250,7 +248,7 @@ def describe(words: Sequence[str]) -> int:
     if asks_for_help(words):
         print(HELP)
         return 0
-    modules, rest = take_plugins("describe", words)
+    modules, rest = take_plugins(words)
     path, flags = split(rest)
     from toyexp.base.writing import dump_json
 
@@ -266,7 +264,7 @@ def models(words: Sequence[str]) -> int:
     if asks_for_help(words):
         print(HELP)
         return 0
-    modules, rest = take_plugins("models", words)
+    modules, rest = take_plugins(words)
     directories, as_json = split(rest)
     from toyexp.base.writing import dump_json
 
@@ -282,30 +280,32 @@ def export(words: Sequence[str]) -> int:
     if asks_for_help(words):
         print(HELP)
         return 0
-    modules, rest = take_plugins("export", words)
+    modules, rest = take_plugins(words)
     print(show(rest, load(modules)))
     return 0
 
 
-def _for_one_experiment(
-    command: str, settings: Sequence[str], ignored: Collection[str] = ()
-) -> tuple[Registry, list[str], list[Override]]:
-    """The plugins and the parsed settings, but the engines, of a command that runs one experiment on several engines.
+def _on_engines(
+    command: str, settings: Sequence[str], ignored: Collection[str], default: str = "cpu,ggml"
+) -> tuple[list[str], Request]:
+    """The engines, and the rest of what is asked of a command that runs one experiment on several of them."""
+    from toyexp.config.request import take_engines
 
-    Raises UserError for a setting with several values, and for one that is `ignored`.
-    """
-    from toyexp.config import mistakes, schema
+    labels, rest = take_engines(settings, default)
+    return labels, _one_experiment(command, rest, ignored)
 
-    parsed = mistakes.parse([s for s in settings if not s.startswith("engine=")])
-    for override in parsed:
+
+def _one_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
+    """What is asked of one experiment; UserError for a setting with several values, and for one that is `ignored`."""
+    from toyexp.config.request import Request
+
+    request = Request.of(settings)
+    for override in request.settings:
         if override.is_sweep_override():
             raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
         if override.key_or_group.replace("/", ".").split(".")[0] in ignored:
             raise UserError(f"{override.input_line}: is of no effect in {command}; leave it out")
-    modules = local_modules(parsed)
-    registry = load(modules)
-    schema.store_schemas(registry)
-    return registry, modules, parsed
+    return request
 
 
 def show_help(words: Sequence[str] = ()) -> int:

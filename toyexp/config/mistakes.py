@@ -1,33 +1,26 @@
-"""What a person can get wrong in a configuration, and what they are told: one or two lines, the right word near."""
+"""What a person can get wrong in a configuration, and what they are told: one or two lines, the right word near.
+
+Nothing of it is imported by a run that is asked for as it should be.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError, choose, nearest
-from toyexp.config.chosen import misplaced
-from toyexp.config.schema import (
-    AUTO,
-    GROUPS,
-    PARTS,
-    AutoEngine,
-    Root,
-    Source,
-    class_of,
-    compose_raw,
-    conf_dir,
-    types_of,
-)
+from toyexp.base.errors import UserError, choose, nearest, printable
+from toyexp.config.chosen import includes_itself, misplaced
+from toyexp.config.keys import Keys, choices, names_in, value_of
+from toyexp.config.schema import GROUPS, PARTS, Source, class_of, compose_raw, yaml_error
 from toyexp.config.top_level import HYDRA_KEYS, LAUNCHERS, top_level
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.registry import NAMES_CODE, Registry
@@ -37,308 +30,350 @@ MOVED = {
     "recipe.low_memory": "is the engine's now: engine.packed=true on cpu, cuda and mps; the ggml engines do so anyway"
 }
 
-
-def parse(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's reading of the command line; UserError for what it cannot read."""
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        try:
-            override = parser.parse_overrides([text])[0]
-        except HydraException:
-            raise UserError(_syntax(text)) from None
-        if not override.key_or_group:
-            raise UserError(_syntax(text))
-        parsed.append(override)
-    return parsed
+# -- one setting as it was typed --------------------------------------------------------------------------------------
 
 
-def replaced(typed: Sequence[Override]) -> list[str]:
-    """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
-    last = {o.key_or_group: o for o in typed}
-    return [
-        f"{o.input_line}: {last[o.key_or_group].input_line}, which comes later, takes its place"
-        for o in typed if o.input_line != last[o.key_or_group].input_line
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class _Typed:
+    """A setting, and what the rules below ask of it."""
 
+    override: Override
+    registry: Registry
+    source: Source
 
-def _syntax(text: str) -> str:
-    key, equals, value = text.partition("=")
-    if not equals:
-        return f"{text!r}: cannot be read; a setting is key=value, such as steps=100"
-    if not key.strip("+~"):
-        return f"{text!r}: a setting needs a key before '=', such as steps=100"
-    if value.endswith("()"):
-        return f"{text!r}: {value} holds no value; several are {key}=1,2,3"
-    if key[0] in "\"'":
-        return f'{text!r}: the quotes belong around the value alone: key="value"'
-    if value.count("[") != value.count("]") or value.count("{") != value.count("}"):
-        return f"{text!r}: a bracket is not closed; a list is {key}=[a,b]"
-    if value.count('"') % 2 or value.count("'") % 2:
-        return f"{text!r}: a quote is not closed"
-    return f"{text!r}: cannot be read; put quotes around a value with special characters: '{key}=\"{value}\"'"
+    @property
+    def key(self) -> str:
+        return str(self.override.key_or_group)
+
+    @property
+    def kind(self) -> str:
+        return self.key.split(".")[0].split("/")[0]
+
+    @property
+    def rest(self) -> list[str]:
+        return self.key.split(".")[1:]
+
+    @property
+    def line(self) -> str:
+        return str(self.override.input_line)
+
+    @property
+    def text(self) -> str:
+        return self.line.partition("=")[2]
+
+    @property
+    def value(self) -> Any:
+        return value_of(self.override)
+
+    @cached_property
+    def types(self) -> set[Any]:
+        """What the key may hold; nothing for one that nobody knows."""
+        return Keys.of(self.registry).types(self.key)
+
+    @property
+    def code(self) -> str | None:
+        """The first word in it by which something would be called."""
+        return next((part for part in (self.kind, *self.rest) if part in NAMES_CODE), None) or names_code(self.value)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it chooses by name."""
+        return self.key in GROUPS and not self.override.is_delete()
+
+    @property
+    def names(self) -> list[Any]:
+        return self.value if isinstance(self.value, list) else [self.value]
+
+    @property
+    def of_part(self) -> bool:
+        """Whether it is meant for a setting of a part."""
+        return self.kind in GROUPS and bool(self.rest) and not self.override.is_delete()
+
+    @property
+    def depth(self) -> int:
+        """How many words behind the group name one of its settings."""
+        return 2 if self.kind == "callbacks" else 1
+
+    @property
+    def strangers(self) -> Iterator[str]:
+        """The names that nothing has."""
+        known = choices(self.key, self.registry, self.source)
+        return (f"{self.registry.missing(self.key, n)}; {choose(n, known)}" for n in self.names if n not in known)
 
 
 def check_override(override: Override, registry: Registry, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
-    key, line = override.key_or_group, str(override.input_line)
-    kind, *rest = key.split(".")
-    code = next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(_value(override))
-    if code is not None:
-        raise UserError(f"{line}: {code} {CODE}")
-    if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
-        raise UserError(
-            f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with sweep.launcher={', '.join(LAUNCHERS)} "
-            "and sweep.jobs=4"
-        )
-    if override.package is not None:
-        raise UserError(f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}")
-    if override.is_sweep_override():
-        listed = f"{key}=[{line.partition('=')[2]}] is a list, or " if holds_list(key, registry) else ""
-        raise UserError(f"{line}: several values; {listed}add -m to sweep over them")
-    if line.endswith("=") and key not in GROUPS:
-        _check_empty(key, line, registry)
-    _check_number(override, line, registry)
-    if kind.split("/")[0] == "hydra":
-        if key not in HYDRA_KEYS:
-            raise unknown_key(key, None, registry)
-        return
-    if "/" in key:
-        raise UserError(f"unknown key {key}; did you mean {key.replace('/', '.')}?")
-    if override.is_delete():
-        if kind != "callbacks" or len(rest) != 1:
-            raise UserError(f"{line}: only callbacks can be dropped, such as '~callbacks.progress'")
-    elif key in GROUPS:
-        _check_choice(override, line, registry, source)
-    elif kind in GROUPS and rest:
-        depth = 2 if kind == "callbacks" else 1
-        if len(rest) < depth and rest[0] not in registry.offers[kind]:
-            raise unknown_key(key, None, registry)
-        if len(rest) < depth:
-            raise UserError(f"{line}: give a callback's settings one by one ({key}.<setting>=...); add callbacks by "
-                            f"name: callbacks=[default,{rest[0]}]")  # fmt: skip
-        if len(rest) > depth:
-            raise UserError(f"{line}: {'.'.join([kind, *rest[:depth]])} holds one value, not keys of its own")
-        if rest[-1] == "name":
-            named = "callbacks=[...]" if kind == "callbacks" else f"{kind}={override.get_value_element_as_str()}"
-            raise UserError(f"{line}: cannot be set; choose by name: {named}")
-    elif kind == "sweep":
-        _check_sweep(key, line)
-    elif rest and kind in valid_keys(None, registry, ""):
-        raise UserError(f"{line}: {kind} holds one value: {kind}=...")
+    typed = _Typed(override, registry, source)
+    for applies, words in RULES:
+        if applies(typed):
+            raise UserError(words(typed))
 
 
-def in_lists(parsed: Sequence[Override], registry: Registry) -> list[str]:
-    """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
-    words = []
-    for override in parsed:
-        key, equals, value = str(override.input_line).partition("=")
-        held = types_of(override.key_or_group, registry) if equals else set()
-        if "." in key and any(typing.get_origin(t) is dict for t in held) and key[0] != "+":
-            key = f"++{key}"
-        elif isinstance(_value(override), str | int | float) and holds_list(override.key_or_group, registry):
-            value = f"[{value}]"
-        words.append(key + equals + value)
-    return words
-
-
-def holds_list(key: str, registry: Registry) -> bool:
-    """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
-    return key == "callbacks" or any(typing.get_origin(t) is list for t in types_of(key, registry))
-
-
-def _check_empty(key: str, line: str, registry: Registry) -> None:
-    """Raises UserError for a setting without a value; a key that nobody knows is told by others."""
-    known, part = types_of(key, registry), key.partition(".")[0]
-    if known or part == "hydra":
-        text = f"; an empty text is \"{line}''\"" if str in known and part == "callbacks" else ""
-        raise UserError(f"{line}: is empty (a variable that is not set?); leave it out for the default{text}")
-
-
-def _check_number(override: Override, line: str, registry: Registry) -> None:
-    """Raises UserError for a number that would be taken as another: 2 as true, and 1e-400, which floats lack, as 0."""
-    value, known = _value(override), types_of(override.key_or_group, registry)
-    if isinstance(value, int) and value not in (0, 1) and known == {bool}:
-        raise UserError(f"{line}: must be true or false")
-    if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", line.partition("=")[2])[0]):
-        raise UserError(f"{line}: is too near to 0 for a number here; write 0, or one that is larger")
-
-
-def _check_sweep(key: str, line: str) -> None:
-    if key in ("sweep", "sweep.submitit"):
-        raise UserError(f"{line}: give its settings one by one: {key}.<setting>=...")
-    if key not in _sweep_keys():
-        raise _unknown_sweep_key(key)
+# What is wrong when, and how it is told: the first rule that applies counts.
+RULES: tuple[tuple[Callable[[_Typed], Any], Callable[[_Typed], str]], ...] = (
+    (lambda t: t.code, lambda t: f"{t.line}: {t.code} {CODE}"),
+    (
+        lambda t: t.key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")),
+        lambda t: (
+            f"{t.line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with "
+            f"sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"
+        ),
+    ),
+    (
+        lambda t: t.override.package is not None,
+        lambda t: f"{t.line}: '@' has no meaning here; write {t.key}={t.override.get_value_element_as_str()}",
+    ),
+    (
+        lambda t: t.override.is_sweep_override(),
+        lambda t: (
+            f"{t.line}: several values; "
+            + (f"{t.key}=[{t.text}] is a list, or " if Keys.of(t.registry).holds_list(t.key) else "")
+            + "add -m to sweep over them"
+        ),
+    ),
+    (
+        lambda t: t.line.endswith("=") and t.key not in GROUPS and (t.types or t.kind == "hydra"),
+        lambda t: (
+            f"{t.line}: is empty (a variable that is not set?); leave it out for the default"
+            + (f"; an empty text is \"{t.line}''\"" if str in t.types and t.kind == "callbacks" else "")
+        ),
+    ),
+    (
+        lambda t: isinstance(t.value, int) and t.value not in (0, 1) and t.types == {bool},
+        lambda t: f"{t.line}: must be true or false",
+    ),
+    (
+        lambda t: isinstance(t.value, float) and not t.value and re.search("[1-9]", re.split("[eE]", t.text)[0]),
+        lambda t: f"{t.line}: is too near to 0 for a number here; write 0, or one that is larger",
+    ),
+    (lambda t: t.kind == "hydra" and t.key not in HYDRA_KEYS, lambda t: _unknown(t.key, None, t.registry)),
+    (lambda t: "/" in t.key, lambda t: f"unknown key {t.key}; did you mean {t.key.replace('/', '.')}?"),
+    (
+        lambda t: t.override.is_delete() and t.kind != "hydra" and (t.kind != "callbacks" or len(t.rest) != 1),
+        lambda t: f"{t.line}: only callbacks can be dropped, such as '~callbacks.progress'",
+    ),
+    (lambda t: t.chooses and t.line.startswith("+"), lambda t: f"{t.line}: leave out the '+': {t.line.lstrip('+')}"),
+    (
+        lambda t: t.chooses and isinstance(t.value, list) and t.kind != "callbacks",
+        lambda t: (
+            f"{t.line}: takes one name, without brackets"
+            + (f"; to run several, sweep: -m {t.kind}={','.join(map(str, t.names))}" if len(t.names) > 1 else "")
+        ),
+    ),
+    (
+        lambda t: t.chooses and not all(isinstance(name, str) and name for name in t.names),
+        lambda t: f"{t.line}: takes a name; {choose('', choices(t.key, t.registry, t.source))}",
+    ),
+    (lambda t: t.chooses and any(t.strangers), lambda t: next(t.strangers)),
+    (
+        lambda t: t.of_part and len(t.rest) < t.depth and t.rest[0] not in t.registry.offers[t.kind],
+        lambda t: _unknown(t.key, None, t.registry),
+    ),
+    (
+        lambda t: t.of_part and len(t.rest) < t.depth,
+        lambda t: (
+            f"{t.line}: give a callback's settings one by one ({t.key}.<setting>=...); add callbacks by name: "
+            f"callbacks=[default,{t.rest[0]}]"
+        ),
+    ),
+    (
+        lambda t: t.of_part and len(t.rest) > t.depth,
+        lambda t: f"{t.line}: {'.'.join([t.kind, *t.rest[: t.depth]])} holds one value, not keys of its own",
+    ),
+    (
+        lambda t: t.of_part and t.rest[-1] == "name",
+        lambda t: (
+            f"{t.line}: cannot be set; choose by name: "
+            + ("callbacks=[...]" if t.kind == "callbacks" else f"{t.kind}={t.override.get_value_element_as_str()}")
+        ),
+    ),
+    (
+        lambda t: t.key in ("sweep", "sweep.submitit"),
+        lambda t: f"{t.line}: give its settings one by one: {t.key}.<setting>=...",
+    ),
+    (lambda t: t.kind == "sweep" and t.key not in _sweep_keys(), lambda t: _unknown(t.key, None, t.registry)),
+    (
+        lambda t: t.rest and t.kind in Keys.of(t.registry).under("") and t.kind not in (*GROUPS, "sweep"),
+        lambda t: f"{t.line}: {t.kind} holds one value: {t.kind}=...",
+    ),
+)
 
 
 def _sweep_keys() -> set[str]:
     return {key for key, _ in top_level() if key.startswith("sweep.")}
 
 
-def _unknown_sweep_key(key: str) -> UserError:
-    keys = _sweep_keys()
-    best = next((k for k in keys if k.endswith("." + key.rpartition(".")[2])), None) or nearest(key, keys)
-    return UserError(f"unknown key {key}; " + (f"did you mean {best}?" if best else choose("", keys)))
+# -- keys that nobody reads -------------------------------------------------------------------------------------------
 
 
-def _value(override: Override) -> Any:
-    return None if override.is_sweep_override() or override.is_delete() else override.value()
-
-
-def _check_choice(override: Override, line: str, registry: Registry, source: Source) -> None:
-    kind, wanted = override.key_or_group, override.value()
-    choices = valid_choices(kind, registry, source)
-    if line.startswith("+"):
-        raise UserError(f"{line}: leave out the '+': {line.lstrip('+')}")
-    if isinstance(wanted, list) and kind != "callbacks":
-        several = f"; to run several, sweep: -m {kind}={','.join(map(str, wanted))}" if len(wanted) > 1 else ""
-        raise UserError(f"{line}: takes one name, without brackets{several}")
-    for name in wanted if isinstance(wanted, list) else [wanted]:
-        if not isinstance(name, str) or not name:
-            raise UserError(f"{line}: takes a name; {choose('', choices)}")
-        if name not in choices:
-            raise UserError(f"{registry.missing(kind, name)}; {choose(name, choices)}")
-
-
-def check_keys(cfg: DictConfig, registry: Registry) -> None:
-    """Raises UserError for keys nobody reads, whatever prefix they were typed with, and for config that names code."""
-    for key in cfg:
-        if str(key) not in valid_keys(cfg, registry, ""):
-            raise unknown_key(str(key), cfg, registry)
+def check_keys(cfg: DictConfig, keys: Keys) -> None:
+    """Raises UserError for keys nobody reads, whatever prefix they were typed with, and for parts that are missing."""
+    registry = keys.registry
+    _require_known("", cfg, keys, cfg)
     for kind in PARTS:
         node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
         if not isinstance(node, DictConfig) or "name" not in node:
-            raise UserError(
-                f"the config chooses no {kind}; add {kind}=..., {choose('', valid_choices(kind, registry))}"
-            )
+            raise UserError(f"the config chooses no {kind}; add {kind}=..., {choose('', choices(kind, registry))}")
         class_of(kind, node, registry)
-        for key in node:
-            if str(key) not in valid_keys(cfg, registry, kind):
-                raise unknown_key(f"{kind}.{key!s}", cfg, registry)
+        _require_known(kind, node, keys, cfg)
     for name, node in cfg.get("callbacks", {}).items():
         registry.get("callbacks", str(name))
         if not isinstance(node, DictConfig) or node.get("name") != name:
-            raise _not_chosen(f"callbacks.{name}")
-        for key in node:
-            if str(key) not in valid_keys(cfg, registry, f"callbacks.{name}"):
-                raise unknown_key(f"callbacks.{name!s}.{key!s}", cfg, registry)
+            raise UserError(_not_chosen(f"callbacks.{name}"))
+        _require_known(f"callbacks.{name}", node, keys, cfg)
 
 
-def valid_keys(cfg: DictConfig | None, registry: Registry, where: str) -> set[str]:
-    """The keys that may stand under `where` ("" is the top level)."""
-    if where == "":
-        return {f.name for f in dataclasses.fields(Root)}
-    kind, _, name = where.partition(".")
-    name = name or _chosen(cfg, kind) or ""
-    classes = {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
-    classes |= {AUTO: AutoEngine} if kind == "engine" else {}
-    possible = classes.values() if cfg is None and not name else [classes[name]] if name in classes else []
-    return {"name"}.union(*({f.name for f in dataclasses.fields(cls)} for cls in possible))
-
-
-def _chosen(cfg: DictConfig | None, kind: str) -> str | None:
-    """The name of the run's `kind`."""
-    node = None if cfg is None or OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
-    return str(node.get("name")) if isinstance(node, DictConfig) else None
-
-
-def valid_choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
-    """What `kind=` may be: plugins by name, and the presets of the config directories."""
-    roots = [d / kind for d in (source.directories if source else [conf_dir()])]
-    presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
-    extra = {AUTO} if kind == "engine" else set()
-    return set(registry.offers.get(kind, ())) | presets | extra
+def _require_known(where: str, node: DictConfig, keys: Keys, cfg: DictConfig) -> None:
+    for key in map(str, node):
+        if key not in keys.under(where):
+            raise unknown_key(f"{where}.{key}" if where else key, cfg, keys.registry)
 
 
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserError:
     """An error about a key nobody reads, with the nearest one that somebody does."""
+    return UserError(_unknown(key, cfg, registry))
+
+
+def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
+    every = Keys.of(registry)
+    keys = every if cfg is None else every.of_config(cfg)
+    guesses = (_moved, _of_sweep, _of_hydra, _at_the_top, _of_callbacks, _of_another, _of_the_part)
+    return next(hint for guess in guesses if (hint := guess(key, cfg, keys)))
+
+
+def _moved(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    return f"{key}: {MOVED[key]}" if key in MOVED else None
+
+
+def _of_sweep(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    if key.split(".")[0] != "sweep":
+        return None
+    known = _sweep_keys()
+    best = next((k for k in known if k.endswith("." + key.rpartition(".")[2])), None) or nearest(key, known)
+    return f"unknown key {key}; " + (f"did you mean {best}?" if best else choose("", known))
+
+
+def _of_hydra(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    if re.split("[./]", key)[0] != "hydra":
+        return None
+    if best := None if "/" in key else nearest(key, HYDRA_KEYS):
+        return f"unknown key {key}; did you mean {best}?"
+    return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
+
+
+def _at_the_top(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    """Of a word that is no key at the top: it stands elsewhere, or one like it does."""
     kind, *rest = key.split(".")
-    if key in MOVED:
-        return UserError(f"{key}: {MOVED[key]}")
-    top = valid_keys(cfg, registry, "")
-    if kind == "sweep":
-        return _unknown_sweep_key(key)
-    if kind.split("/")[0] == "hydra":
-        best = None if "/" in key else nearest(key, HYDRA_KEYS)
-        if best:
-            return UserError(f"unknown key {key}; did you mean {best}?")
-        return UserError(f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}")
-    if kind not in top:
-        homes = [w for w in _places(cfg) if not rest and kind in valid_keys(cfg, registry, w)]
-        homes += [key.rpartition(".")[0] for key in _sweep_keys() if not rest and key.rpartition(".")[2] == kind]
-        best = nearest(kind, top)
-        if homes or best:
-            return UserError(
-                f"unknown key {key}; did you mean {'.'.join([homes[0], key] if homes else [str(best), *rest])}?"
-            )
-        return UserError(f"unknown key {key}; the keys are: {', '.join(sorted(top))}")
-    if not rest:
-        return UserError(f"{key}: the configuration file has no such key; put 'schema' first in its defaults list")
-    if kind == "callbacks":
-        if rest[0] not in registry.offers["callbacks"]:
-            best = nearest(rest[0], registry.offers["callbacks"])
-            hint = f"did you mean {'.'.join([kind, best, *rest[1:]])}?" if best else choose("", registry.offers[kind])
-            return UserError(f"unknown key {key}; {hint}")
-        if cfg is not None and rest[0] not in cfg.callbacks:
-            return _not_chosen(key)
-    where, last = ".".join([kind, *rest[:-1]]), rest[-1]
-    chosen = f"{kind}={_chosen(cfg, kind)}" if kind != "callbacks" and _chosen(cfg, kind) else where
-    owners = [
-        n for n, o in registry.offers.get(kind, {}).items() if last in {f.name for f in dataclasses.fields(o.cls)}
-    ]
-    if owners and kind != "callbacks":
-        *others, last_one = sorted(owners)
-        belongs = f"{kind}={', '.join(others)} or {last_one}" if others else f"{kind}={last_one}"
-        return UserError(f"unknown key {key} with {chosen}; it belongs to {belongs}: add that too")
-    valid = valid_keys(cfg, registry, where) - {"name"}
-    best = nearest(last, valid)
-    if best:
-        return UserError(f"unknown key {key}; did you mean {where}.{best}?")
-    return UserError(f"unknown key {key}; {chosen} has " + (", ".join(sorted(valid)) or "no settings"))
+    if kind in keys.under(""):
+        in_file = "the configuration file has no such key; put 'schema' first in its defaults list"
+        return None if rest else f"{key}: {in_file}"
+    places = [*PARTS, *(f"callbacks.{name}" for name in (names_in(cfg, "callbacks") if cfg is not None else ()))]
+    homes = [f"{place}.{key}" for place in places if not rest and key in keys.under(place)]
+    homes += [home for home in _sweep_keys() if not rest and home.rpartition(".")[2] == key]
+    if not homes and (best := nearest(kind, keys.under(""))):
+        homes = [".".join([best, *rest])]
+    if homes:
+        return f"unknown key {key}; did you mean {homes[0]}?"
+    return f"unknown key {key}; the keys are: {', '.join(sorted(keys.under('')))}"
 
 
-def _places(cfg: DictConfig | None) -> list[str]:
-    """Where this run's settings stand."""
-    return [*PARTS, *(f"callbacks.{name}" for name in (cfg.callbacks if cfg is not None else ()))]
+def _of_callbacks(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    """Of a callback that there is not, or that this run has not."""
+    kind, name, *rest = key.split(".")
+    offers = keys.registry.offers["callbacks"]
+    if kind != "callbacks":
+        return None
+    if name not in offers:
+        best = nearest(name, offers)
+        hint = f"did you mean {'.'.join([kind, best, *rest])}?" if best else choose("", offers)
+        return f"unknown key {key}; {hint}"
+    return _not_chosen(key) if cfg is not None and name not in cfg.callbacks else None
 
 
-def _not_chosen(key: str) -> UserError:
+def _not_chosen(key: str) -> str:
     name = key.split(".")[1]
-    return UserError(f"{key}: {name} is not among this run's callbacks; add it, such as callbacks=[default,{name}]")
+    return f"{key}: {name} is not among this run's callbacks; add it, such as callbacks=[default,{name}]"
 
 
-def explain(error: Exception, parsed: Sequence[Override], registry: Registry, source: Source) -> UserError:
-    """Hydra's and OmegaConf's complaint about a configuration, as one of ours."""
+def _chosen(key: str, cfg: DictConfig | None) -> str:
+    """Whose setting a key was meant to be: model=llama."""
+    kind = key.split(".")[0]
+    name = "".join(names_in(cfg, kind)) if cfg is not None and kind != "callbacks" else ""
+    return f"{kind}={name}" if name else key.rpartition(".")[0]
+
+
+def _of_another(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
+    """Of a setting that others of the kind have."""
+    kind, last = key.split(".")[0], key.rpartition(".")[2]
+    owners = [n for n, offer in keys.registry.offers.get(kind, {}).items() if last in Keys.fields(offer.cls)]
+    if kind == "callbacks" or not owners:
+        return None
+    *others, last_one = sorted(owners)
+    belongs = f"{kind}={', '.join(others)} or {last_one}" if others else f"{kind}={last_one}"
+    return f"unknown key {key} with {_chosen(key, cfg)}; it belongs to {belongs}: add that too"
+
+
+def _of_the_part(key: str, cfg: DictConfig | None, keys: Keys) -> str:
+    where, _, last = key.rpartition(".")
+    valid = keys.under(where) - {"name"}
+    if best := nearest(last, valid):
+        return f"unknown key {key}; did you mean {where}.{best}?"
+    return f"unknown key {key}; {_chosen(key, cfg)} has " + (", ".join(sorted(valid)) or "no settings")
+
+
+# -- what Hydra complains of ------------------------------------------------------------------------------------------
+
+
+def explain(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError:
+    """A complaint about a configuration that could not be composed, as one of ours."""
+    match error:
+        case HydraException() | OmegaConfBaseException():
+            return _of_a_key(error, given, registry, source) or _of_a_value(error, given)
+        case yaml.YAMLError():
+            return yaml_error(error, source.directory)
+        case RecursionError():
+            return includes_itself(given, source)
+    path = source.directory / f"{source.name}.yaml"
+    return UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})")
+
+
+def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
+    """Where the complaint is of a key or a choice: Hydra says so in words alone."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
         if match[2] == "experiment":
-            return misplaced(parsed, source)
-        return unknown_key(match[1] or match[2], _groups_only(parsed, source), registry)
+            return misplaced(given, source)
+        return unknown_key(match[1] or match[2], _groups_only(given, source), registry)
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
         kind, name = match[1] or "config", match[2]
-        hint = f"; {choose(name, valid_choices(kind, registry, source))}" if kind in GROUPS else ""
+        hint = f"; {choose(name, choices(kind, registry, source))}" if kind in GROUPS else ""
         return UserError(f"{kind}={name}: there is none of that name{hint}")
-    dropped = next((o for o in parsed if o.is_delete() and "Could not delete" in text), None)
-    if dropped is not None:
-        cfg, name = _groups_only(parsed, source), dropped.key_or_group.partition(".")[2]
-        there = [str(n) for n in cfg.callbacks] if cfg is not None else []
-        return UserError(f"{dropped.input_line}: this run has no such callback; {choose(name, there)}")
+    dropped = next((o for o in given if o.is_delete() and "Could not delete" in text), None)
+    if dropped is None:
+        return None
+    cfg, name = _groups_only(given, source), dropped.key_or_group.partition(".")[2]
+    there = names_in(cfg, "callbacks") if cfg is not None else []
+    return UserError(f"{dropped.input_line}: this run has no such callback; {choose(name, there)}")
+
+
+def _of_a_value(error: Exception, given: Sequence[Override]) -> UserError:
+    """Where it is of a value: by the setting that gave it."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", text)), None)
-    typed = [o for o in parsed if o.key_or_group == key]  # the same key may be there twice
+    key = getattr(cause, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", str(error))), None)
+    typed = [o for o in given if o.key_or_group == key]  # the same key may be there twice
     guilty = [o for o in typed if f"'{o.value()}'" in str(cause)] or typed
     label = guilty[-1].input_line if guilty else key or "the config"
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
-    return UserError(f"{label}: {in_plain_words(cause)}{written_out}")
+    return UserError(f"{label}: {plain_words(cause)}{written_out}")
 
 
-def _groups_only(parsed: Sequence[Override], source: Source) -> DictConfig | None:
+def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None:
     """The config with the choices of the command line alone, to know which model's keys to suggest."""
-    chosen = [str(o.input_line) for o in parsed if o.key_or_group in GROUPS]
+    chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
     try:
         return compose_raw([*source.overrides(), *chosen], source)
     except (HydraException, OmegaConfBaseException):
@@ -362,7 +397,7 @@ _PLAIN_WORDS = {
 }
 
 
-def in_plain_words(error: BaseException) -> str:
+def plain_words(error: BaseException) -> str:
     """What is wrong with a value, without OmegaConf's names for types."""
     text = str(error)
     for pattern, words in _PLAIN_WORDS.items():

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import tempfile
-import types
 import typing
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
-from toyexp.config.top_level import Submitit, Sweep
+from toyexp.config.top_level import Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.registry import Registry, conf_dir
 from toyexp.training.settings import Settings
@@ -94,21 +93,21 @@ def read_config(path: Path) -> str:
 
 
 def store_schemas(registry: Registry) -> None:
-    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `foreign`."""
+    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `trust`."""
     SourcesRegistry.instance().types["file"] = FileConfigSource
     store = ConfigStore.instance()
     store.store(name="schema", node=Root)
-    store.store(group="engine", name=AUTO, node=schema(AutoEngine, AUTO))
-    for kind, offers in registry.offers.items():
-        for name, offer in offers.items():
-            if _stored.get((kind, name)) is offer.cls:
+    for kind, offers in all_offered(registry).items():
+        for name, cls in offers.items():
+            if _stored.get((kind, name)) is cls:
                 continue
             package = f"callbacks.{name}" if kind == "callbacks" else None
             try:
-                store.store(group=kind, name=name, node=schema(offer.cls, name), package=package)
+                store.store(group=kind, name=name, node=schema(cls, name), package=package)
             except OmegaConfBaseException as error:
-                raise UserError(f"{kind}={name} ({offer.plugin}): its fields cannot be settings: {error}") from None
-            _stored[kind, name] = offer.cls
+                plugin = registry.offers[kind][name].plugin
+                raise UserError(f"{kind}={name} ({plugin}): its fields cannot be settings: {error}") from None
+            _stored[kind, name] = cls
 
 
 _stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is the process's, and takes a while
@@ -129,28 +128,20 @@ def schema(cls: type, name: str) -> type:
     return dataclasses.make_dataclass(cls.__name__, parts)
 
 
-def types_of(key: str, registry: Registry) -> set[Any]:
-    """What the setting `key` may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
-    kind, *rest = key.split(".")
-    offers = registry.offers.get(kind, {})
-    known: dict[str, list[type]] = {"sweep": [Submitit if "submitit" in rest else Sweep]}
-    if not rest:
-        classes: list[type] = [Root]
-    elif kind == "callbacks":
-        classes = [offers[rest[0]].cls] if rest[0] in offers else []
-    else:
-        classes = known.get(kind, [offer.cls for offer in offers.values()])
-    hints = [typing.get_type_hints(cls).get((rest or [kind])[-1]) for cls in classes]
-    return {t for hint in hints if hint for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+def offered(kind: str, registry: Registry) -> dict[str, type]:
+    """Everything of a kind by name: what plugins offer, and engine=auto."""
+    own = {AUTO: AutoEngine} if kind == "engine" else {}
+    return own | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+def all_offered(registry: Registry) -> dict[str, dict[str, type]]:
+    """The same of every kind that settings choose."""
+    return {kind: offered(kind, registry) for kind in (*PARTS, "callbacks")}
 
 
 def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
     """The class whose settings `node` holds; UserError when nobody offers one of that name."""
-    return AutoEngine if (kind, node["name"]) == ("engine", AUTO) else registry.get(kind, str(node["name"]))
+    return offered(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
 @dataclass(frozen=True)

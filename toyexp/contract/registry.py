@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -44,6 +45,7 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 
 
+@functools.cache
 def conf_dir() -> Path:
     """The checkout's conf/, or the copy inside the installed package."""
     package = Path(__file__).resolve().parents[1]
@@ -132,6 +134,22 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
         if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
             sys.path.append(here)
     return registry
+
+
+def modules_in(words: Iterable[str]) -> list[str]:
+    """The local modules that `plugins=[...]` on a command line names; UserError for what is no module's name."""
+    found: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key.lstrip("+") != "plugins" or not equals:
+            continue
+        names = [name.strip(" '\"") for name in text.strip("[] ").split(",")] if text != "[]" else []
+        modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
+        if not modules or (len(names) > 1 and text[:1] != "["):
+            several = text if len(names) > 1 else "my_module"
+            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{several.strip('[]')}]")
+        found += names
+    return found
 
 
 def _installed() -> list[tuple[EntryPoint, str]]:

@@ -6,7 +6,8 @@ import copy
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +16,14 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
-from toyexp.config import build as config
-from toyexp.config import mistakes
-from toyexp.config.schema import GROUPS, Root, Source, class_of
+from toyexp.config.checks import check_settings
+from toyexp.config.compose import Composed
+from toyexp.config.keys import Keys
+from toyexp.config.request import Request
+from toyexp.config.schema import GROUPS, Root, class_of
+from toyexp.config.typed import in_plain_words, made
+from toyexp.config.words import parse
 from toyexp.contract.recipe import Recipe
-from toyexp.contract.registry import Registry
 from toyexp.sweep.directory import Job
 
 CHOICES = 8  # choices of names that are composed ahead: a composition takes a third of a second
@@ -30,43 +34,44 @@ VALUES = 1000  # jobs that are looked at ahead
 class Lookahead:
     """The configurations of a sweep's jobs: Hydra composes each choice of names once, other values are set in it."""
 
-    fixed: Sequence[str]  # the settings that all jobs share
+    request: Request  # with the settings that all jobs share
     values: Mapping[str, Any]  # of the words that vary, where they are known
-    registry: Registry
-    source: Source
-    _bases: dict[tuple[str, ...], DictConfig | UserError] = field(default_factory=dict)
+    _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)
     _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
     _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
 
-    def config(self, job: Job) -> DictConfig:
+    @cached_property
+    def _keys(self) -> Keys:
+        return Keys.of(self.request.registry)
+
+    def config(self, job: Job) -> Composed:
         """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
-        cfg = self._with_values(*_told_apart(job.overrides))
-        with read_write(cfg.hydra.job):
-            cfg.hydra.job.num = job.number
-        return cfg
+        composed = self._with_values(*_told_apart(job.overrides))
+        with read_write(composed.cfg.hydra.job):
+            composed.cfg.hydra.job.num = job.number
+        return composed
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
         """The sweep's directory, which is `root` where it is there already, and below it the job's."""
-        cfg = self._settled(self.config(job))
+        composed = self._settled(self.config(job))
+        cfg = composed.cfg
         named = str(
             [OmegaConf.to_container(cfg.hydra.sweep), OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["name"]))]
         )
         if re.search(r"hydra[.:](?!job\.num)", named):  # ${hydra:job.override_dirname} is only known to Hydra
-            cfg = config.compose(
-                [*self.fixed, *job.overrides, f"hydra.job.num={job.number}"], self.registry, self.source
-            )
-        HydraConfig.instance().set_config(cfg)  # what ${hydra:job.num} reads
-        root = root or config.directory(cfg, "hydra.sweep.dir")
-        return root, config.directory(cfg, "hydra.sweep.subdir", below=root)
+            composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
+        HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
+        root = root or composed.directory("hydra.sweep.dir")
+        return root, composed.directory("hydra.sweep.subdir", below=root)
 
-    def _settled(self, cfg: DictConfig) -> DictConfig:
+    def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""
-        recipe = cast("type[Recipe]", class_of("recipe", cfg.recipe, self.registry))
+        recipe = cast("type[Recipe]", class_of("recipe", composed.cfg.recipe, self.request.registry))
         if recipe.base_file is Recipe.base_file:
-            return cfg
-        cfg = copy.deepcopy(cfg)
-        config.settle(cfg, self.registry)
-        return cfg
+            return composed
+        settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
+        settled.settle()
+        return settled
 
     def check(self, job: Job, whole: bool = False) -> None:
         """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.
@@ -74,23 +79,23 @@ class Lookahead:
         What lies in files and what the engine says is only known when the job runs.
         """
         names, others = _told_apart(job.overrides)
-        cfg = self._with_values(names, others)
+        composed = self._with_values(names, others)
         if whole:
-            config.look_over(cfg, self.registry)
+            composed.look_over()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
-            self._check_owner(cfg, owner, names, others)
+            self._check_owner(composed.cfg, owner, names, others)
 
-    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> DictConfig:
-        cfg = self._base(names)
+    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
+        composed = self._base(names)
         for word in others:
-            self._set(cfg, word)
-        return cfg
+            self._set(composed.cfg, word)
+        return replace(composed)  # which has looked at nothing yet
 
-    def _base(self, names: tuple[str, ...]) -> DictConfig:
+    def _base(self, names: tuple[str, ...]) -> Composed:
         if names not in self._bases:
             try:
-                self._bases[names] = config.compose([*self.fixed, *names], self.registry, self.source)
+                self._bases[names] = self.request.compose(*names)
             except UserError as error:
                 self._bases[names] = error
         found = self._bases[names]
@@ -101,17 +106,18 @@ class Lookahead:
     def _set(self, cfg: DictConfig, word: str) -> None:
         key = word.partition("=")[0]
         if key not in self._lists:
-            (override,) = mistakes.parse([word])
-            mistakes.check_override(override, self.registry, self.source)
-            self._lists[key] = mistakes.holds_list(key, self.registry)
-        value = self.values[word] if word in self.values else mistakes.parse([word])[0].value()
+            check_settings(parse([word]), self._keys, self.request.source)
+            self._lists[key] = self._keys.holds_list(key)
+        value = self.values[word] if word in self.values else parse([word])[0].value()
         try:
             one = self._lists[key] and isinstance(value, str | int | float)
             OmegaConf.update(cfg, key, [value] if one else value, merge=True)
         except (ConfigKeyError, AttributeError):
-            raise mistakes.unknown_key(key, cfg, self.registry) from None
+            from toyexp.config import mistakes
+
+            raise mistakes.unknown_key(key, cfg, self.request.registry) from None
         except OmegaConfBaseException as error:
-            raise UserError(f"{word}: {mistakes.in_plain_words(error)}") from None
+            raise in_plain_words(word, error) from None
 
     def _check_owner(self, cfg: DictConfig, owner: str, names: tuple[str, ...], others: Sequence[str]) -> None:
         """Has the part whose settings vary check them: model, callbacks.cosine, or "" for the top-level keys."""
@@ -124,8 +130,9 @@ class Lookahead:
         for key in (word.partition("=")[0] for word in others):
             if key.rpartition(".")[0] == owner:
                 node[key.rpartition(".")[2]] = OmegaConf.select(cfg, key)
-        cls = self.registry.get(kind, name) if name else class_of(kind, node, self.registry) if owner else Root
-        (cls(**node) if cls is Root else config.make(cls, node)).check()
+        registry = self.request.registry
+        cls = registry.get(kind, name) if name else class_of(kind, node, registry) if owner else Root
+        (cls(**node) if cls is Root else made(cls, node)).check()
 
 
 def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:

@@ -23,8 +23,8 @@ from toyexp.base.errors import UserError
 from toyexp.base.packages import needed, told_by
 from toyexp.base.signals import ending
 from toyexp.base.threads import CORES
+from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
-from toyexp.sweep.request import LIFELINE
 from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,17 +22,18 @@ from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
+from toyexp.contract.registry import modules_in
+from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
-from toyexp.sweep.request import combinations, local_modules, own_sweep, swept
 from toyexp.sweep.table import print_table
 from toyexp.training.introduction import print_result
 from toyexp.training.rundir import lock
 
 if TYPE_CHECKING:
-    from toyexp.config.schema import Source
+    from toyexp.config.compose import Composed
+    from toyexp.config.request import Request
     from toyexp.config.top_level import Sweep
-    from toyexp.contract.registry import Registry
     from toyexp.training.parts import Result
 
 log = logging.getLogger("toyexp")
@@ -47,65 +48,67 @@ class Asked:
     """A command line that was read, and how one run of it is done in this process."""
 
     flags: Mapping[str, str]
-    parsed: Sequence[Any]
-    modules: Sequence[str]
-    registry: Registry
-    source: Source
-    experiment: Callable[[Any, Path], Result]  # a composed configuration in a directory
+    request: Request
+    experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
 
 
 def sweep(asked: Asked) -> int:
     """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
-    from toyexp.config import mistakes
+    from toyexp.config.checks import check_settings
+    from toyexp.config.keys import Keys
+    from toyexp.config.words import lines
 
-    for override in asked.parsed:  # what is wrong in every job is told once, before the first
+    request = asked.request
+    keys = Keys.of(request.registry)
+    for override in request.settings:  # what is wrong in every job is told once, before the first
         if override.is_sweep_override() and _is_own(override):
             raise UserError(f"{override.input_line}: takes one value")
         if not override.is_sweep_override():
-            mistakes.check_override(override, asked.registry, asked.source)
+            check_settings([override], keys, request.source)
         if override.key_or_group == "resume":
             raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
         if override.key_or_group == "hydra.run.dir":
             raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
-    resume = next((str(o.value()) for o in asked.parsed if o.key_or_group == "sweep.resume"), None)
-    if resume is not None:
-        return _go_on(asked, Path(resume))
-    parsed = [*own_sweep(asked.parsed, asked.registry, asked.source), *asked.parsed]
-    fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override() and not _is_own(o)]
-    own = [str(o.input_line) for o in asked.parsed if _is_own(o)]
+    if "sweep.resume" in request.values:
+        return _go_on(asked, Path(request.values["sweep.resume"]))
+    parsed = [*own_sweep(request), *request.settings]
+    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
+    own = [o for o in request.settings if _is_own(o)]
     flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
-    memory = {"flags": flags, "settings": fixed, "sweep": own, "cwd": str(Path.cwd())}
-    return Runner(asked, _settings(asked, fixed, own, asked.source), asked.source, jobs, memory, values).run(jobs)
+    memory = {"flags": flags, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd())}
+    of_jobs = replace(request, settings=fixed)
+    return Runner(asked, of_jobs, _settings(of_jobs, own), jobs, memory, values).run(jobs)
 
 
 def _go_on(asked: Asked, path: Path) -> int:
-    from toyexp.config import mistakes
     from toyexp.config.schema import Source
+    from toyexp.config.words import lines, parse
 
-    others = [str(o.input_line) for o in asked.parsed if not _is_own(o) and o.key_or_group != "plugins"]
+    typed = asked.request.settings
+    others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
     for word in [*others, *(flag for flag in asked.flags if flag in FLAGS)]:
         raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
     folder = SweepDir.open(path)
     try:
         memory = folder.asked
-        wanted = local_modules(mistakes.parse(memory["settings"]))
-        if missing := [name for name in wanted if name not in asked.modules]:
+        wanted = modules_in(memory["settings"])
+        if missing := [name for name in wanted if name not in asked.request.modules]:
             raise UserError(
                 f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
                 f"command line: add 'plugins=[{','.join(wanted)}]'"
             )
         source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
-        own = [*memory["sweep"], *(str(o.input_line) for o in asked.parsed if _is_own(o))]
-        settings = _settings(asked, memory["settings"], own, source)
+        request = replace(asked.request, settings=parse(memory["settings"]), source=source)
+        settings = _settings(request, [*parse(memory["sweep"]), *filter(_is_own, typed)])
     except BaseException:
         folder.close()
         raise
     if memory["cwd"] != str(Path.cwd()):
         say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
-    runner = Runner(asked, settings, source, folder.jobs, memory, {}, folder)
+    runner = Runner(asked, request, settings, folder.jobs, memory, {}, folder)
     return runner.run(runner.unfinished())
 
 
@@ -113,13 +116,10 @@ def _is_own(override: Any) -> bool:
     return bool(override.key_or_group.split(".")[0] == "sweep")
 
 
-def _settings(asked: Asked, fixed: Sequence[str], own: Sequence[str], source: Source) -> Sweep:
+def _settings(request: Request, own: Sequence[Any]) -> Sweep:
     """How the jobs are run; an experiment that is chosen may say so too."""
-    from toyexp.config import build as config
-    from toyexp.config import mistakes
-
-    chosen = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "experiment"]
-    settings = config.sweep_settings(config.compose([*chosen, *own], asked.registry, source))
+    chosen = [o for o in request.settings if o.key_or_group == "experiment"]
+    settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
     require(settings.launcher)
     return settings
 
@@ -128,13 +128,13 @@ class Runner:
     """A sweep that runs."""
 
     def __init__(
-        self, asked: Asked, settings: Sweep, source: Source, jobs: list[Job], memory: Mapping[str, Any],
+        self, asked: Asked, request: Request, settings: Sweep, jobs: list[Job], memory: Mapping[str, Any],
         values: Mapping[str, Any], folder: SweepDir | None = None,
     ):  # fmt: skip
         from toyexp.sweep.lookahead import Lookahead  # deferred, as Hydra is everywhere here
 
-        self._ahead = Lookahead(memory["settings"], values, asked.registry, source)
-        self._asked, self._settings, self._source, self._jobs, self._memory = asked, settings, source, jobs, memory
+        self._ahead = Lookahead(request, values)
+        self._asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
         self._printing = threading.Lock()
@@ -173,11 +173,8 @@ class Runner:
 
     def _compose(self, job: Job) -> Any:
         """A job's configuration, or how composing it ended it."""
-        from toyexp.config import build as config
-
-        words = [*self._memory["settings"], *job.overrides, f"hydra.job.num={job.number}"]
         try:
-            return config.compose(words, self._asked.registry, self._source)
+            return self._request.compose(*job.overrides, f"hydra.job.num={job.number}")
         except Exception as error:
             return _failure(error)
 
@@ -285,14 +282,13 @@ class Runner:
         return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
 
     def _order(self, job: Job) -> Order:
-        from toyexp.config import build as config
-        from toyexp.config import mistakes
+        from toyexp.config.words import setting
 
         assert self._folder is not None
         directory, fixed = self._folder.run(job), self._memory["settings"]
         flags = [word for flag in self._memory["flags"].items() for word in flag]
-        where = [config.setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        plugins = [str(o.input_line) for o in mistakes.parse(fixed) if o.key_or_group == "plugins"]
+        where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        plugins = [word for word in fixed if word.startswith("plugins=")]
         return Order(
             directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
             [f"resume={directory}", *plugins], job.attempts > 1, self._cores,
@@ -372,9 +368,9 @@ class Runner:
         left = sum(job.status in UNFINISHED for job in jobs)
         command = ""
         if left and folder:
-            from toyexp.config.build import setting
+            from toyexp.config.words import setting
 
-            plugins = [f"plugins=[{','.join(self._asked.modules)}]"] if self._asked.modules else []
+            plugins = [f"plugins=[{','.join(self._request.modules)}]"] if self._request.modules else []
             command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *plugins])
         done = f"{sum(job.status == Status.COMPLETED for job in jobs)} of {len(jobs)} jobs are completed"
         if number := self._stop.number:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -250,7 +250,7 @@ class _Part:
     def error(self, cause: str) -> GGUFError:
         return GGUFError(f"{self.path}: {cause}")
 
-    def pread(self, offset: int, count: int, what: str) -> bytes:
+    def pread(self, offset: int, count: int, what: str | _Of) -> bytes:
         if not self.close.alive:
             raise self.error(f"is closed: {what} cannot be read")
         data = os.pread(self._fd, count, offset)
@@ -312,7 +312,7 @@ class _Part:
             if key in self.metadata:
                 raise self.error(f"has the key {printable(key)} twice")
             self.kinds[key] = cursor.number("<I", "a value type")
-            self.metadata[key] = cursor.value(self.kinds[key], printable(key))
+            self.metadata[key] = cursor.value(self.kinds[key], _Of("", key))
         self.tensors: Mapping[str, TensorInfo] = self._parse_tensors(cursor, n_tensors)
 
     def _parse_tensors(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
@@ -322,16 +322,16 @@ class _Part:
         table: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             name = cursor.string("a tensor name", NAME_LIMIT)
-            dims = cursor.number("<I", f"the shape of {printable(name)}")
+            dims = cursor.number("<I", _Of("the shape of", name))
             if not 1 <= dims <= 4:
                 raise self.error(f"tensor {printable(name)} has {dims} dimensions")
-            shape = tuple(cursor.number("<Q", f"the shape of {printable(name)}") for _ in range(dims))[::-1]
-            kind = cursor.number("<I", f"the type of {printable(name)}")
-            table.append((name, shape, kind, cursor.number("<Q", f"the offset of {printable(name)}")))
+            shape = tuple(cursor.number("<Q", _Of("the shape of", name)) for _ in range(dims))[::-1]
+            kind = cursor.number("<I", _Of("the type of", name))
+            table.append((name, shape, kind, cursor.number("<Q", _Of("the offset of", name))))
         start = -(-cursor.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in table:
-            label = f"tensor {printable(name)}"
+            label = _Of("tensor", name)
             if "\0" in name:
                 raise self.error(f"{label} has a NUL byte in its name")
             if not name or name in tensors:
@@ -398,6 +398,16 @@ def all_finite(array: np.ndarray) -> bool:
         return math.isfinite(array.sum(dtype=np.float64))
 
 
+class _Of(NamedTuple):
+    """Our words before a stranger's name, which is made printable when it is told."""
+
+    words: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.words} {printable(self.name)}".lstrip()
+
+
 class _Cursor:
     """Walks the header in bounds-checked reads through one buffer."""
 
@@ -406,7 +416,7 @@ class _Cursor:
         self.end = min(part.size, HEADER_LIMIT)
         self._buffer, self._start = b"", 0
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, what: str | _Of) -> bytes:
         if count > self.end - self.at:
             where = "the file" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
             raise self.part.error(f"{what} does not fit into {where} (at byte {self.at})")
@@ -417,21 +427,21 @@ class _Cursor:
         self.at += count
         return self._buffer[first : first + count]
 
-    def number(self, form: str, what: str) -> Any:
+    def number(self, form: str, what: str | _Of) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
-    def allow(self, count: int, smallest: int, memory: int, what: str) -> None:
+    def allow(self, count: int, smallest: int, memory: int, what: str | _Of) -> None:
         """Refuses more things of at least `smallest` bytes than the file has bytes for, or than fit into memory."""
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {what}, more than fit into the file")
         self.spend(count * memory, f"{count} {what}")
 
-    def spend(self, memory: int, what: str) -> None:
+    def spend(self, memory: int, what: str | _Of) -> None:
         self.part.spent += memory
         if self.part.spent > HEADER_LIMIT:
             raise self.part.error(f"{what}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
 
-    def string(self, what: str, limit: int) -> str:
+    def string(self, what: str | _Of, limit: int) -> str:
         length = self.number("<Q", what)
         if length > limit:
             raise self.part.error(f"{what} claims {length} bytes, the limit is {limit}")
@@ -441,7 +451,7 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.part.error(f"{what} is not UTF-8") from None
 
-    def strings(self, count: int, what: str) -> list[str]:
+    def strings(self, count: int, what: _Of) -> list[str]:
         """So many strings: the next one with every check, then those that lie whole in the buffer, quickly."""
         found: list[str] = []
         while len(found) < count:
@@ -460,24 +470,25 @@ class _Cursor:
             self.spend(4 * (at - first), what)
         return found
 
-    def value(self, kind: int, key: str) -> Any:
+    def value(self, kind: int, key: _Of) -> Any:
         if kind == STRING:
-            return self.string(f"the value of {key}", STRING_LIMIT)
+            return self.string(_Of("the value of", key.name), STRING_LIMIT)
         if kind in SCALARS:
-            return self.number(SCALARS[kind], f"the value of {key}")
+            return self.number(SCALARS[kind], _Of("the value of", key.name))
         if kind != ARRAY:
             raise self.part.error(f"{key} has the unknown value type {kind}")
-        item, count = self.number("<I", f"the array {key}"), self.number("<Q", f"the array {key}")
+        array = _Of("the array", key.name)
+        item, count = self.number("<I", array), self.number("<Q", array)
         if count > ARRAY_LIMIT:
-            raise self.part.error(f"the array {key} claims {count} elements, the limit is {ARRAY_LIMIT}")
+            raise self.part.error(f"{array} claims {count} elements, the limit is {ARRAY_LIMIT}")
         if item == STRING:
-            self.allow(count, 8, STRING_MEMORY, f"strings in {key}")
-            return self.strings(count, f"a string of {key}")
+            self.allow(count, 8, STRING_MEMORY, _Of("strings in", key.name))
+            return self.strings(count, _Of("a string of", key.name))
         if item not in DTYPES:
-            raise self.part.error(f"the array {key} has the unknown element type {item}")
+            raise self.part.error(f"{array} has the unknown element type {item}")
         dtype = np.dtype(DTYPES[item])
-        self.spend(count * dtype.itemsize, f"the array {key}")
-        return np.frombuffer(self.take(count * dtype.itemsize, f"the array {key}"), dtype)
+        self.spend(count * dtype.itemsize, array)
+        return np.frombuffer(self.take(count * dtype.itemsize, array), dtype)
 
 
 def _os_cause(error: OSError, path: Path) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
@@ -16,8 +17,7 @@ from toyexp.base.errors import UserError
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-    from toyexp.config.schema import Source
-    from toyexp.contract.registry import Registry
+    from toyexp.config.request import Request
 
 MOST_JOBS = 100_000
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
@@ -37,15 +37,14 @@ def in_our_words(settings: Sequence[str]) -> list[str]:
     return [word for words in ours for word in words]
 
 
-def own_sweep(parsed: Sequence[Override], registry: Registry, source: Source) -> list[Override]:
+def own_sweep(request: Request) -> list[Override]:
     """What the chosen experiment sweeps over, but for the keys that the command line gives."""
-    from toyexp.config import build as config
-    from toyexp.config import mistakes
+    from toyexp.config.words import parse
 
-    chosen = [str(o.input_line) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
-    given = {o.key_or_group for o in parsed}
-    own = config.sweep_of(config.compose(chosen, registry, source))
-    return mistakes.parse([f"{key}={values}" for key, values in own.items() if key not in given])
+    chosen = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    given = {o.key_or_group for o in request.settings}
+    own = replace(request, settings=chosen).compose().sweeps
+    return parse([f"{key}={values}" for key, values in own.items() if key not in given])
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
@@ -81,19 +80,6 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
         seen.add(text)
         plain = value.text if isinstance(value, QuotedString) else value
         yield f"{override.get_key_element()}={text}", plain
-
-
-def local_modules(parsed: Sequence[Override]) -> list[str]:
-    """The modules of `plugins=[...]` on this command line."""
-    for override in parsed:
-        if override.key_or_group == "plugins":
-            value = None if override.is_sweep_override() else override.value()
-            names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-            if value is None or not all(name.replace(".", "_").isidentifier() for name in names):
-                several = str(override.input_line).partition("=")[2] if override.is_sweep_override() else "my_module"
-                raise UserError(f"{override.input_line}: takes names of Python modules, such as plugins=[{several}]")
-            return names
-    return []
 
 
 def follow_the_sweep() -> None:

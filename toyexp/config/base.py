@@ -1,0 +1,80 @@
+"""The model that a recipe takes from its base file, in place of one that the settings describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from toyexp.base.errors import UserError
+from toyexp.config.schema import class_of
+from toyexp.config.typed import made, resolved, typed
+from toyexp.contract.compatibility import misfit, suited
+from toyexp.contract.data import Data
+from toyexp.contract.model import Model
+from toyexp.contract.recipe import Recipe
+from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.source import opened
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model in a file, and the settings of `model` that a run on it has."""
+
+    model: Model
+    settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
+
+
+def base_of(cfg: DictConfig, given: Sequence[Override], registry: Registry) -> Base | None:
+    """The base of the recipe, if it has one; UserError for a file that no model here can represent.
+
+    Raises UserError too where anything of `model` but its context was given, and is not so in the file.
+    """
+    cls = cast("type[Recipe]", class_of("recipe", cfg.recipe, registry))
+    if cls.base_file is Recipe.base_file:
+        return None
+    recipe: Recipe = made(cls, typed(cls, resolved(cfg)["recipe"], "recipe"))
+    _require_fit(recipe, cfg, given, registry)
+    recipe.check()
+    path = recipe.base_file()
+    if path is None:
+        return None
+    model = model_in(opened(str(path)), registry, recipe.reads)
+    settings = {"name": model.name, **model.settings()}
+    for override in given:
+        _require_same(override, cfg, f"recipe={recipe.name} takes the model from {path}, a {model.name}", model)
+    if model.context:
+        settings["context"] = context = cfg.model.get("context", model.context)
+        if isinstance(context, int) and context > model.context:
+            raise UserError(
+                f"model.context={context}: {path} holds a model for up to {model.context} positions; "
+                f"use model.context={model.context} or less"
+            )
+    return Base(model, settings)
+
+
+def _require_fit(recipe: Recipe, cfg: DictConfig, given: Sequence[Override], registry: Registry) -> None:
+    if unfit := misfit(recipe, model := class_of("model", cfg.model, registry)()):
+        data = cast("type[Data]", class_of("data", cfg.data, registry))
+        raise UserError(f"{unfit}{suited(by_key(given), recipe, model, data, registry)}")
+
+
+def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
+    """Raises UserError for a setting of the model that is another in the file."""
+    kind, _, key = override.key_or_group.partition(".")
+    if kind != "model" or key == "context":
+        return
+    held = model.settings()
+    wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), model.name)
+    if wanted != there:
+        but = f" with {key}={there}" if key in held else ""
+        raise UserError(f"{override.input_line}: {taken}{but}; leave {override.key_or_group} out")
+
+
+def by_key(given: Sequence[Override]) -> dict[str, str]:
+    """The settings as they were typed, by their keys."""
+    return {o.key_or_group: str(o.input_line) for o in given}

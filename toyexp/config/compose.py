@@ -1,0 +1,175 @@
+"""One run's configuration: Hydra composes names and differences, and nothing is instantiated from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from toyexp.base.errors import UserError
+from toyexp.config.base import base_of, by_key
+from toyexp.config.build import parts_of
+from toyexp.config.checks import check_keys, check_settings
+from toyexp.config.chosen import check_files
+from toyexp.config.engines import pick_engine
+from toyexp.config.keys import Keys
+from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
+from toyexp.config.top_level import Submitit, Sweep
+from toyexp.config.trust import require_plugins
+from toyexp.config.typed import in_plain_words, resolved, typed
+from toyexp.contract.callback import Callback, answers_lr
+from toyexp.contract.compatibility import suited
+from toyexp.contract.engine import Engine
+from toyexp.contract.model import Model
+from toyexp.contract.registry import Registry
+from toyexp.training.parts import Config
+
+
+def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:
+    """The configuration of one run; UserError for whatever cannot be composed."""
+    keys = Keys.of(registry)
+    check_settings(given, keys, source)
+    try:
+        cfg = compose_raw([*source.overrides(), *keys.in_lists(given)], source)
+    except UserError:  # of `trust`, in its own words
+        raise
+    except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
+        from toyexp.config import mistakes
+
+        raise mistakes.explain(error, given, registry, source) from None
+    check_files(cfg, given, source)
+    composed = Composed(cfg, given, keys, modules)
+    with open_dict(cfg):
+        cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
+        typed_keys = {o.key_or_group for o in given}
+        cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in typed_keys}
+        for f in dataclasses.fields(Root):
+            if f.name not in cfg:  # a person's own file may leave keys out
+                cfg[f.name] = getattr(Root(), f.name)
+    HydraConfig.instance().set_config(cfg)  # what ${hydra:...} reads
+    return composed
+
+
+@dataclass
+class Composed:
+    """The configuration of one run."""
+
+    cfg: DictConfig  # with Hydra's own settings under `hydra`
+    given: Sequence[Override]  # what was typed
+    every: Keys  # of all that could have been chosen
+    modules: Sequence[str] = ()  # the plugins named on the command line: no file can load code
+
+    @property
+    def sweeps(self) -> dict[str, str]:
+        """What the config itself sweeps over and was given no value for, as `key: values` of a command line."""
+        params = OmegaConf.select(self.cfg, "hydra.sweeper.params") or {}
+        lists = {str(key): values if isinstance(values, ListConfig) else [values] for key, values in params.items()}
+        return {key: ",".join("null" if v is None else str(v) for v in values) for key, values in lists.items()}
+
+    def directory(self, key: str, below: Path = Path()) -> Path:
+        """The directory that `hydra.run.dir` or another of Hydra's settings gives, relative to `below`."""
+        try:
+            text = str(OmegaConf.select(self.cfg, key, throw_on_missing=True))
+        except OmegaConfBaseException as error:
+            raise in_plain_words(key, error) from None
+        if not text.strip():
+            raise UserError(f"{key}=: must name a directory")
+        return (below / text).absolute()
+
+    def settle(self) -> Model | None:
+        """Puts the model of the recipe's base file, if it has one, in place of the run's own; returns it.
+
+        Names and directories that are made of the model's name are then of the one that is trained.
+        """
+        check_keys(self.cfg, self.every)
+        return self._base
+
+    @cached_property
+    def _base(self) -> Model | None:
+        base = base_of(self.cfg, self.given, self.every.registry)
+        if base is None:
+            return None
+        with open_dict(self.cfg):
+            self.cfg.model = dict(base.settings)
+        return base.model
+
+    def look_over(self) -> None:
+        """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
+        parts_of(self.cfg, check_keys(self.cfg, self.every))
+
+    def parts(self) -> Config:
+        """The parts of a run; UserError for anything a user could have typed wrong."""
+        if self.sweeps:
+            name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
+            what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
+            raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
+        base, registry = self.settle(), self.every.registry
+        parts = parts_of(self.cfg, self.every.of_config(self.cfg))
+        require_plugins(parts["settings"].plugins, self.modules, "the config")
+        engine, note = pick_engine(parts["plain"]["engine"], registry)
+        return Config(
+            **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
+            suited=suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
+            left_out=[
+                *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
+                *_replaced(self.given),
+                *_without_default(self.given, parts["callbacks"], registry),
+                *_unused_threads(parts["plain"], engine),
+            ],
+        )  # fmt: skip
+
+    def sweep_settings(self) -> Sweep:
+        """How the jobs of a sweep are run; UserError for what cannot be."""
+        only = OmegaConf.masked_copy(self.cfg, ["sweep"])
+        node = typed(Sweep, resolved(only)["sweep"], "sweep")
+        settings = Sweep(**{**node, "submitit": Submitit(**node["submitit"])})
+        settings.check()
+        return settings
+
+
+# -- what is not in use, and may have been meant to be ----------------------------------------------------------------
+
+
+def _replaced(given: Sequence[Override]) -> list[str]:
+    """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
+    last = {o.key_or_group: o.input_line for o in given}
+    pairs = [(o.input_line, last[o.key_or_group]) for o in given]
+    return [f"{line}: {later}, which comes later, takes its place" for line, later in pairs if line != later]
+
+
+def _unused_threads(plain: Mapping[str, Any], engine: Engine) -> list[str]:
+    threads = plain["engine"].get("threads") if plain["engine"]["name"] == AUTO else None
+    if not threads or any(f.name == "threads" for f in dataclasses.fields(engine)):
+        return []
+    return [f"engine.threads={threads}: engine=auto took {engine.name}, which has no such setting"]
+
+
+def _without_default(given: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
+    """A warning when `callbacks=[plots]` was typed, of what a run has by default and this one lacks.
+
+    Nothing is lacking in a list that is empty, one of presets, and of schedules where it has one of its own.
+    """
+    lists = [o for o in given if o.key_or_group == "callbacks"]
+    value = lists[-1].value() if lists else []
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if not names or not all(name in registry.offers["callbacks"] for name in names):
+        return []
+    scheduled = any(answers_lr(c) for c in callbacks.values())
+    usual = {name: answers_lr(registry.get("callbacks", name)()) for name in default_callbacks()}
+    missing = [name for name, schedule in usual.items() if name not in callbacks and not (schedule and scheduled)]
+    if not missing:
+        return []
+    kept = [f"callbacks=[default,{','.join(name for name in names if name not in usual)}]".replace(",]", "]")]
+    kept += [
+        f"'~callbacks.{name}'" for name, schedule in usual.items() if schedule and name not in callbacks and scheduled
+    ]
+    return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which a run has by default; keep them: "
+            f"{' '.join(kept)}"]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Which engine computes: the one that was asked for, or the best that works here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toyexp.base.errors import Broken, Unavailable, UserError, choose, printable
+from toyexp.base.packages import told_by, why
+from toyexp.base.signals import hidden_interrupt
+from toyexp.config.schema import AUTO, class_of
+from toyexp.config.typed import made, typed
+from toyexp.contract.engine import Engine
+from toyexp.contract.registry import Registry
+
+
+def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
+    """The engine of `name:key=value:...` and its own settings; the UserError tells what was `asked`."""
+    name, *own = label.split(":")
+    if not all("=" in setting and "," not in setting for setting in own):
+        raise UserError(f"{asked}: an engine's own settings are written {name}:key=value, such as {name}:threads=1")
+    return name, dict(setting.split("=", 1) for setting in own)
+
+
+def engine_of(label: str, registry: Registry) -> Engine:
+    """The engine that a label means, which works here; UserError, or Unavailable."""
+    name, own = read_label(label, f"engine={label}")
+    cls = registry.get("engine", name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in own.keys() - set(known):
+        raise UserError(f"engine={label}: {name} has no setting {printable(key)}; {choose(key, known)}")
+    return pick_engine(typed(cls, {"name": name, **own}, "engine"), registry)[0]
+
+
+def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
+    """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
+    if node["name"] != AUTO:
+        engine = made(class_of("engine", node, registry), node)
+        with told_by(f"engine={engine.name}"):
+            return engine, f"{engine.name}: {facts_of(engine)}"
+    passed_over: list[str] = []
+    broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
+    threads = {"threads": node["threads"]} if node.get("threads") else {}
+    offers = registry.engines()
+    for offer in offers:
+        takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
+        engine = offer.cls(**(threads if takes_threads else {}))
+        try:
+            facts = facts_of(engine)
+        except Broken as reason:
+            broken.setdefault(reason.fact, []).append(offer.name)
+        except Unavailable:
+            passed_over.append(offer.name)
+        else:
+            return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken)})"
+    found = "".join(f"; {fact}" for fact in broken)
+    raise UserError(f"engine=auto: no engine works here{found}; `toyexp doctor` says why and what to install")
+
+
+def facts_of(engine: Engine) -> str:
+    """What an engine says about its device; Broken when its check fails in another way than saying why not."""
+    try:
+        return engine.check()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library raises while it loads, or a plugin
+        raise hidden_interrupt(error) or Broken(f"its check failed ({why(error)})") from None
+
+
+def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]]) -> str:
+    told = [", ".join(passed_over)] if passed_over else []
+    told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
+    return "auto" + (f"; not here: {'; '.join(told)}" if told else "")

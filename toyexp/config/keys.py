@@ -1,0 +1,137 @@
+"""Which keys there are: worked out once for what can be chosen, and once for what a run has chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from toyexp.config.schema import GROUPS, PARTS, Root, Source, all_offered, offered
+from toyexp.config.top_level import HYDRA_KEYS, Submitit, Sweep
+from toyexp.contract.registry import Registry, conf_dir
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The classes whose fields are keys, by where those stand: "" is the top, then sweep, model, callbacks.cosine."""
+
+    registry: Registry
+    classes: Mapping[str, Sequence[type]]
+    offers: Mapping[str, Mapping[str, type]]  # what can be chosen of each kind, beside presets
+
+    @classmethod
+    def of(cls, registry: Registry) -> Keys:
+        """Those of everything that can be chosen."""
+        offers = all_offered(registry)
+        return cls(registry, _placed(offers), offers)
+
+    def of_config(self, cfg: DictConfig) -> Keys:
+        """Those of what a configuration chooses, as far as there is such a thing."""
+        chosen = {kind: [n for n in names_in(cfg, kind) if n in known] for kind, known in self.offers.items()}
+        return replace(self, classes=_placed({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()}))
+
+    def under(self, where: str) -> set[str]:
+        """The names of the keys that may stand at a place."""
+        own = {name for cls in self.classes.get(where, ()) for name in self.fields(cls)}
+        return own if where in ("", "sweep", "sweep.submitit") else own | {"name"}
+
+    @staticmethod
+    def fields(cls: type) -> set[str]:
+        """The names of a class's settings."""
+        return {f.name for f in dataclasses.fields(cls)}
+
+    def types(self, key: str) -> set[Any]:
+        """What a setting may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
+        where, _, name = key.rpartition(".")
+        classes = [cls for cls in self.classes.get(where, ()) if name in self.fields(cls)]
+        hints = [typing.get_type_hints(cls)[name] for cls in classes]
+        return {t for hint in hints for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+
+    def holds_list(self, key: str) -> bool:
+        """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
+        return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))
+
+    def in_lists(self, typed: Sequence[Override]) -> list[str]:
+        """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
+        words = []
+        for override in typed:
+            key, equals, value = str(override.input_line).partition("=")
+            held = self.types(override.key_or_group) if equals else set()
+            if "." in key and any(typing.get_origin(t) is dict for t in held) and key[0] != "+":
+                key = f"++{key}"
+            elif isinstance(value_of(override), str | int | float) and self.holds_list(override.key_or_group):
+                value = f"[{value}]"
+            words.append(key + equals + value)
+        return words
+
+    def are_plain(self, typed: Sequence[Override], source: Source) -> bool:
+        """Whether all of it is keys that are known, with values that they may have; not all else is wrong."""
+        folders = source.directories
+        return all(self._is_plain(override, folders) for override in typed)
+
+    def _is_plain(self, override: Override, folders: Sequence[Path]) -> bool:
+        key, line, value = override.key_or_group, str(override.input_line), value_of(override)
+        if override.package is not None or override.is_sweep_override() or line.endswith("="):
+            return False
+        if override.is_delete():
+            return key in self.classes and key.startswith("callbacks.")
+        if key in GROUPS:
+            names = value if isinstance(value, list) and key == "callbacks" else [value]
+            return not line.startswith("+") and all(isinstance(n, str) and self._offers(key, n, folders) for n in names)
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
+            return False
+        known = self.types(key)
+        number = (type(value) is int and known == {bool}) or (type(value) is float and not value)  # 2, and 1e-400
+        return key in HYDRA_KEYS or (bool(known) and not number and not any(map(dataclasses.is_dataclass, known)))
+
+    def _offers(self, kind: str, name: str, folders: Sequence[Path]) -> bool:
+        """Whether a group has a choice of that name: a plugin, or a preset of the config directories."""
+        return name in self.offers.get(kind, ()) or any((d / kind / f"{name}.yaml").is_file() for d in folders)
+
+    def are_those_of(self, cfg: DictConfig) -> bool:
+        """Whether a configuration has every part, and no other keys than these."""
+        if not all(self.classes[kind] for kind in PARTS):
+            return False
+        callbacks = {f"callbacks.{name}": cfg.callbacks[name] for name in names_in(cfg, "callbacks")}
+        if not all(isinstance(n, DictConfig) and key == f"callbacks.{n.get('name')}" for key, n in callbacks.items()):
+            return False
+        nodes = {"": cfg, **{kind: cfg[kind] for kind in PARTS}, **callbacks}
+        return all({str(key) for key in node} <= self.under(place) for place, node in nodes.items())
+
+
+def _placed(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
+    """The classes by where their settings stand."""
+    callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
+    parts = {kind: list(offers[kind].values()) for kind in PARTS}
+    return {"": [Root], "sweep": [Sweep], "sweep.submitit": [Submitit], **parts, **callbacks}
+
+
+def names_in(cfg: DictConfig, kind: str) -> list[str]:
+    """What a configuration chooses of a kind."""
+    node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
+    if not isinstance(node, DictConfig):
+        return []
+    return [str(name) for name in node] if kind == "callbacks" else [str(node["name"])] if "name" in node else []
+
+
+def value_of(override: Override) -> Any:
+    """The value of a setting; None where there are several, and where it is dropped."""
+    return None if override.is_sweep_override() or override.is_delete() else override.value()
+
+
+def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
+    """What `kind=` may be: plugins by name, and the presets of the config directories."""
+    roots = [d / kind for d in (source.directories if source else [conf_dir()])]
+    presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
+    return offered(kind, registry).keys() | presets
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)

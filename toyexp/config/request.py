@@ -1,0 +1,85 @@
+"""What was asked for: the settings, the plugins they may name, and where presets lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+
+from toyexp.base.errors import UserError
+from toyexp.config.compose import Composed, compose
+from toyexp.config.engines import read_label
+from toyexp.config.schema import Source, store_schemas
+from toyexp.config.words import lines, parse
+from toyexp.contract.registry import Registry, load, modules_in
+from toyexp.training.parts import Config
+
+
+@dataclass(frozen=True)
+class Request:
+    """Settings as they were typed, and all it takes to make a run of them."""
+
+    settings: Sequence[Override]
+    registry: Registry
+    modules: Sequence[str] = ()  # local plugins, which come from the command line alone
+    source: Source = field(default_factory=Source.of)
+
+    @classmethod
+    def of(cls, words: Sequence[str], source: Source | None = None) -> Request:
+        """Reads words of the command line, and loads the plugins that they name; UserError for what cannot be read."""
+        settings = parse(words)
+        modules = modules_in(lines(settings))
+        return cls(settings, load(modules), modules, source or Source.of())
+
+    def __post_init__(self) -> None:
+        store_schemas(self.registry)
+
+    def plus(self, *more: str) -> Request:
+        """The same with more settings behind it."""
+        return replace(self, settings=[*self.settings, *parse(more)])
+
+    def before(self, *first: str) -> Request:
+        """The same with more settings before it, of which what was typed takes the place."""
+        return replace(self, settings=[*parse(first), *self.settings])
+
+    def without(self, key: str) -> Request:
+        """The same without a setting."""
+        return replace(self, settings=[o for o in self.settings if o.key_or_group != key])
+
+    def compose(self, *more: str) -> Composed:
+        """The configuration of one run."""
+        return compose([*self.settings, *parse(more)], self.registry, self.source, self.modules)
+
+    def parts(self, *more: str) -> Config:
+        """A run's parts, checked."""
+        return self.compose(*more).parts()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What each key was given, where that is one value."""
+        return {o.key_or_group: str(o.value()) for o in self.settings if not (o.is_sweep_override() or o.is_delete())}
+
+    def of_run(self, directory: Path) -> Request:
+        """The same on the saved configuration of a run; UserError where that is of another model, data or recipe."""
+        return replace(self, source=Source.of_run(directory, self.values, self.registry, self.modules))
+
+    def on_engines(self, labels: Sequence[str]) -> dict[str, Request]:
+        """The same on each engine of `name[:key=value...]`, by the label; engine.key=value is a setting of all."""
+        found = {}
+        for label in labels:
+            name, own = read_label(label, f"engine={label}")
+            found[label] = self.plus(f"engine={name}", *(f"engine.{key}={value}" for key, value in own.items()))
+        return found
+
+
+def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[str]]:
+    """The labels of `engine=name[:key=value...],...`, or else of the `default`, and the other words."""
+    asked = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
+    if len(asked) > 1:
+        raise UserError(f"engine={asked[1]}: the engines stand in one list: engine={','.join(asked)}")
+    labels = [label for text in asked or filter(None, [default]) for label in text.strip("[]").split(",")]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"engine={','.join(labels)}: names one twice; give each its own settings: ggml:threads=1")
+    return labels, [word for word in words if not word.startswith("engine=")]

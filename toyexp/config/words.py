@@ -1,0 +1,64 @@
+"""Words of a command line as Hydra reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from toyexp.base.errors import UserError
+from toyexp.base.words import typed
+
+
+def parse(words: Sequence[str]) -> list[Override]:
+    """Hydra's reading of the settings; UserError for what it cannot read."""
+    parser, parsed = OverridesParser.create(), []
+    for text in words:
+        try:
+            override = parser.parse_overrides([text])[0]
+        except HydraException:
+            raise _unreadable(text) from None
+        if not override.key_or_group:
+            raise _unreadable(text)
+        parsed.append(override)
+    return parsed
+
+
+def lines(parsed: Sequence[Override]) -> list[str]:
+    """The same as they were typed."""
+    return [str(override.input_line) for override in parsed]
+
+
+def setting(key: str, value: object) -> str:
+    """`key=value` as it is read back: any text, a number, true or false, null, or a list of these."""
+    if isinstance(value, list):
+        return f"{key}=[{','.join(setting('', item).removeprefix('=') for item in value)}]"
+    if value is None or isinstance(value, bool | int | float):
+        return f"{key}={typed(value)}"
+    text = str(value)
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) and "/" in text  # which is neither a number nor null
+    return f"{key}={text if plain else QuotedString(text, Quote.double).with_quotes()}"
+
+
+def _unreadable(text: str) -> UserError:
+    key, equals, value = text.partition("=")
+    for wrong, words in (
+        (not equals, "cannot be read; a setting is key=value, such as steps=100"),
+        (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
+        (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
+        (key[:1] in ("'", '"'), 'the quotes belong around the value alone: key="value"'),
+        (_unbalanced(value), f"a bracket is not closed; a list is {key}=[a,b]"),
+        (value.count('"') % 2 or value.count("'") % 2, "a quote is not closed"),
+    ):
+        if wrong:
+            return UserError(f"{text!r}: {words}")
+    return UserError(
+        f"{text!r}: cannot be read; put quotes around a value with special characters: '{key}=\"{value}\"'"
+    )
+
+
+def _unbalanced(value: str) -> bool:
+    return value.count("[") != value.count("]") or value.count("{") != value.count("}")

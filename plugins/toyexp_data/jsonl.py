@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from toyexp import Planned, UserError, changed, choose, printable
+from toyexp import Planned, Tokenizer, UserError, changed, choose, printable
 from toyexp.base.files import read_file, require
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
@@ -83,28 +84,18 @@ class Jsonl(TokenizedData):
         """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""
         skipped: list[str] = []
         values = self._usable(self._lines(), parse, skipped)
-        chats = sum("messages" in value for _, value in values)
-        now = self._now()
+        chats, now = sum("messages" in value for _, value in values), self._now()
         template = self._template(vocabulary, now) if chats else None
         write = partial(template.rows, everything=self.train_on == "all") if template else plain
         examples = self._usable(values, lambda value: rows_of(value, write), skipped)
         if len(examples) < 2:
             raise UserError(f"{self.path}: {len(examples)} examples; one to train on and one to hold out are needed")
         held_out = spread(len(examples), self.val_fraction)
-        texts = ["".join(part.text for row in made.rows for part in row) for _, made in examples]
-        train_texts = [text for text, held in zip(texts, held_out, strict=True) if not held]
-        tokenizer = self.make_tokenizer(texts, train_texts, vocabulary)
+        tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
-
-        def ids_of(made: Rows) -> list[Example]:
-            return [tokenize(row, tokenizer, self.train_on == "all") for row in made.rows]
-
-        def tokenized(wanted: bool) -> list[Example]:  # the rows of one conversation are all on one side
-            chosen = [example for example, held in zip(examples, held_out, strict=True) if held == wanted]
-            return [row for _, rows in self._usable(chosen, ids_of, skipped) for row in rows]
-
-        train, held = tokenized(False), tokenized(True)
+        # The rows of one conversation are all on one side.
+        train, held = (self._tokenized(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
         if not train or not held:
             raise UserError(
                 f"{self.path}: no example is left {'to hold out' if train else 'to train on'} ({skipped[0]})"
@@ -120,11 +111,25 @@ class Jsonl(TokenizedData):
             "tokenizer": tokenizer.kind,
             "tokenizer_digest": tokenizer.fingerprint(),
         }
-        dataset = ExampleDataset(
-            train, held, tokenizer, self.pack, self.eval_batches, facts, self.few_learned(tokenizer)
-        )
+        remarks = self.few_learned(tokenizer)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, remarks)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
+
+    def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> Tokenizer:
+        """The tokenizer for the examples, which learns from those that are not held out."""
+        texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
+        return self.make_tokenizer(texts, list(compress(texts, ~held_out)), vocabulary)
+
+    def _tokenized(
+        self, examples: Iterable[tuple[int, Rows]], tokenizer: Tokenizer, skipped: list[str]
+    ) -> list[Example]:
+        """The rows of these examples as ids."""
+
+        def ids_of(made: Rows) -> list[Example]:
+            return [tokenize(row, tokenizer, self.train_on == "all") for row in made.rows]
+
+        return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
 
     def _written(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
         """What the record of the run says of the template's work; the day it has written becomes the setting's."""

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import environments
@@ -141,6 +142,29 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
         with GGUFFile(path) as one, GGUFFile(tmp_path / "b" / path.parent.name / "model.gguf") as other:
             for name in one.tensors:
                 np.testing.assert_allclose(one.read(name), other.read(name), atol=1e-6, err_msg=name)
+
+
+def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeypatch, capsys):
+    """The file as it stands there, as a local plugin; its test file, in a process of its own."""
+    for name in ("toyexp_parallel.py", "test_toyexp_parallel.py"):
+        (tmp_path / name).write_text(readme_file(name))
+    monkeypatch.chdir(tmp_path)
+    words = ["plugins=[toyexp_parallel]", "model=parallel", "model.width=16", "model.heads=2", "model.context=16"]
+    told = ["parity", *words, "engine=cpu:recompute=true,ggml", "data.max_mb=0.1", "steps=6", "--json"]
+    assert main(told) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["engines"][0]["loss"]["largest"] < 1e-4
+    usual = [*words, "engine=cpu", "data.max_mb=0.1", "steps=20", "lr=0.02", "eval_every=0", "hydra.run.dir=run"]
+    assert main(usual) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    texts = []
+    for engine in ("cpu", "ggml"):
+        asked = ["generate", "run/model.gguf", "--prompt", "It was", "--tokens", "8", "--temperature", "0", "--json"]
+        assert main([*asked, "--engine", engine, words[0]]) == 0, capsys.readouterr().err
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] and texts[0]
+    done = environments.run(sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "skipped" not in done.stdout
 
 
 def test_the_readme_lists_every_hook_with_its_signature():

@@ -15,22 +15,17 @@ from toyexp.testing.null import NullEngine
 
 if TYPE_CHECKING:
     from toyexp.testing.data import DataSuite
+    from toyexp.testing.engines import EngineNumbers, EngineSuite
+    from toyexp.testing.models import ModelSuite
     from toyexp.testing.optimisers import OptimiserSuite
-    from toyexp.testing.suites import (
-        CallbackSuite,
-        EngineNumbers,
-        EngineSuite,
-        RecipeSuite,
-        given,
-        image_dataset,
-        token_dataset,
-    )
+    from toyexp.testing.suites import CallbackSuite, RecipeSuite, given, image_dataset, token_dataset
 
 __all__ = [
     "CallbackSuite",
     "DataSuite",
     "EngineNumbers",
     "EngineSuite",
+    "ModelSuite",
     "NullEngine",
     "OpModel",
     "OptimiserSuite",
@@ -48,8 +43,16 @@ __all__ = [
 ]
 
 
+HOMES = {
+    "DataSuite": "data",
+    "EngineNumbers": "engines",
+    "EngineSuite": "engines",
+    "ModelSuite": "models",
+    "OptimiserSuite": "optimisers",
+}
+
+
 def __getattr__(name: str) -> Any:  # the suites need pytest, which not everyone who uses the rest has
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"DataSuite": "data", "OptimiserSuite": "optimisers"}.get(name, "suites")
-    return getattr(import_module(f"toyexp.testing.{home}"), name)
+    return getattr(import_module(f"toyexp.testing.{HOMES.get(name, 'suites')}"), name)

@@ -13,6 +13,7 @@ from toyexp.contract.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
 from toyexp.contract.plan import Plan
 from toyexp.reference.arithmetic import updated
 from toyexp.reference.opmodel import op_batch, op_plan
+from toyexp.testing.engines import same
 from toyexp.testing.suites import PluginSuite
 
 Array = np.ndarray
@@ -112,7 +113,7 @@ class OptimiserSuite(PluginSuite):
             with self.built(dataclasses.replace(plan, seed=9)) as session:
                 session.restore(middle)
                 self._steps(session, 4, 4)
-                _same(session.snapshot(), end)
+                same(session.snapshot(), end)
 
     def test_it_learns(self) -> None:
         """Steps on one batch lower its loss."""
@@ -137,9 +138,3 @@ class OptimiserSuite(PluginSuite):
         w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]
         group = Group(rule, ("w",), 0.1)
         return updated(group, group.numbers(0, LR), w, g, {s: np.zeros(sh) for s, sh in rule.slots(w.shape).items()})
-
-
-def _same(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
-    assert a.keys() == b.keys()
-    for name, array in a.items():
-        np.testing.assert_array_equal(array, b[name], err_msg=name)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,11 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from toyexp.base.errors import SessionError, Unavailable, UserError
 from toyexp.contract.callback import Callback
 from toyexp.contract.dataset import Dataset
-from toyexp.contract.engine import Engine, Session, State, StepMetrics
-from toyexp.contract.kind import IMAGES, TOKENS
+from toyexp.contract.engine import Engine, State
+from toyexp.contract.kind import IMAGES, TOKENS, Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor, grouped
@@ -34,18 +31,11 @@ from toyexp.contract.values import Given
 from toyexp.datasets.images import ImageDataset
 from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.gguf.write import export_tensors
-from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
-from toyexp.reference.opmodel import CASES, LENGTH, OpModel, op_batch, op_plan
+from toyexp.reference.opmodel import OpModel
 from toyexp.testing.null import NullEngine
 from toyexp.text.tokenizer import Bytes
 from toyexp.training.bus import Bus
 from toyexp.training.loop import Training
-
-ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
-
-
-def _values(plan: Plan) -> dict[str, np.ndarray]:
-    return {t.name: plan.initial(t) for t in plan.tensors}
 
 
 class PluginSuite:
@@ -66,313 +56,6 @@ class PluginSuite:
         assert [s.name for s in settings_of(self.subject()) if not s.comment] == []
 
 
-class EngineNumbers(PluginSuite):
-    """That an engine computes what it should: the part of EngineSuite that depends on the device's own kernels.
-
-    Set `engine`, and the tolerances where the device rounds more than float32. A class whose device is not here is
-    skipped as one.
-    """
-
-    kind = "engine"
-    engine: Engine
-    rtol: float = 2e-5  # of losses and logits, relative to the largest
-    gradient_rtol: float = 1e-4  # of a gradient along a direction, relative to the gradient's norm
-
-    def subject(self) -> type:
-        """The engine's class."""
-        return type(self.engine)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Called by pytest as it collects each case: a skip here is the whole class's."""
-        settled = dict(os.environ)  # a check may settle something for its process, which is up to the tests that run
-        try:
-            self.engine.check()
-        except Unavailable as reason:
-            pytest.skip(str(reason))
-        except UserError:
-            pass  # the device is here; what is wrong is told where the tests run
-        finally:
-            os.environ.clear()
-            os.environ.update(settled)
-
-    @pytest.fixture(autouse=True)
-    def _checked(self) -> None:
-        self.engine.check()
-
-    def built(self, plan: Plan) -> Session:
-        """A session ready to step."""
-        session = self.engine.realize(plan)
-        session.build()
-        return session
-
-    @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
-    def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
-        """Logits and loss equal the float64 reference."""
-        plan, batch = op_plan(case, adapter), op_batch(case=case)
-        expected = reference_logits(plan, _values(plan), batch)
-        with self.built(plan) as session:
-            np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
-            assert session.evaluate([batch]) == pytest.approx(reference_loss(plan, _values(plan), batch), rel=self.rtol)
-
-    @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
-    def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
-        """Each tensor's gradient equals the float64 slope of the loss along random directions."""
-        plan, batch = op_plan(case, adapter), op_batch(case=case)
-        with self.built(plan) as session:
-            gradients = session.gradients(batch)
-        assert set(gradients) == {t.name for t in plan.trainable}
-        draw = np.random.default_rng(1)
-        for name, gradient in gradients.items():
-            scale = float(np.linalg.norm(gradient)) + 1e-3
-            for _ in range(3):
-                direction = draw.standard_normal(gradient.shape)
-                direction /= np.linalg.norm(direction)
-                slope = reference_slope(plan, _values(plan), batch, name, direction)
-                assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
-
-    @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
-    def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
-        """Five steps equal the float64 formula fed with the engine's own gradients; matrices decay, vectors do not."""
-        adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
-        plan = op_plan("layer_norm")
-        names = [t.name for t in plan.trainable]
-        start = {n: v.astype(np.float64) for n, v in _values(plan).items()}
-        expected = {n: (w, np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
-        with self.built(plan) as session:
-            for step in range(5):
-                batch, hp = op_batch(seed=step), adamw.hp_for_step(step)
-                gradients = session.gradients(batch)
-                session.step(batch, hp)
-                for name in names:
-                    own = hp.copy()
-                    own[4] = hp[4] if plan.tensor(name).decays else 0
-                    w, m, v = expected[name]
-                    expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, own)
-            for name in names:
-                # A step moves a weight by about lr, whatever the gradient: that is the scale of what may differ.
-                weights = session.download(name)
-                np.testing.assert_allclose(weights, expected[name][0], atol=1e-3 * adamw.lr, err_msg=name)
-
-    def test_accumulation_equals_one_large_batch(self) -> None:
-        """Four micro-batches give the loss, the norm and the weights of one batch, weighted by targets."""
-        batch, hp = op_batch(rows=12), AdamW.for_lora().hp_for_step(0)
-        results = []
-        for rows, accumulate in ((12, 1), (3, 4)):
-            with self.built(op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
-                metrics = session.step(batch, hp)
-                results.append((metrics.loss, metrics.grad_norm, session.download("w")))
-        assert results[0][0] == pytest.approx(results[1][0], rel=self.rtol)
-        assert results[0][1] == pytest.approx(results[1][1], rel=10 * self.rtol)
-        np.testing.assert_allclose(results[0][2], results[1][2], atol=1e-5)
-
-    def test_step_reports_loss_and_gradient_norm_from_before_the_update(self) -> None:
-        """They equal evaluate() and gradients() of the untouched weights."""
-        with self.built(op_plan("gelu")) as session:
-            batch = op_batch()
-            loss, gradients = session.evaluate([batch]), session.gradients(batch)
-            metrics = session.step(batch, AdamW.for_lora().hp_for_step(0))
-        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
-        assert metrics.loss == pytest.approx(loss, rel=self.rtol)
-        assert metrics.grad_norm == pytest.approx(norm, rel=10 * self.rtol)
-
-    def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
-        """With plain momentum-free steps the update of a clipped gradient is the scaled one."""
-        hp = np.array([0.1, 0.0, 0.0, 1e6, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps
-        moved = []
-        for clip in (0.0, 0.01):
-            plan = op_plan("matmul", grad_clip=clip)
-            with self.built(plan) as session:
-                norm = session.step(op_batch(), hp).grad_norm
-                self_before = plan.initial(plan.tensor("w"))
-                hp_large = hp.copy()
-                hp_large[3] = 1e-2
-                session.step(op_batch(), hp_large)
-                moved.append(np.linalg.norm(session.download("w") - self_before))
-        assert norm > 0.01  # the reported norm is the one before clipping
-        assert moved[1] < moved[0]
-
-
-class EngineSuite(EngineNumbers):
-    """What an engine must do: its numbers, and what holds of sessions whatever they compute."""
-
-    def test_first_step_starts_from_zero_moments_and_later_ones_keep_them(self) -> None:
-        """Two steps on one batch move further than one would twice, as moments demand."""
-        plan, batch, hp = op_plan("matmul"), op_batch(), AdamW.for_from_scratch().hp_for_step(0)
-        before = plan.initial(plan.tensor("w")).astype(np.float64)
-        with self.built(plan) as session:
-            g = session.gradients(batch)["w"].astype(np.float64)
-            session.step(batch, hp)
-            w, m, v = reference_adamw(before, g, np.zeros_like(g), np.zeros_like(g), hp)
-            np.testing.assert_allclose(session.download("w"), w, atol=2e-6)
-            g = session.gradients(batch)["w"].astype(np.float64)
-            session.step(batch, hp)
-            np.testing.assert_allclose(session.download("w"), reference_adamw(w, g, m, v, hp)[0], atol=2e-6)
-
-    def test_frozen_tensors_stay_as_they_are(self) -> None:
-        """Training changes every trainable tensor and no other."""
-        plan = op_plan("bias", frozen=True)
-        with self.built(plan) as session:
-            for step in range(3):
-                session.step(op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
-            for tensor in plan.tensors:
-                same = np.array_equal(session.download(tensor.name), plan.initial(tensor))
-                assert same is not tensor.trainable, tensor.name
-
-    def test_evaluate_and_gradients_change_nothing(self) -> None:
-        """A step after looking equals a step without looking."""
-        weights = []
-        for look in (False, True):
-            with self.built(op_plan("swiglu")) as session:
-                for step in range(3):
-                    if look:
-                        session.evaluate([op_batch(seed=9)])
-                        session.gradients(op_batch(seed=8))
-                        session.logits(op_batch(seed=7))
-                    session.step(op_batch(seed=step), AdamW.for_lora().hp_for_step(step))
-                weights.append(session.download("w"))
-        np.testing.assert_array_equal(weights[0], weights[1])
-
-    def test_a_run_repeats(self) -> None:
-        """The same plan and batches give the same losses, to the bit."""
-
-        def losses() -> list[float]:
-            with self.built(op_plan("attention_grouped")) as session:
-                hps = (AdamW.for_lora().hp_for_step(s) for s in range(10))
-                return [session.step(op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
-
-        assert losses() == losses()
-
-    def test_logits_of_fewer_and_shorter_rows(self) -> None:
-        """Padding is invisible: a causal model gives the same logits for the part that is there."""
-        batch = op_batch()
-        with self.built(op_plan("attention")) as session:
-            full = session.logits({"tokens": batch["tokens"]})
-            part = session.logits({"tokens": batch["tokens"][:2, :3]})
-        assert part.shape == (2, 3, full.shape[-1])
-        np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
-
-    def test_logits_of_more_rows_than_a_micro_batch(self) -> None:
-        """They are computed in parts, the last of which may be short."""
-        batch = op_batch(rows=7)
-        with self.built(op_plan("attention")) as session:
-            full = session.logits({"tokens": batch["tokens"]})
-            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(7)]
-        np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
-
-    @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
-    def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
-        """However a sequence is cut, and with the weights that a step has changed."""
-        tokens = op_batch()["tokens"][:1]
-        with self.built(op_plan(case)) as session:
-            for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
-                session.step(op_batch(), AdamW.for_lora().hp_for_step(0))
-                whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
-                for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-                    found = decoder.feed(tokens[0, end - size : end])
-                    np.testing.assert_allclose(found, whole[end - 1], atol=self.rtol * np.abs(whole).max())
-
-    # -- the session's life -------------------------------------------------------------------------------------
-
-    def test_upload_replaces_values_while_the_window_is_open(self) -> None:
-        """And download gives them back, exactly."""
-        with self.engine.realize(op_plan("matmul")) as session:
-            values = np.random.default_rng(5).standard_normal(session.plan.tensor("w").shape).astype(np.float32)
-            session.upload("w", values)
-            np.testing.assert_array_equal(session.download("w"), values)
-            session.build()
-            np.testing.assert_array_equal(session.download("w"), values)
-
-    @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_a_restored_session_goes_on_to_the_last_bit(self, accumulate: int) -> None:
-        """A snapshot in a fresh session gives the very losses and weights of the session that went on."""
-        plan = op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
-        batches = [op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
-        adamw = AdamW.for_lora()
-
-        def steps(session: Session, first: int) -> list[StepMetrics]:
-            return [session.step(batches[i], adamw.hp_for_step(i)) for i in range(first, first + 3)]
-
-        with self.built(plan) as session:
-            before = session.snapshot()
-            steps(session, 0)
-            middle = session.snapshot()
-            wanted, end = steps(session, 3), session.snapshot()
-        with self.built(dataclasses.replace(plan, seed=9)) as session:
-            session.restore(before)
-            steps(session, 0)
-            _same(session.snapshot(), middle)
-        with self.built(dataclasses.replace(plan, seed=9)) as session:
-            session.restore(middle)
-            assert steps(session, 3) == wanted
-            _same(session.snapshot(), end)
-
-    @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
-        """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""
-        plan = op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
-        batch, hp = op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
-        with self.built(plan) as session, self.built(dataclasses.replace(plan, skip_nonfinite=False)) as usual:
-            assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
-            good = session.snapshot()
-            session.restore({n: a if "@" in n else a * np.float32(1e30) for n, a in good.items()})
-            huge = session.snapshot()
-            metrics = session.step(batch, hp)
-            assert not math.isfinite(metrics.loss) or not math.isfinite(metrics.grad_norm)
-            _same(session.snapshot(), huge)
-            session.restore(good)
-            assert math.isfinite(session.step(batch, hp).loss)
-
-    def test_a_snapshot_of_another_plan_is_refused(self) -> None:
-        """By the name of what it lacks, or of the wrong shape."""
-        with self.built(op_plan("matmul")) as session:
-            arrays = session.snapshot()
-            with pytest.raises(SessionError, match="lacks w@m"):
-                session.restore({n: a for n, a in arrays.items() if n != "w@m"})
-            with pytest.raises(SessionError, match="has else"):
-                session.restore({**arrays, "else": arrays["w"]})
-            with pytest.raises(SessionError, match=r"w has the shape \[2, 2\], not \[8, 8\]"):
-                session.restore({**arrays, "w": np.zeros((2, 2), np.float32)})
-
-    def test_misuse_is_a_named_error(self) -> None:
-        """Upload after build, step before build, wrong shapes, unknown names, and everything after close."""
-        session = self.engine.realize(op_plan("matmul"))
-        batch, hp = op_batch(), AdamW.for_lora().hp_for_step(0)
-        with pytest.raises(SessionError, match=r"step\(\).*realized.*build"):
-            session.step(batch, hp)
-        with pytest.raises(SessionError, match=r"expected shape \[8, 8\], got \[2, 2\]"):
-            session.upload("w", np.zeros((2, 2), np.float32))
-        with pytest.raises(SessionError, match="no tensor 'ww'"):
-            session.upload("ww", np.zeros((8, 8), np.float32))
-        session.build()
-        with self.engine.realize(op_plan("rows", frozen=True)) as frozen:
-            frozen.build()
-            with pytest.raises(SessionError, match="trains nothing"):
-                frozen.step(batch, hp)
-        with pytest.raises(SessionError, match="window closed at build"):
-            session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
-        with pytest.raises(SessionError, match=r"hp has the shape \[6\]"):
-            session.step(batch, hp[:6])
-        with pytest.raises(SessionError, match="not finite"):
-            session.step(batch, hp * math.nan)
-        with pytest.raises(SessionError, match="6 rows, expected 3"):
-            session.step(op_batch(rows=6), hp)
-        with pytest.raises(SessionError, match="does not divide"):
-            session.step(op_batch(rows=4), hp)
-        with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
-            session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
-        for wrong in (8, -1):
-            with pytest.raises(SessionError, match=rf"batch\['targets'\]: {wrong} is not one of 0\.\.7"):
-                session.step({**batch, "targets": np.full_like(batch["targets"], wrong)}, hp)
-        with pytest.raises(SessionError, match="no loss"):
-            session.step({**batch, "weights": batch["weights"] * 0}, hp)
-        session.close()
-        session.close()
-        assert session.state is State.CLOSED
-        for call in (lambda: session.step(batch, hp), lambda: session.evaluate([batch]), lambda: session.download("w")):
-            with pytest.raises(SessionError, match="closed"):
-                call()
-
-
 class RecipeSuite(PluginSuite):
     """What a recipe must do: set `recipe` and a `model` it can train."""
 
@@ -388,7 +71,7 @@ class RecipeSuite(PluginSuite):
 
     def dataset(self) -> Dataset:
         """Tiny data for the model; for a kind of data of your own, say which."""
-        return {TOKENS: token_dataset(self.vocab), IMAGES: image_dataset()}[self.model.reads]
+        return tiny_data(self.model.reads, self.vocab)
 
     def planned(self) -> Plan:
         """A plan for tiny batches."""
@@ -478,9 +161,9 @@ class CallbackSuite(PluginSuite):
         return outcome
 
 
-def _same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
-    for name in one:
-        np.testing.assert_array_equal(one[name], two[name])
+def tiny_data(kind: Kind, vocab: int) -> Dataset:
+    """Data of a kind that ships."""
+    return {TOKENS: token_dataset(vocab), IMAGES: image_dataset()}[kind]
 
 
 def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:

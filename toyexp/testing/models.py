@@ -1,0 +1,223 @@
+"""The part of the conformance kit that is about models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from inspect import isfunction
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from toyexp.base.errors import SessionError, Unavailable
+from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Dataset
+from toyexp.contract.engine import Engine, Session
+from toyexp.contract.model import Model
+from toyexp.contract.ops import Ops, Params
+from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.recipe import Setup
+from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
+from toyexp.testing.suites import PluginSuite, tiny_data
+
+Values = Mapping[str, np.ndarray]
+LEAST = 1e-8  # of a slope, beside which central differences of float64 are exact
+
+
+class Opaque:
+    """A tensor that only ops can use: it has a shape, and nothing that Python's operators could work with."""
+
+    def __init__(self, array: np.ndarray, names: frozenset[str]):
+        self.shape = array.shape
+        self._array, self._names = array, names  # the model's tensors that it depends on
+
+    def __bool__(self) -> bool:
+        raise TypeError("a model asks whether a tensor is true: what it computes may not depend on values")
+
+
+def _through(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of the reference, on what stands inside opaque tensors."""
+
+    def opaque(_: Ops, *args: Any, **named: Any) -> Any:
+        names: set[str] = set()
+
+        def opened(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [opened(v) for v in value]
+            if not isinstance(value, Opaque):
+                return value
+            names.update(value._names)
+            return value._array
+
+        out = op(REFERENCE, *map(opened, args), **{k: opened(v) for k, v in named.items()})
+        closed = [Opaque(array, frozenset(names)) for array in (out if isinstance(out, tuple) else (out,))]
+        return tuple(closed) if isinstance(out, tuple) else closed[0]
+
+    return opaque
+
+
+def _twice(ops: Ops, function: Callable[..., Any], x: Any, p: Params, *rest: Any) -> Any:
+    first, second = (function(ops, x, p, *rest) for _ in range(2))
+    np.testing.assert_array_equal(first._array, second._array, "a block that is called again computes other numbers")
+    return second
+
+
+REFERENCE = ReferenceOps()
+# The float64 reference on opaque tensors; a block is computed twice, as an engine may.
+OpaqueOps = type(
+    "OpaqueOps", (Ops,), {n: _through(op) for n, op in vars(ReferenceOps).items() if isfunction(op)} | {"block": _twice}
+)
+
+
+class ModelSuite(PluginSuite):
+    """What a model must do: set `model`, small, with two blocks or more, and the `engines` that are to agree on it."""
+
+    kind = "model"
+    model: Model
+    engines: ClassVar[Sequence[Engine]] = ()
+    vocab: int = 16
+    causal: bool | None = None  # whether no position sees a later one; None: where the kind of data can be continued
+    without_gradient: ClassVar[tuple[str, ...]] = ()  # patterns of tensors whose gradient is 0, whatever they hold
+    rtol: float = 2e-5  # of an engine's logits, relative to the largest
+    gradient_rtol: float = 1e-4  # of an engine's gradient along a direction, relative to the gradient's norm
+
+    def subject(self) -> type:
+        """The model's class."""
+        return type(self.model)
+
+    def dataset(self) -> Dataset:
+        """Tiny data for the model; for a kind of data of your own, say which."""
+        return tiny_data(self.model.reads, self.vocab)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Called by pytest as it collects each case."""
+        if "engine" in metafunc.fixturenames:
+            metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
+
+    def planned(self) -> tuple[Plan, Batch, Values]:
+        """A plan that trains every tensor, a batch, and values with nothing at rest: no bias is 0, no norm 1."""
+        dataset = self.dataset()
+        model = self.model.fit(dataset)
+        model.check()
+        batches = model.batches(dataset, 2, 0)
+        plan = Setup(batches.inputs, rows=2, seed=1).plan(
+            model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
+        )
+        draw = np.random.default_rng(3)
+        values = {t.name: plan.initial(t) + draw.normal(0, 0.2, t.shape) for t in plan.tensors}
+        return plan, batches.batch(0), {n: v.astype(np.float32) for n, v in values.items()}
+
+    def built(self, engine: Engine, plan: Plan, values: Values) -> Session:
+        """A session that holds these values; skips where the engine is not here."""
+        try:
+            session = engine.realize(plan)
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+        for name, array in values.items():
+            session.upload(name, array)
+        session.build()
+        return session
+
+    # -- the function -------------------------------------------------------------------------------------------
+
+    def test_it_reads_what_its_batches_hold(self) -> None:
+        """And says so in `inputs`; its tensors have names of their own."""
+        plan, batch, _ = self.planned()
+        assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
+        for name, shape in plan.model.inputs().items():
+            given = plan.inputs[name].shape
+            assert len(shape) == len(given)
+            assert all(n == m for n, m in zip(shape, given, strict=True) if not isinstance(n, str)), name
+
+    def test_it_computes_with_ops_alone(self) -> None:
+        """Not with Python's operators, numpy or a tensor's methods; every tensor of its own reaches the result.
+
+        And a block computes the same when it is called again.
+        """
+        plan, batch, values = self.planned()
+        wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}
+        inputs = {n: Opaque(batch[n], frozenset()) for n in plan.model.inputs()}
+        logits = plan.model.forward(OpaqueOps(), plan.params(wide), inputs)
+        assert isinstance(logits, Opaque), f"forward gives {type(logits).__name__}, which no op made"
+        np.testing.assert_allclose(logits._array, reference_logits(plan, values, batch), rtol=1e-12, atol=1e-12)
+        idle = sorted(values.keys() - logits._names)
+        assert idle == [], f"the result does not depend on {', '.join(idle)}"
+        assert logits.shape[:-1] == batch["targets"].shape
+
+    def test_every_tensor_has_a_gradient(self) -> None:
+        """The loss changes as each of them moves, in float64; but for those in `without_gradient`."""
+        plan, batch, values = self.planned()
+        for name in values:
+            moves = max(map(abs, self._slopes(plan, values, batch, name))) >= LEAST
+            expected = not any(fnmatchcase(name, pattern) for pattern in self.without_gradient)
+            assert moves is expected, f"{name} has {'a' if moves else 'no'} gradient"
+
+    def _slopes(self, plan: Plan, values: Values, batch: Batch, name: str) -> list[float]:
+        return [reference_slope(plan, values, batch, name, d) for d in _directions(values[name].shape)]
+
+    def test_no_position_sees_a_later_one(self) -> None:
+        """The logits of a position are those of the row that ends there, whatever comes after it."""
+        plan, batch, values = self.planned()
+        sequence = plan.model.reads.sequence
+        if not (bool(sequence) if self.causal is None else self.causal):
+            pytest.skip(f"model={plan.model.name} claims no order of positions")
+        whole = reference_logits(plan, values, batch)
+        for length in (1, whole.shape[1] // 2, whole.shape[1] - 1):
+            short = {**batch, sequence: batch[sequence][:, :length]}
+            np.testing.assert_allclose(
+                reference_logits(plan, values, short), whole[:, :length], rtol=1e-9, atol=1e-12,
+                err_msg=f"the first {length} positions change with what follows them",
+            )  # fmt: skip
+
+    # -- on engines ---------------------------------------------------------------------------------------------
+
+    def test_engines_compute_it(self, engine: Engine) -> None:
+        """Logits are those of the float64 reference, and each gradient its slope."""
+        plan, batch, values = self.planned()
+        expected = reference_logits(plan, values, batch)
+        with self.built(engine, plan, values) as session:
+            np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
+            gradients = session.gradients(batch)
+        assert gradients.keys() == values.keys()
+        for name, gradient in gradients.items():
+            scale = float(np.linalg.norm(gradient)) + 1e-3
+            for direction, slope in zip(
+                _directions(gradient.shape), self._slopes(plan, values, batch, name), strict=True
+            ):
+                assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
+
+    def test_blocks_that_are_computed_twice_give_the_same_gradients(self, engine: Engine) -> None:
+        """Where the engine has such a setting."""
+        if "recompute" not in {f.name for f in dataclasses.fields(engine)}:
+            pytest.skip(f"engine={engine.name} keeps all activations")
+        plan, batch, values = self.planned()
+        again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
+        with self.built(engine, plan, values) as one, self.built(again, plan, values) as two:
+            wanted = one.gradients(batch)
+            for name, gradient in two.gradients(batch).items():
+                atol = 1e-6 * np.abs(wanted[name]).max()
+                np.testing.assert_allclose(gradient, wanted[name], atol=atol, err_msg=name)
+
+    def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
+        """Position by position: what it cannot do so is said, and no other text comes of it."""
+        plan, batch, values = self.planned()
+        sequence = plan.model.reads.sequence
+        if not sequence:
+            pytest.skip(f"model={plan.model.name} does not continue a sequence")
+        ids = batch[sequence][0]
+        with self.built(engine, plan, values) as session:
+            whole, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
+            try:
+                found = [decoder.feed([i]) for i in ids]
+            except SessionError as refused:
+                assert "beyond its own position" in str(refused)
+            else:
+                np.testing.assert_allclose(found, whole, atol=self.rtol * np.abs(whole).max())
+
+
+def _directions(shape: tuple[int, ...]) -> list[np.ndarray]:
+    draw = np.random.default_rng(1)
+    found = [draw.standard_normal(shape) for _ in range(2)]
+    return [d / np.linalg.norm(d) for d in found]

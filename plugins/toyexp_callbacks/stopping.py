@@ -11,14 +11,14 @@ from toyexp import Callback, Dataset, Plan, Planned, Run, RunFailed, UserError, 
 from toyexp.contract.model import falls
 
 
-def require_looks(name: str, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a run that never looks at its held-out data."""
+def require_evals(name: str, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a run without evals."""
     if not config["eval_every"]:
-        raise UserError(f"callbacks.{name} needs looks at the held-out data: eval_every must be above 0")
+        raise UserError(f"callbacks.{name} needs evals of the held-out data: eval_every must be above 0")
 
 
 def score(name: str, metric: str, metrics: Mapping[str, float]) -> float:
-    """The metric of a look at the held-out data; UserError when the run has none of that name."""
+    """The metric of an eval; UserError when the run has none of that name."""
     if metric not in metrics:
         raise UserError(f"callbacks.{name}.metric={printable(metric)}: {choose(metric, metrics)}")
     return metrics[metric]
@@ -31,7 +31,7 @@ class EarlyStop(Callback):
     name: ClassVar[str] = "early_stop"
 
     metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
-    patience: int = 3  # looks at the held-out data without improvement
+    patience: int = 3  # evals without improvement
     min_delta: float = 0.0  # what counts as improvement
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class EarlyStop(Callback):
             raise UserError(f"callbacks.early_stop.min_delta={self.min_delta}: must be 0 or above")
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Refuses a run without held-out looks: it would never be stopped."""
-        require_looks(self.name, config)
+        """Refuses a run without evals: it would never be stopped."""
+        require_evals(self.name, config)
 
     def check_plan(self, plan: Plan) -> None:
         """Refuses a metric that the model does not report."""
@@ -66,7 +66,7 @@ class EarlyStop(Callback):
             )
 
     def state(self) -> dict[str, Any]:
-        """The best so far and the looks since."""
+        """The best so far and the evals since."""
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class EarlyStop(Callback):
 
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Counts the looks since the last improvement."""
+        """Counts the evals since the last improvement."""
         # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
         value = score(self.name, self.metric, metrics)
         cost = value if falls(self.metric) else -value
@@ -91,7 +91,7 @@ class EarlyStop(Callback):
             return None
         wanted = self._best - self.min_delta
         better = f"below {wanted:.4f}" if falls(self.metric) else f"above {-wanted:.4f}"
-        return f"early_stop: {self._waited} looks without a held-out {self.metric} {better}"
+        return f"early_stop: {self._waited} evals without a held-out {self.metric} {better}"
 
 
 @dataclass(eq=False)
@@ -122,8 +122,8 @@ class QualityGate(Callback):
                 raise UserError(f"callbacks.quality_gate.{key}={given}: does not go with metric={self.metric}")
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Refuses a run without held-out looks: there would be nothing to judge."""
-        require_looks(self.name, config)
+        """Refuses a run without evals: there would be nothing to judge."""
+        require_evals(self.name, config)
 
     def check_plan(self, plan: Plan) -> None:
         """Refuses a metric that the model does not report."""
@@ -139,9 +139,9 @@ class QualityGate(Callback):
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Refuses to judge a run by a look in its middle."""
+        """Refuses to judge a run by an eval in its middle."""
         raise UserError(
-            f"callbacks.{self.name} judges by the first look at the held-out data, and step {step} is past it: leave "
+            f"callbacks.{self.name} judges by the first eval, and step {step} is past it: leave "
             "it out, or begin a new run"
         )
 

@@ -11,7 +11,7 @@ from toyexp import Callback, Planned, Run, UserError, changed, hookimpl
 from toyexp.training.checkpoint import rebuilt
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
-LOOKS = 2  # at the held-out data in a row that have to be high
+EVALS = 2  # in a row whose loss has to be high
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Watch(Callback):
     warmup: int = 50  # steps before anything is a spike
     horizon: int = 50  # steps that the running mean and deviation reach back
     rise: float = 0.1  # diverging: above the best smoothed loss by this share, and half the way back to the first,
-    patience: int = 50  # for so many steps; or two looks at the held-out data
+    patience: int = 50  # for so many steps; or two evals
 
     def __post_init__(self) -> None:
         self._steps = 0
@@ -119,7 +119,7 @@ class Watch(Callback):
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """The same for the held-out loss."""
-        if math.isfinite(metrics["loss"]) and self._held_out.see(metrics["loss"], self.rise, LOOKS):
+        if math.isfinite(metrics["loss"]) and self._held_out.see(metrics["loss"], self.rise, EVALS):
             self._diverging(run, step, "held-out loss", metrics["loss"], self._held_out)
 
     def _diverging(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:

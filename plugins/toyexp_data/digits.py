@@ -27,7 +27,7 @@ class Digits(Data):
 
     val_fraction: float = 0.2  # of every digit, held out from training; the same images whatever the seed
     augment: str = "none"  # none | flip | shift (by a pixel) | flip_shift
-    eval_images: int = 0  # held-out images that one look takes; 0: all
+    eval_images: int = 0  # held-out images that one eval takes; 0: all
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""

@@ -48,7 +48,7 @@ class Images(Data):
     normalise: str = "train"  # by mean and deviation of: train (the training images) | fixed (0.5 and 0.5)
     augment: str = "none"  # none | flip (left to right) | shift (by up to an eighth) | flip_shift
     val_fraction: float = 0.1  # of every class, held out from training; the same images whatever the seed
-    eval_images: int = 0  # held-out images that one look takes; 0: all
+    eval_images: int = 0  # held-out images that one eval takes; 0: all
     max_mb: float = 4000.0  # megabytes of pixels to hold in memory at most
 
     @classmethod
@@ -179,12 +179,12 @@ class Images(Data):
 
 
 def few_images(eval_images: int, planned: Planned) -> Iterable[str]:
-    """A warning where more held-out images are asked for than there are, or none is looked at."""
+    """A warning where more held-out images are asked for than there are, or none is taken."""
     there = planned.dataset.describe()["held_out_images"]
     if eval_images and not planned.config["eval_every"]:
-        yield f"data.eval_images={eval_images}: with eval_every=0 no look is taken"
+        yield f"data.eval_images={eval_images}: with eval_every=0 there is no eval"
     elif eval_images > there:
-        yield f"data.eval_images={eval_images}: {there} are held out, which are all looked at"
+        yield f"data.eval_images={eval_images}: {there} are held out, which are all taken"
 
 
 def check_images(val_fraction: float, augment: str, eval_images: int) -> None:

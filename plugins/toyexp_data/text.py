@@ -45,7 +45,7 @@ class TokenizedData(Data):
     tokenizer: str = "auto"  # auto (the donor's or base's) | byte | char | bpe (trained on this text) | a GGUF file
     bpe_vocab: int = 1024  # tokens that tokenizer=bpe learns
     val_fraction: float = 0.05  # the last part of every document, held out from training
-    eval_batches: int = 16  # batches that one look at the held-out part takes
+    eval_batches: int = 16  # held-out batches that one eval takes
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
@@ -198,13 +198,13 @@ def check_split(val_fraction: float, eval_batches: int) -> None:
 
 
 def few_batches(data: Data, eval_batches: int, planned: Planned) -> Iterable[str]:
-    """A warning where more held-out batches are asked for than there are, or none is looked at."""
+    """A warning where more held-out batches are asked for than there are, or none is taken."""
     if not changed(data, "eval_batches"):
         return
     if not planned.config["eval_every"]:
-        yield f"data.eval_batches={eval_batches}: with eval_every=0 no look is taken"
+        yield f"data.eval_batches={eval_batches}: with eval_every=0 there is no eval"
     elif (there := len(planned.batches.held_out())) < eval_batches:
-        yield f"data.eval_batches={eval_batches}: the held-out part has {there}, which are all looked at"
+        yield f"data.eval_batches={eval_batches}: the held-out part has {there}, which are all taken"
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Tokens(Data):
     dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32, an .npy says its own)
     tokenizer: str = ""  # a GGUF whose tokenizer made the ids, for samples and the export; empty: ids only
     val_fraction: float = 0.05  # the last part of the file, held out from training
-    eval_batches: int = 16  # batches that one look at the held-out part takes
+    eval_batches: int = 16  # held-out batches that one eval takes
 
     @classmethod
     def recognises(cls, path: Path) -> int:

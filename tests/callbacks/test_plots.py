@@ -24,7 +24,7 @@ def test_a_run_leaves_a_picture_of_its_curves(train):
 @pytest.mark.parametrize(
     "words",
     [["steps=1"], ["eval_every=0"], ["engine.nan_at=5"], ["engine.nan_at=1"]],
-    ids=["one step", "no held-out looks", "ends in NaN", "only NaN"],
+    ids=["one step", "no evals", "ends in NaN", "only NaN"],
 )
 def test_curves_with_holes_are_drawn_too(train, words):
     run = train("callbacks=[events,plots]", *words, engine="noop")

@@ -11,7 +11,7 @@ NO_LEARNING = "lr=0"  # the held-out loss then never falls
 
 
 def looks_until_stop(stop, losses):
-    """How many looks at the held-out data it takes until the callback wants to stop."""
+    """How many evals it takes until the callback wants to stop."""
     for count, loss in enumerate(losses, start=1):
         stop.on_eval({"loss": loss})
         if stop.stop_reason():
@@ -26,10 +26,10 @@ def test_early_stop_ends_a_run_that_no_longer_learns_and_says_why(train):
     assert run.code == 0
     end = run.events[-1]
     assert (end["reason"], end["exit_code"]) == ("aborted", 0)
-    # The first look sets the best loss, the next three (at steps 2, 4 and 6) do not beat it.
+    # The first eval sets the best loss, the next three (at steps 2, 4 and 6) do not beat it.
     assert 6 <= end["final_step"] <= 7
-    assert run.result["why"].startswith("early_stop: 3 looks without a held-out loss below ")
-    assert "stopped because early_stop: 3 looks" in run.out
+    assert run.result["why"].startswith("early_stop: 3 evals without a held-out loss below ")
+    assert "stopped because early_stop: 3 evals" in run.out
     assert (run.dir / "model.gguf").exists()
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_never_looks_is_refused_before_anything_is_written(train, nam
     run = train(f"callbacks=[default,{name}]", "eval_every=0")
     assert run.code == 2
     assert run.err == (
-        f"toyexp: error: callbacks.{name} needs looks at the held-out data: eval_every must be above 0\n"
+        f"toyexp: error: callbacks.{name} needs evals of the held-out data: eval_every must be above 0\n"
     )
     assert not run.dir.exists()
 
@@ -132,11 +132,11 @@ def test_early_stop_knows_that_an_accuracy_should_rise():
     restored = EarlyStop(metric="accuracy", patience=2, min_delta=0.01)
     restored.resume(json.loads(json.dumps(stop.state())))
     restored.on_eval({"loss": 0.0, "accuracy": 0.9})
-    assert restored.stop_reason() == "early_stop: 2 looks without a held-out accuracy above 0.9100"
+    assert restored.stop_reason() == "early_stop: 2 evals without a held-out accuracy above 0.9100"
 
 
 def judge(values, reason="completed", **settings):
-    """The verdict on a run whose looks at the held-out data gave these accuracies."""
+    """The verdict on a run whose evals gave these accuracies."""
     said = []
     gate = QualityGate(metric="accuracy", **settings)
     gate.check()
@@ -193,7 +193,7 @@ def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     again = ["resume=run", "plugins=[toyexp.testing.null]", "steps=6"]
     assert main([*again, "callbacks=[events,quality_gate]"]) == 2
-    assert "judges by the first look at the held-out data, and step 4 is past it" in capsys.readouterr().err
+    assert "judges by the first eval, and step 4 is past it" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert main([*again, "callbacks=[events,early_stop]"]) == 0
     assert "changed: steps 4 -> 6, callbacks.early_stop added" in capsys.readouterr().out

@@ -32,7 +32,7 @@ class Told:
             self.watch.on_step(self, self.step, {"loss": loss})
         return self
 
-    def look(self, *losses):
+    def evaluate(self, *losses):
         for loss in losses:
             self.watch.on_eval(self, self.step, {"loss": loss})
         return self
@@ -79,7 +79,7 @@ def test_no_false_alarm_for_small_losses_that_vary_by_multiples_of_themselves():
     """As of a classifier that is nearly always right: exponential, with a mean of 0.02."""
     draw = random.Random(1)
     losses = [2.3 * math.exp(-i / 40) + draw.expovariate(50) for i in range(1000)]
-    assert Told(Watch(factor=12)).train(*losses).look(2.3, 0.05, 0.04, 0.06, 0.07, 0.08).warnings == []
+    assert Told(Watch(factor=12)).train(*losses).evaluate(2.3, 0.05, 0.04, 0.06, 0.07, 0.08).warnings == []
 
 
 def test_a_climbing_loss_is_told_once_until_it_has_recovered():
@@ -100,17 +100,17 @@ def test_a_run_that_only_gets_worse_is_told_too():
 
 
 def test_the_held_out_loss_needs_two_high_looks():
-    assert Told().look(7.0, 4.0, 6.0, 4.0, 6.0).warnings == []
-    run = Told().look(7.0, 4.0, 6.0, 6.0, 6.0)
+    assert Told().evaluate(7.0, 4.0, 6.0, 4.0, 6.0).warnings == []
+    run = Told().evaluate(7.0, 4.0, 6.0, 6.0, 6.0)
     assert (
         run.abouts == [("divergence", 0)]
         and "the held-out loss has climbed from 4.0000 to 6.0000" in (run.warnings[0]["text"])
     )
-    assert Told().look(7.0, 4.0, *[4.2] * 10).warnings == [], "a model that begins to learn by heart does not diverge"
+    assert Told().evaluate(7.0, 4.0, *[4.2] * 10).warnings == [], "a model that begins to learn by heart converges"
 
 
 def test_numbers_that_are_none_are_left_to_the_run():
-    run = Told().train(*falling(100), math.nan, math.inf, *falling(50, 1, start=4.5)).look(math.nan, math.inf)
+    run = Told().train(*falling(100), math.nan, math.inf, *falling(50, 1, start=4.5)).evaluate(math.nan, math.inf)
     assert run.warnings == []
     json.dumps(run.watch.state(), allow_nan=False)
 

@@ -138,7 +138,7 @@ def test_more_held_out_images_than_there_are(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).parts(*words))
-    assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all looked at"]
+    assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all taken"]
     planned = Planned(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 

@@ -197,7 +197,7 @@ def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_
         keeper.due(5, {"loss": 1.0, "accuracy": 0.5}, last=False)
     with pytest.raises(UserError, match="checkpoint_best=acuracy"):
         keeper.check({"loss": 1.0, "accuracy": 0.5})
-    keeper.check({})  # there was no look yet
+    keeper.check({})  # there was no eval yet
     keeper = Keeper(tmp_path, Interval(10), keep=1, best="loss")
     assert keeper.due(5, {"loss": 1.0}, last=False) and not keeper.due(6, {"loss": math.nan}, last=False)
     assert keeper.due(7, {"loss": 0.5}, last=False) and not keeper.due(8, {"loss": 0.5}, last=False)

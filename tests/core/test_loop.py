@@ -283,7 +283,7 @@ def test_a_signal_ends_the_run_after_its_step(stage):
     it = stage(9, eval_every=1, stopped=lambda: len(it.session.hps) == 2)
     outcome = it.train()
     assert (outcome.reason, outcome.steps) == ("interrupted", 2)
-    assert it.recorder.evals() == [0, 1], "it looks no more"
+    assert it.recorder.evals() == [0, 1], "it evaluates no more"
     assert (it.recorder.heard[-1], it.saver.told[-1]) == ("after 2", (2, {}, True))
 
 
@@ -336,7 +336,7 @@ def test_a_look_that_was_due_when_a_run_stopped_is_taken_once(stage, eval_step, 
     it = stage(5, eval_every=3, outcome=resumed(eval_step=eval_step))
     outcome = it.train()
     assert it.recorder.evals() == evals
-    assert (outcome.first_eval_loss, outcome.eval_step) == (2.0, 5), "the first look was the first process's"
+    assert (outcome.first_eval_loss, outcome.eval_step) == (2.0, 5), "the first eval was the first process's"
 
 
 def test_a_row_of_bad_steps_is_counted_anew_when_resumed(stage):

@@ -35,9 +35,9 @@ def events(directory, kind):
 
 
 def best_look(directory):
-    """The step and loss of the best look after a step, by the record."""
-    looks = [(e["loss"], e["step"]) for e in events(directory, "eval") if e["step"]]
-    return min(looks)[1], min(looks)[0]
+    """The step and loss of the best eval after a step, by the record."""
+    evals = [(e["loss"], e["step"]) for e in events(directory, "eval") if e["step"]]
+    return min(evals)[1], min(evals)[0]
 
 
 def tensors(path):
@@ -51,7 +51,7 @@ def result(directory):
 
 @pytest.fixture
 def wild(capsys):
-    """A run whose best look was not its last, and that step."""
+    """A run whose best eval was not its last, and that step."""
     run("wild/run", "checkpoint_best=loss", callbacks=f"{CALLBACKS},safetensors_export,hf_export")
     step, loss = best_look("wild/run")
     assert 0 < step < 12, "the rate is not as wild as it should be"

@@ -47,7 +47,7 @@ def test_a_run_that_is_extended_is_the_longer_run(engine):
     whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
     assert begun.files == whole.files
     extra = [e for e in begun.events if e not in whole.events]
-    assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], "the look at its first end"
+    assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], "the eval at its first end"
     (resumed,) = events("begun/run", "resume")
     assert (resumed["step"], resumed["changed"], resumed["inexact"]) == (5, {"steps": [5, 12]}, None)
     assert json.loads(Path("begun/run/result.json").read_text())["steps"] == 12

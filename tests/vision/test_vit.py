@@ -92,9 +92,9 @@ def test_a_folder_of_images_of_ones_own_trains(tmp_path, block, capsys):
 def test_what_a_run_says_and_records_of_its_accuracy(trained, capsys):
     directory, result = trained
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    looks = [e["accuracy"] for e in events if e["kind"] == "eval"]
-    assert len(looks) == 3 and looks[0] == result["first_eval_scores"]["accuracy"]
-    assert looks[-1] == result["eval_scores"]["accuracy"] > looks[0]
+    scores = [e["accuracy"] for e in events if e["kind"] == "eval"]
+    assert len(scores) == 3 and scores[0] == result["first_eval_scores"]["accuracy"]
+    assert scores[-1] == result["eval_scores"]["accuracy"] > scores[0]
     model = events[0]["model"]
     assert (model["arch"], model["image_size"], model["patch"], model["classes"]) == ("vit", 8, 2, 10)
     assert events[0]["optim"]["mode"] == "from_scratch" and events[0]["data"]["held_out_images"] == 359

@@ -12,7 +12,7 @@ from toyexp.base.errors import RunFailed, printable
 
 GROUPS = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
-TO_LOOK = "a smaller batch_size or model.context takes less"  # where nothing is trained
+TO_EVALUATE = "a smaller batch_size or model.context takes less"  # where nothing is trained
 
 
 def available_bytes() -> int | None:

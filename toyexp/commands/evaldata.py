@@ -1,4 +1,4 @@
-"""Which data a model is looked at with: its run's own, what is typed, or what a path holds."""
+"""Which data a model is evaluated on: its run's own, what is typed, or what a path holds."""
 
 from __future__ import annotations
 

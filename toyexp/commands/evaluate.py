@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.memory import TO_LOOK, running_out
+from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
 from toyexp.config.restored import file_of, origin
 from toyexp.contract.compatibility import of_kind, unread
@@ -35,13 +35,13 @@ usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
 How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
 MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
-                                                          on the run's own data, as the run looked at it
+                                                          on the run's own data, as the run evaluated it
   toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
   toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
   toyexp eval digits.gguf data=digits
 
 A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
-of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is looked at, in a few
+of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is taken, in a few
 batches; for all that can be: data.val_fraction=0.999 data.eval_batches=1000000 (of images data.eval_images=0).
 Sizes and tokenizer come from the model's file. model.context=N takes windows of N tokens, batch_size=N so many at a
 time; beside these go data.*, engine, engine.* and plugins=[...]."""
@@ -59,8 +59,8 @@ class Evaluation:
     engine: str
     data: str
     path: str | None  # of the data, where it has one
-    left_out: list[str]  # what of the data is not looked at, and which key changes that
-    share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that looked at
+    left_out: list[str]  # what of the data is not taken, and which key changes that
+    share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that is taken
     own: bool  # whether it is what the model's run was trained on
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
@@ -106,9 +106,9 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
-    check_plan(plan, built.engine, TO_LOOK)
+    check_plan(plan, built.engine, TO_EVALUATE)
     built.engine.check_plan(plan)
-    with running_out(TO_LOOK), built.engine.realize(plan) as session:
+    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
         session.build()
         held_out = batches.held_out()
         loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)

@@ -362,7 +362,7 @@ def _by_llama_cpp(
     )  # fmt: skip
 
 
-def _threads(options: Options, settings: Sequence[str]) -> int:
+def _threads(options: Options, settings: Mapping[str, str]) -> int:
     """Those that llama.cpp is to use, 0 for its own choice; UserError for any other setting."""
     threads = 0
     for key, value in settings.items():

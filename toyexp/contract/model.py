@@ -86,9 +86,9 @@ class Model(ABC):
         return {}
 
     def require_metric(self, key: str, name: str) -> None:
-        """Raises UserError when a look at the held-out data reports nothing of that name, as far as that is known.
+        """Raises UserError when an eval reports nothing of that name, as far as that is known.
 
-        What a model scores without naming it in `score_names` shows at the first look.
+        What a model scores without naming it in `score_names` shows at the first eval.
         """
         unnamed = not self.score_names and type(self).scores is not Model.scores
         known = ("loss", "ppl", *self.score_names)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Best:
-    """The best look at the held-out data that a run has taken."""
+    """The best eval of a run."""
 
     step: int
     metric: str
@@ -33,7 +33,7 @@ class Best:
 class Listeners(Protocol):
     """Who is told what happens in a run: its bus."""
 
-    best: Callable[[bool], Best | None]  # the best look so far; with its weights, or without
+    best: Callable[[bool], Best | None]  # the best eval so far; with its weights, or without
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event."""
@@ -60,7 +60,7 @@ class Run:
     stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
 
     def best(self) -> Best | None:
-        """The best look at the held-out data so far, with its weights; None of a run that keeps no best."""
+        """The best eval so far, with its weights; None of a run that keeps no best."""
         return self.bus.best(True) if self.bus is not None else None
 
     @contextlib.contextmanager

@@ -178,12 +178,12 @@ class EngineSuite(EngineNumbers):
                 assert same is not tensor.trainable, tensor.name
 
     def test_evaluate_and_gradients_change_nothing(self) -> None:
-        """A step after looking equals a step without looking."""
+        """A step after them equals a step without."""
         weights = []
-        for look in (False, True):
+        for evaluated in (False, True):
             with self.built(op_plan("swiglu")) as session:
                 for step in range(3):
-                    if look:
+                    if evaluated:
                         session.evaluate([op_batch(seed=9)])
                         session.gradients(op_batch(seed=8))
                         session.logits(op_batch(seed=7))

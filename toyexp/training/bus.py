@@ -40,7 +40,7 @@ class Bus:
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
-        self.step: int | None = None  # the step that training is at; None before the first look
+        self.step: int | None = None  # the step that training is at; None before the first eval
         self.log: Path | None = None  # where tracebacks stand
         self._ending = False
         self._failure: Exception | None = None

@@ -277,12 +277,12 @@ class Keeper:
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
-        """Raises UserError when the score of the best is not among those of a look at the held-out data."""
+        """Raises UserError when the score of the best is not among those of an eval."""
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {choose(self.metric, scores)}")
 
     def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
-        """Whether the state after `step` should be saved; `scores` are those of a look at the held-out data there."""
+        """Whether the state after `step` should be saved; `scores` are those of an eval there."""
         if step == self._last_step:
             return False
         better = False
@@ -297,7 +297,7 @@ class Keeper:
         return self._interval.due(step, time.monotonic() - self._last_time)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
-        """The best look so far, of those whose weights stand on the disk or are those of the `present` step.
+        """The best eval so far, of those whose weights stand on the disk or are those of the `present` step.
 
         Raises Damaged when its weights are wanted and cannot be read.
         """

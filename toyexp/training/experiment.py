@@ -207,7 +207,7 @@ def _live(
 
 
 def _bad_end(outcome: Outcome) -> RunFailed | None:
-    """What is wrong with a model whose last look at the held-out data gave no number."""
+    """What is wrong with a model whose last eval gave no number."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     return RunFailed(
@@ -279,7 +279,7 @@ class RunSaver(Saver):
         self._tell()
 
     def best(self, weights: bool) -> Best | None:
-        """The best look so far, with its weights if wanted; where they cannot be read that is told: there is none."""
+        """The best eval so far, with its weights if wanted; where they cannot be read that is told: there is none."""
         try:
             return self._keeper.best(self._step, weights)
         except Damaged as error:

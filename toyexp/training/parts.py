@@ -84,4 +84,4 @@ class Result:
     units: str  # what the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
     steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
-    best: Best | None = None  # the best look, of a run that keeps it
+    best: Best | None = None  # the best eval, of a run that keeps it

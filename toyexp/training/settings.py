@@ -17,7 +17,7 @@ NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite 
 # What a key is. Without any of these it decides a run's numbers, and a run that goes on keeps it.
 FREE = "free"  # a run that goes on may have another one
 ASIDE = "aside"  # no number depends on it
-OF_A_RUN = "of a run"  # it is about a run's directory, and when it is looked at and saved; nothing else asks for it
+OF_A_RUN = "of a run"  # it is about a run's directory, and when it is evaluated and saved; nothing else asks for it
 
 
 def about(text: str, *roles: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Settings:
     steps: int = setting(200, "optimiser steps", FREE)
     batch_size: int = setting(8, "sequences (or images) in a step")
     lr: float = setting(0.003, "base learning rate, which the schedule scales", FREE)
-    eval_every: int = setting(50, "steps between looks at the held-out data; 0 never looks", FREE, OF_A_RUN)
+    eval_every: int = setting(50, "steps between evals of the held-out data; 0: none", FREE, OF_A_RUN)
     checkpoint_every: str = setting(
         "10min",
         "steps or a time (30s, 10min, 2h) between checkpoints, and one at the end; 0 writes the best alone, if kept",
@@ -80,7 +80,7 @@ class Settings:
                 f"checkpoint_keep={self.checkpoint_keep}: must be at least 1; checkpoint_every=0 writes none"
             )
         if self.checkpoint_best is not None and not self.eval_every:
-            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs looks at the held-out data: eval_every=50")
+            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs evals of the held-out data: eval_every=50")
         if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
             raise UserError(
                 f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
@@ -98,8 +98,8 @@ class Settings:
         told = []
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if changed(self, "eval_every") and self.eval_every > self.steps:
-            looks = "the held-out data is looked at before the first and after the last"
-            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {looks}")
+            evals = "there is an eval before the first and after the last"
+            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {evals}")
         if saves.steps > self.steps:
             told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
         if changed(self, "checkpoint_keep") and not saves:

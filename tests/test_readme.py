@@ -167,6 +167,27 @@ def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeyp
     assert "skipped" not in done.stdout
 
 
+def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path, monkeypatch, capsys):
+    """The files as they stand there, in a directory of their own."""
+    for name in ("npz_format.py", "test_npz_format.py"):
+        (tmp_path / name).write_text(readme_file(name))
+    monkeypatch.chdir(tmp_path)
+    words = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
+             "engine=ggml", "eval_every=0", "callbacks=[gguf_export,npz_export]",
+             "callbacks.npz_export.compressed=true",
+             "hydra.run.dir=run", "plugins=[npz_format]"]  # fmt: skip
+    assert main(words) == 0, capsys.readouterr().err
+    exports = [["--type", "npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
+    assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
+    assert main(["plugins", "npz", "plugins=[npz_format]"]) == 0
+    assert "compressed=false" in capsys.readouterr().out
+    with GGUFFile("run/model.gguf") as file, np.load("run/model.npz") as plain, np.load("small.npz") as small:
+        assert {*plain.files} == {*small.files} == {"model", *file.tensors}
+        assert all(np.array_equal(plain[n], file.read(n)) and np.array_equal(small[n], plain[n]) for n in file.tensors)
+    kit = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
+
+
 def test_the_readme_lists_every_hook_with_its_signature():
     for spec in (Registration, RunHooks):
         for name, hook in vars(spec).items():

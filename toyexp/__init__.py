@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from toyexp.contract.dataset import Batches, Dataset
     from toyexp.contract.decoder import Decoder
     from toyexp.contract.engine import Engine, Session, State, StepMetrics
+    from toyexp.contract.format import Exported, Format
     from toyexp.contract.hooks import Register, hookimpl
     from toyexp.contract.kind import IMAGES, TOKENS, Kind
     from toyexp.contract.model import Model, TensorSpec
@@ -62,6 +63,8 @@ __all__ = [
     "Dataset",
     "Decoder",
     "Engine",
+    "Exported",
+    "Format",
     "FromGGUF",
     "Given",
     "Group",
@@ -121,6 +124,7 @@ _HOMES = {
     "toyexp.contract.dataset": "Batches Dataset",
     "toyexp.contract.decoder": "Decoder",
     "toyexp.contract.engine": "Engine Session State StepMetrics",
+    "toyexp.contract.format": "Exported Format",
     "toyexp.contract.hooks": "Register hookimpl",
     "toyexp.contract.kind": "IMAGES TOKENS Kind",
     "toyexp.contract.model": "Model TensorSpec",

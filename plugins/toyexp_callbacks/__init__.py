@@ -5,8 +5,8 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_callbacks(register: Register) -> None:
-    """Schedules, what a person watches, what is recorded and exported, and what ends a run."""
-    from toyexp_callbacks import events, export, plots, progress, sample, schedules, stopping, wandb, watch
+    """Schedules, what a person watches, what is recorded, and what ends a run."""
+    from toyexp_callbacks import events, plots, progress, sample, schedules, stopping, wandb, watch
 
     for cls in (
         schedules.Constant,
@@ -16,9 +16,6 @@ def register_callbacks(register: Register) -> None:
         progress.Progress,
         events.Events,
         wandb.Wandb,
-        export.GGUFExport,
-        export.SafetensorsExport,
-        export.HuggingFaceExport,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

@@ -22,6 +22,7 @@ import pytest
 
 from toyexp import TOKENS, Constant, FromGGUF, Kind, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
+from toyexp.contract.exporter import exporter
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.open_model import model_of
@@ -29,7 +30,7 @@ from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
 from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
-from toyexp_callbacks.export import GGUFExport
+from toyexp_formats.shipped import GGUF
 from toyexp_models.llama import Llama
 
 # -- files by hand ----------------------------------------------------------------------------------------------------
@@ -705,7 +706,7 @@ def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypa
         with pytest.raises(UserError, match=r"llama\.rope\.freq_base"):
             check_keys(Tiny())
         with pytest.raises(UserError, match="to train without"):
-            GGUFExport().check_plan(Setup(TOKENS.inputs(4), 1).plan(Tiny(), []))
+            exporter(GGUF)().check_plan(Setup(TOKENS.inputs(4), 1).plan(Tiny(), []))
 
 
 def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):

@@ -243,7 +243,7 @@ def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(mo
     model, rename = write_base(Path("m.gguf"), "llama", tokenizer=Bytes()), Path.rename
 
     def interrupted(self, target):
-        if self.suffix == ".tmp":
+        if self.parent.suffix == ".tmp":
             raise KeyboardInterrupt
         return rename(self, target)
 

@@ -65,7 +65,7 @@ def test_each_public_name_is_the_one_that_type_checkers_see():
         node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("toyexp.")
     ]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert sorted(seen) == toyexp.__all__
+    assert sorted(seen) == sorted(toyexp.__all__)
     for name, module in seen.items():
         assert getattr(toyexp, name) is getattr(sys.modules[module], name)
 

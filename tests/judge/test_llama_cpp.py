@@ -18,21 +18,23 @@ from requantised import q4_k, requantised
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
+from toyexp.contract.exporter import exporter
 from toyexp.contract.optimiser import Optim
+from toyexp.contract.plan import export_tensors
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.write import export_tensors, write_model
+from toyexp.formats.gguf.write import write_model
 from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp.training.loop import Training
 from toyexp.training.parts import Config
 from toyexp.training.settings import Settings
-from toyexp_callbacks.export import GGUFExport
 from toyexp_callbacks.schedules import Cosine
 from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize
 from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
+from toyexp_formats.shipped import GGUF
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -181,7 +183,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
         model, data, recipe, TorchCPU(threads=1), Optim(),
-        {"cosine": Cosine(), "gguf_export": GGUFExport()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
+        {"cosine": Cosine(), "gguf_export": exporter(GGUF)()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
         base=model if recipe.base_file() else None,
     )  # fmt: skip
     prepared = prepare(config)

@@ -22,13 +22,14 @@ from gguf import GGMLQuantizationType
 from requantised import requantised
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
+from toyexp.contract.plan import export_tensors
 from toyexp.contract.recipe import start
 from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.write import export_tensors, write_adapter, write_model
+from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.text.tokenizer import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gemma import Gemma

@@ -12,11 +12,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
 from toyexp import AdamW, Setup, UserError
-from toyexp.contract.plan import lora_names
+from toyexp.contract.plan import export_tensors, lora_names
 from toyexp.contract.recipe import start
 from toyexp.datasets.dropout import Dropout
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.write import export_tensors, write_adapter
+from toyexp.formats.gguf.write import write_adapter
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.testing import given
 from toyexp_ggml.engines import GGMLCPU

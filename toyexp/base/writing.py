@@ -18,24 +18,25 @@ from toyexp.base.errors import RunFailed
 
 @contextlib.contextmanager
 def in_one_piece(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write a file or a directory under: it becomes `path` once it is whole, or goes away.
+    """A place of the same name to write a file or a directory to: it becomes `path` once it is whole, or goes away.
 
     It is flushed to the disk before it is renamed. Raises OSError; see `required`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    place = folder / path.name
     try:
-        yield temporary
-        if temporary.is_dir():
-            sync_directory(temporary)
-            swap(temporary, path)
+        folder.mkdir(exist_ok=True)
+        yield place
+        if place.is_dir():
+            sync_directory(place)
+            swap(place, path)
         else:
-            with open(temporary, "rb") as file:
+            with open(place, "rb") as file:
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            place.replace(path)
         sync_directory(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # a disk that cannot be written, which was the error
-            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

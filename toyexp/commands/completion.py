@@ -17,7 +17,7 @@ from toyexp.commands.flags import FLAGS, SHORT
 from toyexp.commands.options import PROBE, Tables
 from toyexp.commands.table import COMMANDS
 from toyexp.config.top_level import HYDRA_KEYS, top_level
-from toyexp.contract.registry import KINDS, Registry, Setting, conf_dir, load, settings_of
+from toyexp.contract.registry import CONFIGURED, Registry, Setting, conf_dir, load, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
 RUNS = 20  # the newest of them are offered
@@ -143,10 +143,7 @@ class Line:
 
             yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
         elif flag == "--type":
-            from toyexp.commands.export import FOLDERS
-            from toyexp.formats.gguf.encode import FILE_TYPES
-
-            yield from map(Candidate, (*FILE_TYPES, *FOLDERS))
+            yield from map(Candidate, self.registry.types())
         elif Path(example).suffix and not example[0].isdigit():
             yield from paths(word)
 
@@ -217,7 +214,7 @@ class Line:
     # -- the tables --------------------------------------------------------------------------------------------------
 
     def _groups(self) -> list[str]:
-        return [*KINDS, "experiment"]
+        return [*CONFIGURED, "experiment"]
 
     def _config_dirs(self) -> list[Path]:
         pairs = zip(self.before, self.before[1:], strict=False)

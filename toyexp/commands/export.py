@@ -1,43 +1,41 @@
-"""A GGUF file written again in another type, or for transformers: what `toyexp export` does."""
+"""A model's file written again in another type or format: what `toyexp export` does."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from toyexp.base.errors import UserError, choose
-from toyexp.base.writing import bytes_in, dump_json
-from toyexp.commands.options import read_options, refuse_settings
+from toyexp.base.errors import RunFailed, UserError, choose
+from toyexp.base.writing import bytes_in, dump_json, in_one_piece, required
+from toyexp.commands.options import read_options
 from toyexp.config.restored import file_of, origin
-from toyexp.contract.format import TensorInfo
+from toyexp.contract.format import Exported, Format
 from toyexp.contract.registry import Registry
-from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type, checked, tensor_type
-from toyexp.formats.gguf.open_model import class_in, model_in
-from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import GGUFError, GGUFFile, dequantise
-from toyexp.formats.gguf.tokenizer import read_tokenizer
-from toyexp.formats.gguf.write import Writer
-from toyexp.formats.huggingface import TYPES, notes, write_folder
-from toyexp.text.tokenizer import Tokenizer
+from toyexp.formats.gguf.open_model import class_in, exported_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.rewrite import require_exact
+from toyexp.formats.huggingface import TYPES
 
-PLAIN = ("F32", "F16", "BF16")
-FOLDERS = {"hf": "float32", "hf-f16": "float16", "hf-bf16": "bfloat16"}  # directories for transformers
-FOLDER_FILES = {
-    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-}  # fmt: skip
 VALUES = {"--type": "q8_0", "--to": "small.gguf"}
 SWITCHES = ("--force", "--requantize", "--json")
 
-HELP = f"""\
-usage: toyexp export WHAT --type TYPE [--to PATH] [--force] [--requantize] [--json] [plugins=[my_module]]
+
+def help_text(registry: Registry) -> str:
+    """What it takes, with the types of all formats."""
+    listed = []
+    for offer in registry.offers["format"].values():
+        words = [word for word, (form, _) in registry.types().items() if form is offer.cls]
+        listed += textwrap.wrap(f"{', '.join(words)}: {offer.help}", 100, subsequent_indent="  ")
+    types = "\n          ".join(listed)
+    return f"""\
+usage: toyexp export WHAT --type TYPE [key=value ...] [--to PATH] [--force] [--requantize] [--json]
+       [plugins=[my_module]]
 
 Writes a model again in another type; WHAT is a GGUF file, a run's directory, which means its model.gguf, or a
 checkpoint (run/checkpoints/step-200), whose model is written into the run's directory.
@@ -45,12 +43,11 @@ checkpoint (run/checkpoints/step-200), whose model is written into the run's dir
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
 
-types     {", ".join(FILE_TYPES)}
-          with llama.cpp (llama-quantize on the PATH, or pip install llama-cpp-python):
-          {", ".join(K_QUANTS)}
-          {", ".join(FOLDERS)}: config.json, model.safetensors and the tokenizer for Hugging Face's transformers
+types     {types}
+          The K-quants q2_k to q6_k take llama.cpp: llama-quantize on the PATH, or pip install llama-cpp-python.
+settings  of a format, such as key=value: toyexp plugins NAME
 
-Every key of the file is kept as it is, but general.file_type and general.quantization_version; norms, biases and
+From GGUF to GGUF every key is kept as it is, but general.file_type and general.quantization_version; norms, biases and
 positions are written in f32. A split model, given by its first part, becomes one file.
 
 options
@@ -65,6 +62,7 @@ class Options:
 
     what: Path
     type: str
+    settings: tuple[str, ...]
     to: Path | None
     force: bool
     requantize: bool
@@ -72,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Exported:
+class Written:
     """What was written."""
 
     source: str
@@ -99,71 +97,121 @@ class Exported:
 def split(words: Sequence[str]) -> Options:
     """The command line of `toyexp export`; UserError for what it does not take."""
     given = read_options("export", words, SWITCHES, VALUES)
-    refuse_settings("export", given.rest)
-    if len(given.rest) != 1 or "--type" not in given.values:
+    settings = tuple(word for word in given.rest if "=" in word and not os.path.lexists(word))
+    files = [word for word in given.rest if word not in settings]
+    if len(files) != 1 or "--type" not in given.values:
         raise UserError(
             f"export {' '.join(words)}".rstrip() + ": takes one file or run directory, and a type: "
             "toyexp export model.gguf --type q8_0"
         )
     to = Path(given.values["--to"]) if "--to" in given.values else None
     flags = (f"--{name}" in given.switches for name in ("force", "requantize", "json"))
-    return Options(Path(given.rest[0]), given.values["--type"], to, *flags)
+    return Options(Path(files[0]), given.values["--type"], settings, to, *flags)
 
 
-def export(options: Options, registry: Registry) -> Exported:
-    """Writes the file; UserError for what cannot be, before anything is written."""
-    if options.type not in FOLDERS:
-        check_type(options.type, "--type", FOLDERS)
-    with GGUFFile(file_of(options.what, registry=registry)) as file:
-        if options.type in FOLDERS:
-            return _folder(options, file, registry)
-        target = choose_target(file, options.type, options.to, options.force)
-        _check_model(file, options.type, registry)
-        tied = "output.weight" not in file.tensors
-        types = {t.name: tensor_type(t.name, t.shape, options.type, tied) for t in file.tensors.values()}
-        _check_rounding(options, file, types)
-        if options.type in K_QUANTS:
-            quantise(file.path, target, options.type, options.requantize)
-            warnings: list[str] = []
-            for t in file.tensors.values():
-                deque(checked(t.name, _raw(file, t), t.type, warnings), maxlen=0)
-        else:
-            warnings = _written(file, types, options.type).save(target)
-        with GGUFFile(target) as written:
-            counts = Counter(t.type for t in written.tensors.values())
-            return Exported(
-                str(origin(file.path)), str(target), options.type, file.size, written.size, dict(counts), warnings, []
-            )
-
-
-def _folder(options: Options, file: GGUFFile, registry: Registry) -> Exported:
-    """The same as a directory for transformers."""
-    target = _path(file, options.type, options.to)
-    if os.path.lexists(target):
-        if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - FOLDER_FILES:
-            raise UserError(f"--to {target}: is already there, and no directory that was written so")
-        if not options.force:
-            raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
-    model, dtype = model_in(file, registry), FOLDERS[options.type]
-    _check_rounding(options, file, dict.fromkeys(file.tensors, TYPES[dtype]))
-    prefix = f"{file.architecture}."
-    data = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    tokenizer, warnings = _tokenizer(file) if model.reads.text else (None, [])
+def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
+    """The format that `--type` names, with the settings behind it; UserError for what it does not take."""
+    known = registry.types()
+    if word not in known:
+        raise UserError(f"--type={word}: {choose(word, known)}")
+    cls, values = known[word]
+    form = _with(cls, values, settings, word) if settings else cls(**values)
     try:
-        told = notes(model, data, tokenizer)
-        warnings += write_folder(target, model, file.read, tokenizer, dtype, data)
+        form.check()
+    except UserError as error:  # of the settings that the word stands for, where none was typed
+        raise type(error)(f"{'' if settings else '--'}{error}") from None
+    return form
+
+
+def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
+    from toyexp.config.typed import made, typed  # deferred: few exports take settings, which Hydra reads
+    from toyexp.config.words import parse
+
+    names, given = [f.name for f in fields(cls)], {"name": cls.name, **values}
+    for override in parse(settings):
+        key = override.key_or_group
+        if key not in names:
+            there = choose(key, names) if names else "it has none"
+            raise UserError(f"export {override.input_line}: --type {word} has no such setting; {there}")
+        given[key] = override.value()
+    try:
+        form: Format = made(cls, typed(cls, given, cls.name))
     except UserError as error:
-        raise file.error(str(error)) from None
-    count = {TYPES[dtype]: len(model.tensors())}
-    return Exported(str(file.path), str(target), options.type, file.size, bytes_in(target), count, warnings, told)
+        raise UserError(str(error).removeprefix(f"{cls.name}.")) from None
+    return form
 
 
-def _tokenizer(file: GGUFFile) -> tuple[Tokenizer | None, list[str]]:
-    """The file's tokenizer, or a sentence that says why there is none: the model is of use without one too."""
-    try:
-        return read_tokenizer(file), []
-    except GGUFError as error:
-        return None, [f"written without a tokenizer: {error}"]
+def export(options: Options, registry: Registry) -> Written:
+    """Writes the file; UserError for what cannot be, before anything is written."""
+    form = asked(options.type, options.settings, registry)
+    with GGUFFile(file_of(options.what, registry=registry)) as file:
+        target = choose_target(file, _ending(form, options.type), options.to, options.force, form.contents)
+        try:
+            exported, problems = _write(form, file, target, options.requantize, registry)
+        except UserError as error:
+            raise error if str(error).startswith(str(file.path)) else file.error(str(error)) from None
+        kinds = _types(target, form, len(file.tensors) if exported is None else len(exported.tensors))
+        told = form.notes(exported) if exported is not None else []
+        return Written(
+            str(origin(file.path)), str(target), options.type, file.size, bytes_in(target), kinds, problems, told
+        )
+
+
+def _ending(form: Format, word: str) -> str:
+    """What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16."""
+    if word == form.name:
+        return form.suffix
+    return f"-{word}" if form.contents else f"-{word}{form.suffix}"
+
+
+def _write(
+    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
+) -> tuple[Exported | None, list[str]]:
+    """Writes `target` in one piece: from the file as it stands where that has the format already, or from its model.
+
+    Returns the model, of which there is none in the first case, and what is odd about the numbers.
+    """
+    found = class_in(file, registry.models())
+    with required(target), in_one_piece(target) as place:
+        try:
+            form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
+            problems = form.write_again(file, place, requantize)
+            if problems is not None:
+                return None, problems
+            exported = exported_of(file, registry.models())
+            form.check_model(exported.model)
+            rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
+            require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
+            return exported, [*exported.lacks, *form.write(exported, place)]
+        except RunFailed as error:
+            raise RunFailed(str(error).replace(str(place), str(target))) from error
+
+
+def _types(path: Path, form: Format, count: int) -> dict[str, int]:
+    """How many tensors of each type were written."""
+    if path.suffix != ".gguf":
+        return {TYPES.get(form.kind, form.kind.upper()): count}
+    with GGUFFile(path) as written:
+        return dict(Counter(t.type for t in written.tensors.values()))
+
+
+def choose_target(
+    file: GGUFFile, ending: str, to: Path | None = None, force: bool = False, contents: frozenset[str] = frozenset()
+) -> Path:
+    """Where a file goes, or a directory of `contents`; UserError for a place that cannot be, or that is taken."""
+    target = _path(file, ending, to)
+    if not os.path.lexists(target):
+        return target
+    if contents:
+        if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - contents:
+            raise UserError(f"--to {target}: is already there, and no directory that was written so")
+    elif target.is_dir():
+        raise UserError(f"--to {target}: is a directory; name a file in it")
+    elif target.exists() and any(target.samefile(path) for path in file.paths):
+        raise UserError(f"{target}: is what is read; write elsewhere: --to other{target.suffix}")
+    if not force:
+        raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
+    return target
 
 
 def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
@@ -172,69 +220,10 @@ def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
     if (made_of := origin(file.path)) != file.path:  # what lies in a checkpoint's directory goes with it
         beside = made_of.parents[1] / file.path.name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = to or beside.with_name(f"{stem}-{ending}")
+    target = to or beside.with_name(f"{stem}{ending}")
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
     return target
-
-
-def choose_target(file: GGUFFile, kind: str, to: Path | None = None, force: bool = False) -> Path:
-    """Where a file goes; UserError for a place that cannot be, or that is taken."""
-    target = _path(file, f"{kind}.gguf", to)
-    if target.is_dir():
-        raise UserError(f"--to {target}: is a directory; name a file in it")
-    if os.path.lexists(target):
-        if target.exists() and any(target.samefile(path) for path in file.paths):
-            raise UserError(f"{target}: is what is read; write elsewhere: --to other.gguf")
-        if not force:
-            raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
-    return target
-
-
-def _check_model(file: GGUFFile, kind: str, registry: Registry) -> None:
-    """Raises UserError unless the file holds a model of an architecture that is known here."""
-    model = class_in(file, registry)
-    if kind in K_QUANTS and not model.reads.text:
-        raise file.error(f"{kind} is written by llama.cpp, which has no {file.architecture}; {choose('', FILE_TYPES)}")
-
-
-def _check_rounding(options: Options, file: GGUFFile, types: dict[str, str]) -> None:
-    """Raises UserError for numbers that would be rounded a second time, unless that was asked for."""
-
-    def is_rounded(t: TensorInfo) -> bool:
-        return types[t.name] != "F32" and (types[t.name] != t.type or options.type in K_QUANTS)
-
-    again = [t for t in file.tensors.values() if t.type not in PLAIN and is_rounded(t)]
-    if again and not options.requantize:
-        kinds = ", ".join(sorted({t.type for t in again}))
-        raise file.error(
-            f"is quantised already ({len(again)} of {len(file.tensors)} tensors: {kinds}); rounding twice "
-            "loses more than rounding the original once. Export that, or take --type f32, or add --requantize"
-        )
-
-
-def _written(file: GGUFFile, types: dict[str, str], kind: str) -> Writer:
-    """The file's keys and tensors, the latter in the types given."""
-    writer = Writer()
-    own = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
-    for key, value in file.metadata.items():
-        if key in own:
-            writer.add(key, own.pop(key))
-        elif not key.startswith("split."):
-            writer.add(key, value, file.kinds[key])
-    for key, value in own.items():
-        writer.add(key, value)
-    for info in file.tensors.values():
-        if info.type == types[info.name]:
-            writer.add_bytes(info.name, info.shape, info.type, _raw(file, info))
-        else:
-            numbers = map(dequantise, _raw(file, info), itertools.repeat(info.type_id))
-            writer.add_numbers(info.name, info.shape, types[info.name], numbers)
-    return writer
-
-
-def _raw(file: GGUFFile, info: TensorInfo) -> Iterator[np.ndarray]:
-    return (raw for _, raw in file.pieces(info))
 
 
 def show(words: Sequence[str], registry: Registry) -> str:

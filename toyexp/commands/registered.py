@@ -17,7 +17,7 @@ from toyexp.commands.options import Words, asks_for_help, read_options, refuse_s
 from toyexp.commands.usage import DOCTOR_HELP, PLUGINS_HELP
 from toyexp.config.top_level import top_level
 from toyexp.contract.compatibility import table
-from toyexp.contract.registry import KINDS, conf_dir, load
+from toyexp.contract.registry import CONFIGURED, conf_dir, load
 from toyexp.sweep.combinations import combinations, own_sweep
 from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 
@@ -275,13 +275,10 @@ def models(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """A model's file again in another type."""
-    from toyexp.commands.export import HELP, show
+    from toyexp.commands.export import help_text, show
 
-    if asks_for_help(words):
-        print(HELP)
-        return 0
     modules, rest = take_plugins(words)
-    print(show(rest, load(modules)))
+    print(help_text(load(modules)) if asks_for_help(rest) else show(rest, load(modules)))
     return 0
 
 
@@ -344,7 +341,7 @@ def show_help(words: Sequence[str] = ()) -> int:
     """)
     )
     print("choices")
-    for kind in (*KINDS, "experiment"):
+    for kind in (*CONFIGURED, "experiment"):
         presets = {p.stem for p in (conf_dir() / kind).glob("*.yaml")}
         extra = {"auto"} if kind == "engine" else set()
         form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="

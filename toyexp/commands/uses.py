@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from toyexp.base.errors import UserError, printable
-from toyexp.commands.export import PLAIN, choose_target
+from toyexp.commands.export import choose_target
 from toyexp.contract.compatibility import misfit, of_kind
 from toyexp.contract.data import Data
 from toyexp.contract.kind import TOKENS
@@ -21,6 +21,7 @@ from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.open_model import by_architecture, model_in
 from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile
+from toyexp.formats.gguf.rewrite import PLAIN
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer
 
@@ -178,7 +179,7 @@ class Offers:
         reason = None
         for kind in ("f32",) if quantised else EXPORTS:
             try:
-                choose_target(self._file, kind)
+                choose_target(self._file, f"-{kind}.gguf")
             except UserError as error:
                 reason = reason or _reason(error, self._file)
             else:
@@ -189,7 +190,7 @@ class Offers:
         command = f"toyexp generate BASE.gguf --adapter {shell(str(self._path))} --prompt '{PROMPT}'"
         try:
             check_adapter(self._file)
-            base = by_architecture(self._registry).get(self._file.architecture)
+            base = by_architecture(self._registry.models()).get(self._file.architecture)
         except UserError as error:
             return Use("generate", None, _reason(error, self._file))
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"

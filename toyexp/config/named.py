@@ -10,7 +10,7 @@ import yaml
 from toyexp.base.errors import UserError, choose
 from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine, conf_dir
-from toyexp.contract.registry import KINDS, Registry, settings_of
+from toyexp.contract.registry import CONFIGURED, KINDS, Registry, settings_of
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
@@ -18,7 +18,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
     found = [*_plugins(name, registry), *_own(name), *_presets(name, registry)]
     if not found:
         known = {n for offers in registry.offers.values() for n in offers} | {*KINDS, AUTO}
-        presets = {path.stem for kind in (*KINDS, "experiment") for path in (conf_dir() / kind).glob("*.yaml")}
+        presets = {path.stem for kind in (*CONFIGURED, "experiment") for path in (conf_dir() / kind).glob("*.yaml")}
         raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, known | presets)}")
     return [line for block in found for line in block]
 
@@ -26,14 +26,17 @@ def lines_about(name: str, registry: Registry) -> list[str]:
 def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
     for kind, offers in registry.offers.items():
         for offer in offers.values() if name == kind else filter(None, [offers.get(name)]):
-            head = f"{kind}={offer.name}  {offer.help}  [{offer.plugin}, {offer.package}]"
-            yield [head, *_settings(f"callbacks.{offer.name}" if kind == "callbacks" else kind, offer.cls)]
+            label, prefix = {
+                "format": (f"export --type {offer.name}", ""),
+                "callbacks": (f"callbacks={offer.name}", f"callbacks.{offer.name}."),
+            }.get(kind, (f"{kind}={offer.name}", f"{kind}."))
+            yield [f"{label}  {offer.help}  [{offer.plugin}, {offer.package}]", *_settings(prefix, offer.cls)]
 
 
 def _own(name: str) -> Iterator[list[str]]:
     """What no plugin offers."""
     if name == AUTO:
-        yield [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine", AutoEngine)]
+        yield [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
 
 
 def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
@@ -48,7 +51,7 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
         if kind == "callbacks":
             yield [head, f"  callbacks=[{','.join(chosen)}]"]
         elif base in registry.offers.get(kind, {}):
-            yield [head, f"  {kind}={base}, with", *_settings(kind, registry.get(kind, base), body)]
+            yield [head, f"  {kind}={base}, with", *_settings(f"{kind}.", registry.get(kind, base), body)]
         else:
             commands = (line for line in comments if line.startswith("toyexp "))
             yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flat(body)))]
@@ -57,7 +60,7 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
     """The settings of a class with their defaults, or the `values` that take their place."""
     shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
-    return [f"  {f'{prefix}.{s.name}={typed(value)}':<34} {s.comment}" for s, value in shown]
+    return [f"  {f'{prefix}{s.name}={typed(value)}':<34} {s.comment}" for s, value in shown]
 
 
 def _choices(defaults: list[Any]) -> Iterator[str]:

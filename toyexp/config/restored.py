@@ -16,13 +16,12 @@ import numpy as np
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError, printable
-from toyexp.contract.plan import Plan
+from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM
-from toyexp.formats.gguf.source import FromGGUF, opened
-from toyexp.formats.gguf.write import export_tensors, inherited, write_model
+from toyexp.formats.gguf.write import write_model
 from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
@@ -85,10 +84,9 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     with start(recipe, NullEngine(), plan) as session:
         values = {t.name: session.download(t.name) for t in plan.tensors}
     values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
-    bases = {t.values.path for t in plan.tensors if isinstance(t.values, FromGGUF)}
     general = {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": found.step,
-        "config_sha256": config_hash(plain), **(inherited(opened(bases.pop())) if len(bases) == 1 else {}),
+        "config_sha256": config_hash(plain), **inherited(plan),
     }  # fmt: skip
     keys = dataset.gguf_metadata()
     write_model(target, plan.model, export_tensors(plan, values), dataset.tokenizer, "f32", general, keys)

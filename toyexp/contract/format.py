@@ -1,15 +1,21 @@
-"""What formats of files are written in: a file that holds a model, and what of it lies where."""
+"""A format of files: how a trained model is written, and read; and what a file says of the model in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from toyexp.base.errors import UserError
+from toyexp.contract.model import Model
+from toyexp.contract.plan import Plan
+from toyexp.text.tokenizer import Tokenizer
+
+Models = Collection[type[Model]]
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,68 @@ class ModelFile(Protocol):
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """The first rows of a tensor, or all of it, in float32."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model to be written to a file, or one that was read from it."""
+
+    model: Model
+    tensors: Mapping[str, np.ndarray]  # the model's own by name, float32; each may be read when it is asked for
+    tokenizer: Tokenizer | None = None
+    general: Mapping[str, Any] = field(default_factory=dict)  # what is known of its origin: name, step, license
+    data: Mapping[str, Any] = field(default_factory=dict)  # what a reader must know of its data: classes, image_mean
+    chat_template: str = ""
+    lacks: Sequence[str] = ()  # a sentence for each thing that could not be read of its file
+
+
+@dataclass
+class Format(ABC):
+    """Base of all formats of model files: subclass it as a dataclass whose fields are its settings.
+
+    `toyexp export --type <name>` writes it, and in a run the callback `<name>_export`, which has its settings.
+    """
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]  # what stands behind `model` in the name of its file or directory: .onnx
+    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further words of --type, and the settings they stand for
+    numbers: ClassVar[str] = ""  # the setting that says which type of numbers is written; without one they are f32
+    contents: ClassVar[frozenset[str]] = frozenset()  # of a directory: what may be in it, by name; of a file nothing
+    adapters: ClassVar[bool] = False  # whether LoRA adapters have it too: `write_adapter`
+
+    def check(self) -> None:  # noqa: B027 - optional on purpose: many formats have nothing to check
+        """Raises UserError, `<setting>=<value>: <why>`, for what cannot work, and Unavailable for what is not here."""
+
+    def check_model(self, model: Model) -> None:  # noqa: B027 - optional, as above
+        """Raises UserError in one line for a model that it cannot hold; asked before anything is trained or written."""
+
+    @abstractmethod
+    def write(self, exported: Exported, path: Path) -> list[str]:
+        """Writes the file or directory `path`, which is not there yet and is renamed once it is whole.
+
+        Returns a sentence for each tensor whose numbers are not finite, or not in the type that was asked for.
+        """
+
+    def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
+        """Likewise the plan's LoRA adapters, whose tensors `exported` holds; only asked of formats with `adapters`."""
+        raise NotImplementedError
+
+    def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
+        """Writes an open file of this format again, with all that stands in it; None for one that is another's.
+
+        Raises UserError for numbers that would be rounded a second time, unless `requantize` says so.
+        """
+        return None
+
+    def read(self, path: Path, models: Models) -> Exported:
+        """What a file holds, a model of one of these classes; UserError for any other, and of a format that writes."""
+        raise UserError(f"{path}: toyexp writes {self.name} files, and does not read them")
+
+    def notes(self, exported: Exported) -> list[str]:
+        """A sentence for each program that makes something else of the file than toyexp does."""
+        return []
+
+    @property
+    def kind(self) -> str:
+        """The type of its numbers."""
+        return str(getattr(self, self.numbers)) if self.numbers else "f32"

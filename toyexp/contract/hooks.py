@@ -50,6 +50,10 @@ class Registration:
     def register_callbacks(self, register: Register) -> None:
         """Offer subclasses of toyexp.Callback: what watches and steers a run (`callbacks=[<name>]`)."""
 
+    @hookspec
+    def register_formats(self, register: Register) -> None:
+        """Offer subclasses of toyexp.Format: files of models (`export --type <name>`, `callbacks=[<name>_export]`)."""
+
 
 class RunHooks:
     """What a callback may hear and answer during a run. `step` counts finished steps, except in `lr`."""

@@ -220,6 +220,28 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     return replace(plan, tensors=tensors, groups=grouped(trainable, optimiser.rules(), optimiser.weight_decay, own))
 
 
+def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The model's own tensors from the run's: adapters are folded in.
+
+    A lens makes an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
+    """
+    out = dict(values)
+    for adapter in plan.adapters:
+        if isinstance(adapter, Lens):
+            lens = out.pop(adapter.projection).astype(np.float64)
+            out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
+        else:
+            a, b = (out.pop(name).astype(np.float64) for name in lora_names(adapter.target))
+            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype(np.float32)
+    return {spec.name: out[spec.name] for spec in plan.model.tensors()}
+
+
+def inherited(plan: Plan) -> Mapping[str, Any]:
+    """What a model that is trained by the plan says of the one file that its values come from; of several nothing."""
+    told = [told for tensor in plan.tensors if (told := tensor.values.passed_on())]
+    return told[0] if told and all(other == told[0] for other in told) else {}
+
+
 def lora_names(target: str) -> list[str]:
     """The names of an adapter's two tensors, as llama.cpp reads them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]

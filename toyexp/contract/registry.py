@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import pluggy
 
@@ -22,6 +24,8 @@ from toyexp.base.packages import why
 from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
+from toyexp.contract.exporter import Exporter, exporter
+from toyexp.contract.format import Format
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
@@ -42,7 +46,9 @@ KINDS: dict[str, tuple[type, str]] = {
     "model": (Model, "register_models"),
     "data": (Data, "register_data"),
     "callbacks": (Callback, "register_callbacks"),
+    "format": (Format, "register_formats"),
 }
+CONFIGURED = [kind for kind in KINDS if kind != "format"]  # which are chosen in a configuration
 
 
 @functools.cache
@@ -89,6 +95,17 @@ class Registry:
     def engines(self) -> list[Offer]:
         """The engines in the order in which engine=auto asks them."""
         return sorted(self.offers["engine"].values(), key=lambda o: -getattr(o.cls, "priority", 0))
+
+    def models(self) -> list[type[Model]]:
+        """The classes of models."""
+        return [cast("type[Model]", offer.cls) for offer in self.offers["model"].values()]
+
+    def types(self) -> dict[str, tuple[type[Format], Mapping[str, Any]]]:
+        """What `toyexp export --type` takes: the format of each word, and the settings that it stands for."""
+        known: dict[str, tuple[type[Format], Mapping[str, Any]]] = {}
+        for form in (cast("type[Format]", offer.cls) for offer in self.offers["format"].values()):
+            known |= {form.name: (form, {}), **{word: (form, settings) for word, settings in form.types.items()}}
+        return known
 
     def get(self, kind: str, name: str) -> type:
         """The class of that name; raises UserError with the nearest name, and with the broken plugin that had it."""
@@ -224,6 +241,8 @@ def _registrar(
             raise UserError(f"{kind}={offer.name} is already offered by {taken.plugin} ({taken.package})")
         if sum((o.kind, o.name) == (kind, offer.name) for o in staged) > 1:
             raise UserError(f"{kind}={offer.name} is registered twice")
+        if issubclass(cls, Format):  # a run writes it with a callback that has its settings
+            _registrar(registry, staged, "callbacks", Callback, plugin, package)(exporter(cls))
 
     return register
 
@@ -300,18 +319,24 @@ class Setting:
     comment: str
 
 
-def settings_of(cls: type) -> list[Setting]:
-    """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
+def _comments(cls: type) -> dict[str, str]:
+    """What stands behind the fields of a dataclass in its source."""
     comments: dict[str, str] = {}
     for part in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(part):
-            for line in inspect.getsource(part).splitlines():
+        with contextlib.suppress(OSError):  # a class that no file holds, as those of exporters
+            for line in inspect.getsource(part).splitlines() if dataclasses.is_dataclass(part) else ():
                 match = re.fullmatch(r" {4}(\w+): .*?# (.+)", line)
                 if match:
                     comments[match[1]] = match[2]
+    return comments
+
+
+def settings_of(cls: type) -> list[Setting]:
+    """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
+    comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
     shown = []
     for f in dataclasses.fields(cls):
-        kind = f.type if isinstance(f.type, str) else f.type.__name__
+        kind = f.type if isinstance(f.type, str) else inspect.formatannotation(f.type)
         help_text = f.metadata.get("help") or comments.get(f.name, "")
         shown.append(Setting(f.name, kind, defaults(cls)[f.name], help_text))
     return shown

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,10 @@ class Values(ABC):
     def check_finite(self) -> None:
         """Raises UserError for values that are read from elsewhere and hold what is no finite number."""
         return
+
+    def passed_on(self) -> Mapping[str, Any]:
+        """What a model that was trained from them has to say of where they come from; nothing of values drawn here."""
+        return {}
 
 
 @dataclass(frozen=True)

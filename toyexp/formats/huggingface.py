@@ -25,6 +25,10 @@ from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+FILES = frozenset({
+    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+})  # fmt: skip
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
 

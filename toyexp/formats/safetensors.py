@@ -59,6 +59,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], keys: Mappi
     """Writes the tensors under their names, float32, and the keys, in one piece; RunFailed where that fails."""
     from safetensors.numpy import save
 
-    content = save(dict(tensors), {KEYS: json.dumps(keys)})
+    content = save(dict(tensors), {KEYS: json.dumps(keys, default=np.ndarray.tolist)})
     with required(path), in_one_piece(path) as place:
         write_synced(place, content)

@@ -16,6 +16,7 @@ from toyexp.testing.null import NullEngine
 if TYPE_CHECKING:
     from toyexp.testing.data import DataSuite
     from toyexp.testing.engines import EngineNumbers, EngineSuite
+    from toyexp.testing.formats import FormatSuite
     from toyexp.testing.models import ModelSuite
     from toyexp.testing.optimisers import OptimiserSuite
     from toyexp.testing.suites import CallbackSuite, RecipeSuite, given, image_dataset, token_dataset
@@ -25,6 +26,7 @@ __all__ = [
     "DataSuite",
     "EngineNumbers",
     "EngineSuite",
+    "FormatSuite",
     "ModelSuite",
     "NullEngine",
     "OpModel",
@@ -47,6 +49,7 @@ HOMES = {
     "DataSuite": "data",
     "EngineNumbers": "engines",
     "EngineSuite": "engines",
+    "FormatSuite": "formats",
     "ModelSuite": "models",
     "OptimiserSuite": "optimisers",
 }

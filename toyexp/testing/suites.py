@@ -23,14 +23,13 @@ from toyexp.contract.engine import Engine, State
 from toyexp.contract.kind import IMAGES, TOKENS, Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
-from toyexp.contract.plan import Plan, PlanTensor, grouped
+from toyexp.contract.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.contract.recipe import Recipe, Setup, start
 from toyexp.contract.registry import KINDS, check_class, settings_of
 from toyexp.contract.run import Run
 from toyexp.contract.values import Given
 from toyexp.datasets.images import ImageDataset
 from toyexp.datasets.tokens import TokenDataset
-from toyexp.formats.gguf.write import export_tensors
 from toyexp.reference.opmodel import OpModel
 from toyexp.testing.null import NullEngine
 from toyexp.text.tokenizer import Bytes

@@ -1,17 +1,24 @@
-"""The model inside a GGUF file."""
+"""The model inside a file with the keys of a GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+
+import numpy as np
 
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.format import Exported, ModelFile
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
-from toyexp.formats.gguf.form import architecture_of, read_model
+from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.text.tokenizer import Tokenizer
+
+# Keys of `general` that are about the file and not about the model.
+OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
 
 
 def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
@@ -20,32 +27,77 @@ def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None
         return model_in(file, registry, reads)
 
 
-def require_model(file: GGUFFile) -> None:
-    """Raises GGUFError for an open file that holds something else than a model, such as a LoRA adapter."""
+def require_model(file: ModelFile) -> None:
+    """Raises UserError for an open file that holds something else than a model, such as a LoRA adapter."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
 
 
-def class_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> type[Model]:
-    """Who has the architecture of an open file's model; see `model_of`."""
+def class_in(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
+    """Who of `models` has the architecture of an open file's; UserError when none of them has."""
     require_model(file)
-    known = by_architecture(registry, reads)
+    known = by_architecture(models)
     if file.architecture not in known:
         raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
     return known[file.architecture]
 
 
-def by_architecture(registry: Registry, reads: Sequence[Kind] | None = None) -> dict[str, type[Model]]:
-    """Those models that read `reads` (any) and stand in GGUF files, by the architecture that those name."""
-    offered = [cast("type[Model]", offer.cls) for offer in registry.offers["model"].values()]
-    known = [cls for cls in offered if "gguf" in cls.forms and (reads is None or cls.reads in reads)]
-    return {architecture_of(cls): cls for cls in known}
+def by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
+    """Those that stand in GGUF files, by the architecture that these name."""
+    return {architecture_of(cls): cls for cls in models if "gguf" in cls.forms}
 
 
-def model_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
+def model_in(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The same as `model_of`, of a file that is open."""
-    found = class_in(file, registry, reads)
+    return _model_in(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
+
+
+def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> Exported:
+    """All that an open file says of its model, one of `models`; its tensors are read when they are asked for."""
+    model = _model_in(file, models)
+    prefix, own = f"{file.architecture}.", gguf_form(model).metadata(model)
+    data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
+    tokenizer, lacks = _tokenizer(file) if model.reads.text else (None, [])
+    return Exported(
+        model,
+        _Tensors(file, [spec.name for spec in model.tensors()]),
+        tokenizer,
+        {key: value for key, value in general.items() if key not in OF_THE_FILE},
+        {key: value for key, value in data.items() if key not in own},
+        lacks=lacks,
+    )
+
+
+class _Tensors(Mapping[str, np.ndarray]):
+    """Those of a file that the model has."""
+
+    def __init__(self, file: ModelFile, names: Sequence[str]):
+        self._file, self._names = file, names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
+    """The file's tokenizer, or a sentence that says why there is none: the model is of use without one too."""
+    try:
+        if isinstance(file, GGUFFile):
+            return read_tokenizer(file), []
+        raise file.error("has no tokenizer")
+    except UserError as error:
+        return None, [f"written without a tokenizer: {error}"]
+
+
+def _model_in(file: ModelFile, models: Iterable[type[Model]]) -> Model:
+    found = class_in(file, models)
     _check_counts(file)
     model = read_model(found, file)
     try:
@@ -55,7 +107,7 @@ def model_in(file: GGUFFile, registry: Registry, reads: Sequence[Kind] | None = 
     return model
 
 
-def _check_counts(file: GGUFFile) -> None:
+def _check_counts(file: ModelFile) -> None:
     """Raises UserError for more blocks than the file can have, which would take long to list, and unmatched tokens."""
     blocks, tokens = file.metadata.get(f"{file.architecture}.block_count"), file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(blocks, int) and blocks > len(file.tensors):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from toyexp.contract.format import TensorInfo
 from toyexp.contract.plan import PlanTensor
 from toyexp.contract.values import Values
 from toyexp.formats.gguf.read import GGUFFile
+
+_PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,23 @@ class FromGGUF(Values):
     def check_finite(self) -> None:
         """Raises UserError where the tensor holds a NaN or an infinity."""
         opened(self.path).check_finite(self.tensor, self.rows)
+
+    def passed_on(self) -> Mapping[str, Any]:
+        """The licence of the file's model, and what that was."""
+        return _inherited(opened(self.path))
+
+
+def _inherited(base: GGUFFile) -> Mapping[str, Any]:
+    """The `general.*` keys, without that prefix, of a model trained from `base`: its licence, and what it was."""
+
+    def told(key: str) -> Any:
+        value = base.metadata.get(f"general.{key}")
+        return value if isinstance(value, str) else ""
+
+    found = {key: told(key) for key in ("license", "license.name", "license.link")}
+    parent = {key: told(key) for key in _PARENT} | {"name": told("name") or base.path.stem}
+    found |= {f"base_model.0.{key}": value for key, value in parent.items()}
+    return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
 
 
 def in_place(tensor: PlanTensor) -> TensorInfo | None:

@@ -14,7 +14,7 @@ import numpy as np
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.writing import in_one_piece, required
 from toyexp.contract.model import Model
-from toyexp.contract.plan import Lens, LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.gguf.encode import (
     FILE_TYPES,
     IDS,
@@ -28,29 +28,12 @@ from toyexp.formats.gguf.encode import (
 )
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES, GGUFFile
+from toyexp.formats.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES
 from toyexp.formats.gguf.special_tokens import fitting_name
 from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
 _KINDS = {np.dtype(form): kind for kind, form in DTYPES.items()}
-_PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
-
-
-def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The model's own tensors from the run's: adapters are folded in.
-
-    A lens makes an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
-    """
-    out = dict(values)
-    for adapter in plan.adapters:
-        if isinstance(adapter, Lens):
-            lens = out.pop(adapter.projection).astype(np.float64)
-            out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
-        else:
-            a, b = (out.pop(name).astype(np.float64) for name in lora_names(adapter.target))
-            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype(np.float32)
-    return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 
 def write_model(
@@ -155,19 +138,6 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
         if values is not None:
             keys[f"ggml.{key}"] = np.append(values[:rows], np.full(spare, filler, values.dtype))
     return {f"tokenizer.{key}": value for key, value in keys.items()}
-
-
-def inherited(base: GGUFFile) -> dict[str, Any]:
-    """The `general.*` keys, without that prefix, of a model trained from `base`: its licence, and what it was."""
-
-    def told(key: str) -> Any:
-        value = base.metadata.get(f"general.{key}")
-        return value if isinstance(value, str) else ""
-
-    found = {key: told(key) for key in ("license", "license.name", "license.link")}
-    parent = {key: told(key) for key in _PARENT} | {"name": told("name") or base.path.stem}
-    found |= {f"base_model.0.{key}": value for key, value in parent.items()}
-    return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
 
 
 def size_label(parameters: int) -> str:

@@ -1,0 +1,12 @@
+"""The formats of files that ship with toyexp."""
+
+from toyexp import Register, hookimpl
+
+
+@hookimpl
+def register_formats(register: Register) -> None:
+    """GGUF, safetensors, and the directories of transformers and PEFT."""
+    from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
+
+    for form in (GGUF, Safetensors, HuggingFace):
+        register(form)

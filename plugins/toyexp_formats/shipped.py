@@ -1,0 +1,124 @@
+"""GGUF, safetensors and the layout of transformers as formats; what does the work is toyexp.formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toyexp import Exported, Format, Model, Plan, UserError, choose
+from toyexp.contract.format import ModelFile, Models
+from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type
+from toyexp.formats.gguf.form import architecture_of, gguf_form
+from toyexp.formats.gguf.open_model import exported_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.rewrite import rewrite
+from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
+from toyexp.formats.huggingface import FILES, TYPES, notes, write_adapter_folder, write_folder
+from toyexp.formats.layout import layout_of
+from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
+
+
+@dataclass
+class GGUF(Format):
+    """A file for llama.cpp, with the tokenizer of a language model."""
+
+    name: ClassVar[str] = "gguf"
+    suffix: ClassVar[str] = ".gguf"
+    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {kind: {"type": kind} for kind in (*FILE_TYPES, *K_QUANTS)}
+    numbers: ClassVar[str] = "type"
+    adapters: ClassVar[bool] = True
+
+    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
+
+    def check(self) -> None:
+        """Raises UserError for a type that cannot be written, or not here."""
+        check_type(self.type)
+
+    def check_model(self, model: Model) -> None:
+        """Raises UserError for a model that no GGUF holds, or llama.cpp does not write."""
+        check_keys(model)
+        if self.type in K_QUANTS and not model.reads.text:
+            what = f"{self.type} is written by llama.cpp, which has no {architecture_of(model)}"
+            raise UserError(f"{what}; {choose('', FILE_TYPES)}")
+
+    def write(self, exported: Exported, path: Path) -> list[str]:
+        """Writes the file."""
+        model, tensors, tokenizer = exported.model, exported.tensors, exported.tokenizer
+        return write_model(path, model, tensors, tokenizer, self.type, exported.general, exported.data)
+
+    def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
+        """Writes adapters for llama.cpp's --lora."""
+        return write_adapter(path, plan, exported.tensors, exported.general, exported.chat_template)
+
+    def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
+        """Every key stays as it is, and so does every tensor whose type does."""
+        return rewrite(file, path, self.type, requantize) if isinstance(file, GGUFFile) else None
+
+    def read(self, path: Path, models: Models) -> Exported:
+        """The file's model and tokenizer; the file stays open as long as its tensors are held."""
+        return exported_of(GGUFFile(path), models)
+
+
+@dataclass
+class Safetensors(Format):
+    """A file of float32 numbers, with the keys of the GGUF in its metadata."""
+
+    name: ClassVar[str] = "safetensors"
+    suffix: ClassVar[str] = ".safetensors"
+
+    def check_model(self, model: Model) -> None:
+        """Raises UserError for a model without those keys."""
+        gguf_form(model)
+
+    def write(self, exported: Exported, path: Path) -> list[str]:
+        """Writes the file; the keys are its metadata `gguf`, in JSON."""
+        model = exported.model
+        keys = {"general.architecture": architecture_of(model)}
+        keys |= model_metadata(model, exported.general, exported.data)
+        write_safetensors(path, {**exported.tensors, **gguf_form(model).constants(model)}, keys)
+        return []
+
+    def read(self, path: Path, models: Models) -> Exported:
+        """The file's model; it has no tokenizer."""
+        return exported_of(SafetensorsFile(path), models)
+
+
+@dataclass
+class HuggingFace(Format):
+    """A directory for transformers, with the tokenizer of a language model; of adapters one for PEFT."""
+
+    name: ClassVar[str] = "hf"
+    suffix: ClassVar[str] = "-hf"
+    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "hf-f16": {"dtype": "float16"},
+        "hf-bf16": {"dtype": "bfloat16"},
+    }
+    numbers: ClassVar[str] = "dtype"
+    contents: ClassVar[frozenset[str]] = FILES
+    adapters: ClassVar[bool] = True
+
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+
+    def check(self) -> None:
+        """Raises UserError for a dtype that is none of these."""
+        if self.dtype not in TYPES:
+            raise UserError(f"dtype={self.dtype}: {choose(self.dtype, TYPES)}")
+
+    def check_model(self, model: Model) -> None:
+        """Raises UserError for a model that transformers does not have."""
+        layout_of(model, {})
+
+    def write(self, exported: Exported, path: Path) -> list[str]:
+        """Writes the directory."""
+        read = exported.tensors.__getitem__
+        return write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data)
+
+    def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
+        """Writes a directory for PEFT."""
+        return write_adapter_folder(path, plan, exported.tensors)
+
+    def notes(self, exported: Exported) -> list[str]:
+        """What transformers and llama.cpp's converter make of it."""
+        return notes(exported.model, exported.data, exported.tokenizer)

@@ -1,0 +1,192 @@
+"""The formats that ship pass the kit, and what registering one gives: a word of --type and a callback."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from kinds import VIT
+from tiny import MODELS, VOCAB, write_base
+
+from toyexp import Format, UserError
+from toyexp.commands.line import main
+from toyexp.contract.exporter import exporter
+from toyexp.contract.registry import check_class, load, settings_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.testing import FormatSuite, OpModel
+from toyexp.text.tokenizer import Bytes
+from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
+
+TEXT = [replace(MODELS[name], vocab=257) for name in ("llama", "llama_all", "qwen2", "qwen3", "gemma", "gpt2")]
+
+
+class TestGGUF(FormatSuite):
+    form, models, refused = GGUF(), [*TEXT, VIT], [OpModel()]
+
+
+class TestGGUFInFloat16(FormatSuite):
+    form, models = GGUF(type="f16"), [*TEXT, VIT]
+
+
+class TestSafetensors(FormatSuite):
+    form, models, refused = Safetensors(), [*TEXT, VIT], [OpModel()]
+
+
+class TestHuggingFace(FormatSuite):
+    form, models = HuggingFace(), [TEXT[0], *TEXT[2:], VIT]
+    refused = [
+        OpModel(),
+        TEXT[1],
+        replace(VIT, block="rmsnorm_silu"),
+        replace(TEXT[0], n_heads=5, n_kv_heads=1, head_dim=6),
+    ]
+
+
+@dataclass
+class Tall(Format):
+    """Numbers as text."""
+
+    name: ClassVar[str] = "tall"
+    suffix: ClassVar[str] = ".tall"
+    types: ClassVar[dict] = {"tall-short": {"digits": 2}}
+
+    digits: int = 9  # of a number
+    names: list[str] | None = None  # of tensors, where not all are meant
+
+    def check(self):
+        if self.digits < 1:
+            raise UserError(f"digits={self.digits}: must be above 0")
+
+    def write(self, exported, path):
+        path.write_text("\n".join(f"{n} {a.flat[0]:.{self.digits}g}" for n, a in exported.tensors.items()))
+        return []
+
+
+def test_a_formats_callback_has_its_settings_with_their_types_and_help_behind_its_own():
+    cls = exporter(Tall)
+    check_class(cls, "callbacks", object)
+    found = {s.name: (s.default, s.comment) for s in settings_of(cls)}
+    assert list(found) == ["every", "weights", "digits", "names"]
+    assert found["digits"] == (9, "of a number") and found["every"][1]
+    with pytest.raises(UserError, match=r"^callbacks\.tall_export\.digits=0: must be above 0"):
+        cls(digits=0).check()
+
+
+def test_shipped_words_of_type_are_those_of_old_and_no_two_formats_share_one():
+    words = load().types()
+    assert {"f32", "f16", "bf16", "q8_0", "q4_k_m", "hf", "hf-f16", "hf-bf16"} <= words.keys()
+    forms = {form for form, _ in words.values()}
+    assert len(words) == sum(len({form.name, *form.types}) for form in forms)
+
+
+LOCAL = """
+from toyexp import hookimpl
+from test_formats_tall import Tall
+
+@hookimpl
+def register_formats(register):
+    register(Tall)
+"""
+
+
+@pytest.fixture
+def tall(tmp_path, monkeypatch):
+    """A directory with a model, and the format as somebody's plugin."""
+    import sys
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "test_formats_tall", sys.modules[__name__])
+    (tmp_path / "tall_plugin.py").write_text(LOCAL)
+    write_base(tmp_path / "model.gguf", "llama", tokenizer=Bytes())
+    return tmp_path
+
+
+def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
+    plugin = "plugins=[tall_plugin]"
+    assert main(["export", "model.gguf", "--type", "tall", plugin]) == 0
+    assert main(["export", "model.gguf", "--type", "tall-short", plugin]) == 0
+    assert main(["export", "model.gguf", "--type", "tall", "digits=2", "--to", "x.tall", plugin]) == 0
+    assert (tall / "x.tall").read_bytes() == (tall / "model-tall-short.tall").read_bytes()
+    with GGUFFile(tall / "model.gguf") as file:
+        name, number = (tall / "model.tall").read_text().splitlines()[0].split()
+        assert np.float32(number) == file.read(name).flat[0]
+    capsys.readouterr()
+    assert main(["export", "model.gguf", "--type", "tall", plugin]) == 2
+    assert "model.tall: is already there" in capsys.readouterr().err
+    assert main(["export", "--help", plugin]) == 0
+    assert "tall, tall-short: Numbers as text." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tall digits=0", "digits=0: must be above 0"),
+        ("tall digits=many", "digits=many"),
+        ("tall digit=1", "export digit=1: --type tall has no such setting; did you mean digits?"),
+        ("safetensors digits=1", "--type safetensors has no such setting; it has none"),
+        ("tal", "did you mean tall?"),
+        ("hf-f8", "did you mean hf-f16?"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line_and_nothing_is_written(tall, capsys, words, said):
+    before = sorted(tall.iterdir())
+    assert main(["export", "model.gguf", "--type", *words.split(), "plugins=[tall_plugin]"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert sorted(p for p in tall.iterdir() if p.name != "__pycache__") == before
+
+
+def test_a_quantised_file_becomes_safetensors_and_half_precision_only_when_told(tall, capsys):
+    assert main(["export", "model.gguf", "--type", "q8_0"]) == 0
+    assert main(["export", "model-q8_0.gguf", "--type", "safetensors"]) == 0
+    assert main(["export", "model-q8_0.gguf", "--type", "hf-f16"]) == 2
+    assert "is quantised already" in capsys.readouterr().err
+    back = Safetensors().read(tall / "model-q8_0.safetensors", load().models())
+    with GGUFFile(tall / "model-q8_0.gguf") as file:
+        assert back.model == replace(MODELS["llama"], vocab=257) != VOCAB
+        assert all(np.array_equal(array, file.read(name)) for name, array in back.tensors.items())
+        assert back.general["name"] == file.metadata["general.name"] if "general.name" in file.metadata else True
+
+
+RUN = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
+       "eval_every=0", "engine=ggml", "engine.threads=1", "checkpoint_every=0"]  # fmt: skip
+
+
+def test_a_run_writes_a_strangers_format_on_the_way_and_at_the_end(tall, capsys):
+    words = ["callbacks=[gguf_export,tall_export]", "callbacks.tall_export.every=2", "callbacks.tall_export.digits=3",
+             "hydra.run.dir=run", "plugins=[tall_plugin]", "checkpoint_every=4"]  # fmt: skip
+    assert main([*RUN, *words]) == 0, capsys.readouterr().err
+    assert {"model-2.tall", "model.tall", "model.gguf"} <= {p.name for p in (tall / "run").iterdir()}
+    with GGUFFile(tall / "run" / "model.gguf") as file:
+        written = dict(line.split() for line in (tall / "run" / "model.tall").read_text().splitlines())
+        assert {n: float(f"{file.read(n).flat[0]:.3g}") for n in written} == {n: float(x) for n, x in written.items()}
+    assert main(["resume=run", "steps=6", "plugins=[tall_plugin]"]) == 0, capsys.readouterr().err
+
+
+MODEL = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import hookimpl
+from toyexp_models.gpt2 import GPT2
+
+@dataclass
+class Bare(GPT2):
+    "GPT-2 under another name, which no format knows."
+    name: ClassVar[str] = "bare"
+    forms: ClassVar[dict] = {}
+
+@hookimpl
+def register_models(register):
+    register(Bare)
+"""
+
+
+def test_a_model_that_no_format_knows_trains_and_its_export_says_what_it_lacks(tall, capsys):
+    (tall / "bare_model.py").write_text(MODEL)
+    bare = [*(w for w in RUN if "checkpoint" not in w), "model=bare", "plugins=[bare_model]", "hydra.run.dir=run"]
+    assert main([*bare, "~callbacks.gguf_export"]) == 0, capsys.readouterr().err
+    for name, lacks in (("gguf", "GGUF form"), ("safetensors", "GGUF form"), ("hf", "Hugging Face layout")):
+        assert main([*bare, f"callbacks=[{name}_export]", "hydra.run.dir=other"]) == 2
+        err = capsys.readouterr().err
+        assert f"model=bare has no {lacks}" in err and f"'~callbacks.{name}_export'" in err and err.count("\n") == 1
+    assert not (tall / "other").exists()

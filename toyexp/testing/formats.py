@@ -1,0 +1,172 @@
+"""The conformance kit's part about formats of files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.ownership import Ledger
+from toyexp.base.words import typed
+from toyexp.contract.exporter import Exporter, exporter
+from toyexp.contract.format import Exported, Format
+from toyexp.contract.model import Model
+from toyexp.contract.plan import PlanTensor
+from toyexp.contract.recipe import Setup
+from toyexp.contract.run import Run
+from toyexp.testing.null import NullEngine
+from toyexp.testing.suites import PluginSuite, token_dataset
+from toyexp.text.tokenizer import Bytes
+
+OURS = b"whoever wrote this wants to keep it"
+
+
+class FormatSuite(PluginSuite):
+    """What a format must do: set `form`, `models` that it holds, and `refused` ones, which it does not."""
+
+    kind = "format"
+    form: Format
+    models: Sequence[Model]
+    refused: Sequence[Model] = ()
+
+    def subject(self) -> type:
+        """The format's class."""
+        return type(self.form)
+
+    def exported(self, model: Model) -> Exported:
+        """The model with random numbers, and what a run adds."""
+        tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
+        tokenizer = Bytes() if model.reads.text else None
+        return Exported(model, tensors, tokenizer, {"name": "kit", "step": 3})
+
+    def callback(self) -> Exporter:
+        """What writes the format in a run."""
+        return exporter(type(self.form))(**vars(self.form))
+
+    def test_its_words_for_type_are_settings_that_it_has(self) -> None:
+        """Each stands for settings with which it can be made."""
+        self.form.check()
+        for settings in self.form.types.values():
+            assert type(self.form)(**settings).kind
+
+    def test_what_it_writes_it_reads_back(self, tmp_path: Path) -> None:
+        """The same tensors, to the bit in float32, and the same model; of a format that reads."""
+        if type(self.form).read is Format.read:
+            with pytest.raises(UserError, match="does not read"):
+                self.form.read(tmp_path / "x", [])
+            return
+        for i, model in enumerate(self.models):
+            exported, path = self.exported(model), tmp_path / f"{i}{self.form.suffix}"
+            self.form.check_model(model)
+            assert self.form.write(exported, path) == []
+            back = self.form.read(path, [type(m) for m in self.models])
+            assert type(back.model) is type(model)
+            _same_settings(back.model, model)
+            assert back.tensors.keys() == exported.tensors.keys()
+            for name, array in exported.tensors.items():
+                assert back.tensors[name].dtype == np.float32
+                if self.form.kind in ("f32", "float32"):
+                    np.testing.assert_array_equal(back.tensors[name], array)
+                else:
+                    np.testing.assert_allclose(back.tensors[name], array, atol=0.1 * float(np.abs(array).max()))
+
+    def test_the_same_model_is_the_same_bytes(self, tmp_path: Path) -> None:
+        """Nothing of the moment is written, so that exports can be compared."""
+        for i, model in enumerate(self.models):
+            one, two = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
+            for path in (one, two):
+                self.form.write(self.exported(model), path)
+            assert _content(one) == _content(two)
+
+    def test_a_run_writes_it_and_replaces_its_own_file_alone(self, tmp_path: Path) -> None:
+        """An earlier export gives way to a later one, but what this run did not write stays."""
+        for i, model in enumerate(self.models):
+            directory = tmp_path / str(i)
+            directory.mkdir()
+            run, callback, place = _run(directory, model), self.callback(), directory / f"model{self.form.suffix}"
+            callback.check()
+            callback.check_plan(run.plan)
+            _end(callback, run, step=2)
+            first = _content(place)
+            _end(callback, run, step=2)
+            assert _content(place) == first
+            assert [p.name for p in directory.iterdir() if p.name != "written.json"] == [place.name]
+        foreign = tmp_path / "foreign"
+        foreign.mkdir()
+        (foreign / place.name).write_bytes(OURS)
+        with pytest.raises(RunFailed, match="there already"):
+            _end(self.callback(), _run(foreign, self.models[0]), step=2)
+        assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(place.name, OURS)]
+
+    def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where a tensor cannot be read, nothing is left, and an earlier export stays as it was."""
+        run, callback = _run(tmp_path, self.models[0]), self.callback()
+        _end(callback, run, step=2)
+        before = {p.name: _content(p) for p in tmp_path.iterdir()}
+        exported = self.exported(self.models[0])
+        torn = replace(exported, tensors=_Torn(exported.tensors, list(exported.tensors)[-1]))
+        monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
+        with pytest.raises(RunFailed, match="could not be written"):
+            _end(callback, run, step=4)
+        assert {p.name: _content(p) for p in tmp_path.iterdir()} == before
+
+    def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
+        """With how the run goes without it, and nothing written."""
+        for model in self.refused:
+            callback = self.callback()
+            with pytest.raises(UserError) as refused:
+                callback.check_plan(_run(tmp_path, model).plan)
+            assert "\n" not in str(refused.value)
+            assert f"'~callbacks.{callback.name}'" in str(refused.value)
+        assert not list(tmp_path.iterdir())
+
+
+class _Torn(Mapping[str, np.ndarray]):
+    """Tensors of which one cannot be read, as on a disk that fails."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], broken: str):
+        self._tensors, self._broken = tensors, broken
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name == self._broken:
+            raise OSError(5, "Input/output error")
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _run(directory: Path, model: Model) -> Run:
+    dataset = token_dataset(16)
+    setup = Setup(dataset.batches(8, 2, 0).inputs, rows=2)
+    plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+    return Run("kit", directory, 0, 4, 1e-3, {}, "null", plan, NullEngine().realize(plan), dataset,
+               ledger=Ledger(directory))  # fmt: skip
+
+
+def _end(callback: Exporter, run: Run, step: int) -> None:
+    """A run with the callback alone, as far as that hears of it."""
+    callback.on_start(run=run)
+    callback.on_step(run=run, step=step)
+    callback.on_end(run=run, reason="completed")
+
+
+def _content(path: Path) -> object:
+    """The bytes of a file, or of those in a directory."""
+    return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+
+def _same_settings(one: Model, other: Model) -> None:
+    """Files hold float32s, or decimals."""
+    for name, value in other.settings().items():
+        read = one.settings()[name]
+        same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value
+        assert same, f"{name}={typed(read)} was {typed(value)}"

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from toyexp.commands.line import main
+
 
 def texts(run):
     return [(e["step"], e["text"]) for e in run.of("sample")]
@@ -71,7 +73,13 @@ def test_data_without_a_tokenizer_is_refused_before_anything_is_written(train, t
     (np.arange(4000, dtype="<i4") % 50).tofile(tmp_path / "ids.bin")
     run = train("data=tokens", f"data.path={tmp_path / 'ids.bin'}", "data.tokenizer=''", "callbacks=[default,sample]")
     assert run.code == 2 and "callbacks.sample needs a tokenizer" in run.err and "~callbacks.sample" in run.err
-    assert not run.dir.exists()
+    assert "give data.tokenizer=" in run.err and not run.dir.exists()
+
+
+def test_images_are_not_told_to_take_a_tokenizer(capsys):
+    assert main(["data=digits", "model=vit", "recipe=vit_tiny", "callbacks=[default,sample]"]) == 2
+    error = capsys.readouterr().err
+    assert "~callbacks.sample" in error and "data.tokenizer" not in error
 
 
 @pytest.mark.parametrize(

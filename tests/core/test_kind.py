@@ -7,13 +7,17 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from toyexp import IMAGES, TOKENS, Kind, TokenDataset
+from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenDataset
+from toyexp.commands.bench import positions
 from toyexp.commands.evaluate import Evaluation
 from toyexp.contract.compatibility import of_kind, refusal, unread
 from toyexp.contract.registry import load
-from toyexp.reference.opmodel import OpModel
+from toyexp.datasets.dropout import Dropout
+from toyexp.reference.opmodel import OpModel, op_plan
+from toyexp.testing import image_dataset
 from toyexp.text.tokenizer import Bytes
 from toyexp_data.digits import Digits
+from toyexp_models.vit import Patches
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.vit_tiny import VitTiny
 
@@ -63,3 +67,22 @@ def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
     found = Evaluation("f", "m", "e", "d", None, [], {}, True, 2, 1.0, figures, {})
     assert "perplexity 4.00" in found.lines()[-1] and ("2.000 bits per byte" in found.lines()[-1]) is bool(bits)
     assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
+
+
+def test_a_row_of_a_kind_without_positions_counts_as_one():
+    """So that its operations are not counted for each number of it; an image's patches and a text's tokens are many."""
+    ends = {"targets": InputSpec((), "int32"), "weights": InputSpec((), "float32")}
+    tensors = [PlanTensor(t.name, t.shape, t.init) for t in OpModel("rows").tensors()]
+    for inputs, model, wanted in [
+        ({"waves": InputSpec((32,), "float32"), **ends}, Hears("rows"), 1),
+        ({"frames": InputSpec((7, 32), "float32"), **ends}, Hears("rows"), 7),
+        (TOKENS.inputs(9), OpModel("rows"), 9),
+    ]:
+        assert positions(Setup(inputs, rows=2).plan(model, tensors)) == wanted
+
+
+def test_batches_made_of_others_tell_what_those_leave_out():
+    inner = image_dataset().batches(0, 4, 0)
+    inner.facts, inner.left_out = {"too_dark": 2}, ["2 of 60 images, too dark"]
+    for outer in (Patches(inner, 2), Dropout(inner, op_plan("matmul"))):
+        assert (outer.facts, outer.left_out) == (inner.facts, inner.left_out)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from toyexp import Ops, Params, Rotary
 from toyexp_torch.packed import Packed, PackedLinear
+from toyexp_torch.recompute import computed_twice
 
 
 class TorchOps(Ops):
@@ -27,8 +27,7 @@ class TorchOps(Ops):
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
         if not (self._recompute and torch.is_grad_enabled()):
             return super().block(function, x, p, *rest)
-        # No op draws random numbers, whose state would have to be kept.
-        return checkpoint(lambda x: function(self, x, p, *rest), x, use_reentrant=False, preserve_rng_state=False)
+        return computed_twice(lambda x: function(self, x, p, *rest), x)
 
     def rows(self, table: Tensor | Packed, ids: Tensor) -> Tensor:
         if isinstance(table, Packed):

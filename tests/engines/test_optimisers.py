@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 from tiny import batches, plan, weighted
 
-from toyexp import AdamW, SessionError, UserError
+from toyexp import AdamW, SessionError, Unavailable, UserError
 from toyexp.commands.line import main
 from toyexp.contract.engine import state_shapes
 from toyexp.contract.plan import optimised
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.testing import OptimiserSuite
-from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
 from toyexp_optimisers.sgd import SGD
-from toyexp_torch.engines import TorchCPU
+from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1), "metal": GGMLMetal(emulate=True)}
+GPUS = {"cuda": TorchCUDA(), "ggml_cuda": GGMLCUDA(), "vulkan": GGMLVulkan()}
 LR = 0.01
 
 # name: (the settings, what makes the float64 form of one tensor from its name, values and decay)
@@ -43,14 +44,12 @@ OPTIMISERS = {
 
 
 def built(engine, the_plan):
-    session = ENGINES[engine].realize(the_plan)
+    session = {**ENGINES, **GPUS}[engine].realize(the_plan)
     session.build()
     return session
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_twenty_steps_are_those_of_float64(name, engine):
+def assert_twenty_steps(name, engine, rtol=1e-5):
     """On a llama and a gpt2, whose norms and biases do not decay, fed with the engine's own gradients."""
     optimiser, make = OPTIMISERS[name]
     optimiser.weight_decay = 0.1
@@ -66,7 +65,25 @@ def test_twenty_steps_are_those_of_float64(name, engine):
                 for tensor, g in gradients.items():
                     expected[tensor] = references[tensor].step(g.astype(np.float64), lr)
             for tensor, wanted in expected.items():
-                np.testing.assert_allclose(session.download(tensor), wanted, rtol=1e-5, atol=1e-5, err_msg=tensor)
+                np.testing.assert_allclose(session.download(tensor), wanted, rtol=rtol, atol=1e-5, err_msg=tensor)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml", "metal"])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_twenty_steps_are_those_of_float64(name, engine):
+    assert_twenty_steps(name, engine)
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.device(name)) for name in ("cuda", "ggml_cuda", "vulkan")]
+)
+def test_twenty_steps_on_a_gpu_are_those_of_float64(engine):
+    try:
+        GPUS[engine].check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for name in OPTIMISERS:
+        assert_twenty_steps(name, engine)
 
 
 def suites():

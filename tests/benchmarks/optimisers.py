@@ -1,7 +1,7 @@
-"""How many steps each optimiser takes to the held-out loss that AdamW ends with: `python tests/benchmarks/optimisers.py`.
+"""How many steps each optimiser takes to the held-out loss that AdamW ends with.
 
-The words behind it are settings, `model=small steps=200` without any; the learning rates of each are tried in turn, and
-its best run counts.
+`python tests/benchmarks/optimisers.py model=small steps=200 engine=cuda`: the words are settings; the learning rates of
+each are tried in turn, and its best run counts.
 """
 
 import json

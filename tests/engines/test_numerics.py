@@ -68,13 +68,14 @@ class Wrong(GGMLSession):
             raise RuntimeError("the device is lost\nand more")
         return found
 
-    def do_step(self, micros, hp):
-        hp = hp.copy()
-        if self.fault == "decay":
-            hp[4] = 0
-        if self.fault == "slots":
-            hp[5:] = 1
-        return super().do_step(micros, hp)
+    def do_step(self, micros, numbers):
+        numbers = [hp.copy() for hp in numbers]
+        for hp in numbers:
+            if self.fault == "decay":
+                hp[4] = 0
+            if self.fault == "slots":
+                hp[5:] = 1
+        return super().do_step(micros, numbers)
 
 
 @dataclass
@@ -83,7 +84,7 @@ class WrongEngine(GGMLCPU):
 
     def realize(self, plan):
         Wrong.fault = self.fault
-        return Wrong(plan, self)
+        return Wrong(plan, self).open()
 
 
 @pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])

@@ -28,7 +28,7 @@ class Wrong(GGMLCPU):
     mistake: str = ""  # which
 
     def realize(self, plan):
-        return WrongSession(plan, self)
+        return WrongSession(plan, self).open()
 
 
 class WrongSession(GGMLSession):
@@ -45,11 +45,11 @@ class WrongSession(GGMLSession):
             gradients[TENSOR] = gradients[TENSOR] * 1.001
         return gradients
 
-    def do_step(self, micros, hp):
-        hp = hp.copy()
-        hp[0] *= 1.05 if self.mistake == "rate" else 1
-        hp[4] += 0.1 if self.mistake == "decay" else 0
-        return super().do_step(micros, hp)
+    def do_step(self, micros, numbers):
+        numbers = [hp.copy() for hp in numbers]
+        numbers[0][0] *= 1.05 if self.mistake == "rate" else 1
+        numbers[0][4] += 0.1 if self.mistake == "decay" else 0
+        return super().do_step(micros, numbers)
 
 
 @hookimpl

@@ -24,12 +24,12 @@ WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batc
             "a batch of 1000000000000 rows takes 1.92e+05 GB",
         ),
         (["batch_size=9223372036854775807"], "a batch of 9223372036854775807 rows takes"),
-        (["model.d_model=1000000"], "the weights that train and AdamW take"),
-        (["model.d_ff=2000000000"], "the weights that train and AdamW take"),
-        (["model.n_layers=10000", "model.d_model=4096"], "the weights that train and AdamW take"),
+        (["model.d_model=1000000"], "the weights that train and their optimiser take"),
+        (["model.d_ff=2000000000"], "the weights that train and their optimiser take"),
+        (["model.n_layers=10000", "model.d_model=4096"], "the weights that train and their optimiser take"),
         (["model.n_layers=1000000000"], "model.n_layers=1000000000: must be at most 10000"),
         (["model.context=1000000000"], "longer than the training part"),
-        (["model.vocab=2000000000"], "the weights that train and AdamW take"),
+        (["model.vocab=2000000000"], "the weights that train and their optimiser take"),
     ],
 )
 @pytest.mark.parametrize("engine", ["ggml", pytest.param("cpu", marks=pytest.mark.faults)])

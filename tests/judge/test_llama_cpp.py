@@ -19,7 +19,6 @@ from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.contract.exporter import exporter
-from toyexp.contract.optimiser import Optim
 from toyexp.contract.plan import export_tensors
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
@@ -39,6 +38,7 @@ from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
 from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.warm import Warm
@@ -182,7 +182,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     directory.mkdir()
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
-        model, data, recipe, TorchCPU(threads=1), Optim(),
+        model, data, recipe, TorchCPU(threads=1), AdamWOptimiser(),
         {"cosine": Cosine(), "gguf_export": exporter(GGUF)()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
         base=model if recipe.base_file() else None,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     batch["weights"][:, -1] = 0  # the last target of each window has no place in llama.cpp
     with start(recipe, config.engine, plan) as session:
         run = Run("judged", directory, 0, 80, 0.02, {}, "cpu", plan, session, dataset, bus=bus)
-        Training(run, bus, prepared.batches, prepared.adamw, eval_every=0).train()
+        Training(run, bus, prepared.batches, eval_every=0).train()
         assert bus.end(run, "completed", None) == []
         return Trained(
             path=directory / "model.gguf",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from toyexp import Ops, Rotary
 from toyexp_ggml.binding import Graph, GraphError, Node
@@ -19,9 +20,27 @@ from toyexp_ggml.inputs import Ids, Inputs
 from toyexp_ggml.profiles import Profile
 
 Rule = Callable[[Node], Sequence[Callable[[], Node]]]
+Block = tuple[int, int, Node, Node]  # queries from, to, as nodes, and the weights [B, H, n, seen] of what they see
 Tape = list[tuple[Node, tuple[Node, ...], Rule]]
 
 UNPACKED_ROWS = 8192  # of a quantised matrix that the backward pass holds as float32 at a time
+
+
+class Heads(NamedTuple):
+    """The heads of an attention, of whose queries several share a key/value head."""
+
+    g: Graph
+    rows: int
+    heads: int
+    shared: int
+
+    def grouped(self, x: Node) -> Node:
+        """[B, H, n, ..] as [B, Hkv, G n, ..]."""
+        return self.g.reshape(x, self.rows, self.shared, self.heads // self.shared * x.shape[2], x.shape[3])
+
+    def split(self, x: Node) -> Node:
+        """[B, Hkv, G n, ..] as [B, H, n, ..]."""
+        return self.g.reshape(x, self.rows, self.heads, x.shape[2] * self.shared // self.heads, x.shape[3])
 
 
 class GGMLOps(Ops):
@@ -316,49 +335,46 @@ class GGMLOps(Ops):
         """
         g = self.g
         rows, length, heads, size = q.shape
-        shared = k.shape[2]
-        if heads % shared or k.shape != v.shape or k.shape != (rows, length, shared, size):
+        if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
             raise GraphError(f"attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
-        scale, group = 1 / math.sqrt(size), heads // shared
+        form = Heads(g, rows, heads, k.shape[2])
         n = self._profile.query_block if causal else length
-        blocks = [(start, min(start + n, length)) for start in range(0, length, n)]
-
-        def grouped(x: Node) -> Node:  # [B, H, n, ..] as [B, Hkv, G n, ..]
-            return g.reshape(x, rows, shared, group * x.shape[2], x.shape[3])
-
-        def split(x: Node) -> Node:  # and back
-            return g.reshape(x, rows, heads, x.shape[2] // group, x.shape[3])
-
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
-        queries, weights, outs = [], [], []
-        for start, stop in blocks:
+        blocks: list[Block] = []
+        outs = []
+        for start in range(0, length, n):
+            stop = min(start + n, length)
             seen = stop if causal else length
-            queries.append(grouped(g.part(q4, 2, start, stop)))
-            scores = split(g.mul_mat(g.part(k4, 2, 0, seen), queries[-1]))  # [B, H, n, seen]
+            queries = form.grouped(g.part(q4, 2, start, stop))
+            scores = form.split(g.mul_mat(g.part(k4, 2, 0, seen), queries))  # [B, H, n, seen]
             mask = self._inputs.causal_mask(stop - start, seen) if causal else None
-            weights.append(g.softmax(scores, mask, scale))
-            outs.append(split(self._times(grouped(weights[-1]), g.part(v4, 2, 0, seen))))
+            weights = g.softmax(scores, mask, 1 / math.sqrt(size))
+            outs.append(form.split(self._times(form.grouped(weights), g.part(v4, 2, 0, seen))))
+            blocks.append((start, stop, queries, weights))
         y = g.reshape(g.swap_middle(g.concat(outs, 2)), rows, length, heads * size)
+        return self._note(y, (q, k, v), partial(self._attention_back, form, blocks, k4, v4))
 
-        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
-            dout = g.swap_middle(g.reshape(dy, rows, length, heads, size))
-            dqs: list[Node] = []
-            dkv = None
-            for (start, stop), qb, p in reversed(list(zip(blocks, queries, weights, strict=True))):
-                seen = p.shape[3]
-                do = grouped(g.part(dout, 2, start, stop))
-                dp = split(g.mul_mat(g.part(v4, 2, 0, seen), do))
-                ds = grouped(self._softmax_back(dp, p, scale))
-                dqs.insert(0, split(self._times(ds, g.part(k4, 2, 0, seen))))
-                # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
-                both = g.mul_mat(g.transpose_both(qb, do), g.transpose_both(ds, grouped(p)))
-                dkv = both if dkv is None else g.add_to_rows(dkv, both)
-            assert dkv is not None
-            dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
-            dq = g.swap_middle(g.concat(dqs, 2))
-            return (lambda: dq, lambda: dk, lambda: dv)
-
-        return self._note(y, (q, k, v), rule)
+    def _attention_back(
+        self, form: Heads, blocks: Sequence[Block], k4: Node, v4: Node, dy: Node
+    ) -> Sequence[Callable[[], Node]]:
+        g = self.g
+        rows, _, length, size = k4.shape
+        dout = g.swap_middle(g.reshape(dy, rows, length, form.heads, size))
+        dqs: list[Node] = []
+        dkv = None
+        for start, stop, queries, p in reversed(blocks):
+            seen = p.shape[3]
+            do = form.grouped(g.part(dout, 2, start, stop))
+            dp = form.split(g.mul_mat(g.part(v4, 2, 0, seen), do))
+            ds = form.grouped(self._softmax_back(dp, p, 1 / math.sqrt(size)))
+            dqs.insert(0, form.split(self._times(ds, g.part(k4, 2, 0, seen))))
+            # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
+            both = g.mul_mat(g.transpose_both(queries, do), g.transpose_both(ds, form.grouped(p)))
+            dkv = both if dkv is None else g.add_to_rows(dkv, both)
+        assert dkv is not None
+        dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
+        dq = g.swap_middle(g.concat(dqs, 2))
+        return (lambda: dq, lambda: dk, lambda: dv)
 
     def _softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
         """The gradient of softmax(x * scale): scale p (dp - sum(p dp))."""

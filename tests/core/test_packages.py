@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from toyexp import Unavailable, UserError, needed
 from toyexp.base.errors import Broken
 from toyexp.base.packages import told_by, why, why_not_apart
-from toyexp.base.signals import Interrupted
+from toyexp.base.signals import Interrupted, stop_signals
 from toyexp.config.engines import facts_of, pick_engine
 from toyexp.contract.registry import Offer, load
 from toyexp.testing.null import NullEngine
@@ -94,6 +95,30 @@ def test_an_interruption_in_the_middle_of_an_import_is_no_broken_package(package
             raise ImportError("its clean-up expected to have got further")  # noqa: B904 - as such code does
     with needed(name, ""):
         __import__(name)
+
+
+SIGNALLED = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.01)  # in which the interpreter calls the handler
+whole = True
+"""
+
+
+def test_a_signal_waits_for_the_end_of_an_import(package):
+    """Native code that loads may end the process where one is raised; a second one acts at once."""
+    name = package(SIGNALLED)
+    with stop_signals(), pytest.raises(Interrupted), needed(name, ""):
+        module = __import__(name)
+    assert module.whole
+    twice = package(SIGNALLED.replace("time.sleep", "os.kill(os.getpid(), signal.SIGINT); time.sleep"))
+    with stop_signals() as signals, pytest.raises(Interrupted), needed(twice, ""):
+        __import__(twice)
+    assert signals.count() >= 1 and twice not in sys.modules
+    before = signal.getsignal(signal.SIGINT)
+    with needed("json", ""):
+        import json  # noqa: F401
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,38 @@ def stop_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Holds a signal that ends back until the block is left; a second one acts at once.
+
+    Native code that is being loaded runs Python code in between, and may end the process where that raises.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            handlers[number](number, frame)
+
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    try:
+        for number in ending():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                signal.signal(number, note)
+                handlers[number] = handler
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            handlers[came[0]](came[0], None)
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run."""
 

@@ -40,13 +40,13 @@ def megabytes(name):
     return tuple(int(words[key].split()[0]) * 1024 / 1e6 for key in ("VmRSS", "VmHWM"))
 
 
-def step_bytes(session, step):
+def step_bytes(name, session, step):
     """The most that a step's own tensors take at a time."""
     if "compute_bytes" in session.describe():
         return session.describe()["compute_bytes"]
-    import torch
+    if name == "cuda":
+        import torch
 
-    if session.describe()["device"].startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         step()
@@ -71,7 +71,7 @@ def child(name, recompute):
             session.step(data.batch(k), adamw.hp_for_step(k))
             k += 1
         print(json.dumps([1e3 * (time.perf_counter() - begun) / int(line), megabytes(name)[1] - before]), flush=True)
-    step = step_bytes(session, lambda: session.step(data.batch(k), adamw.hp_for_step(k)))
+    step = step_bytes(name, session, lambda: session.step(data.batch(k), adamw.hp_for_step(k)))
     print(json.dumps(step / 1e6), flush=True)
 
 

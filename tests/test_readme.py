@@ -179,9 +179,11 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     assert main(words) == 0, capsys.readouterr().err
     exports = [["--type", "npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
     assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
+    assert main(["export", "small.npz", "--type", "gguf", "--to", "back.gguf", "plugins=[npz_format]"]) == 0
     assert main(["plugins", "npz", "plugins=[npz_format]"]) == 0
     assert "compressed=false" in capsys.readouterr().out
     with GGUFFile("run/model.gguf") as file, np.load("run/model.npz") as plain, np.load("small.npz") as small:
+        assert all(np.array_equal(GGUFFile("back.gguf").read(n), file.read(n)) for n in file.tensors)
         assert {*plain.files} == {*small.files} == {"model", *file.tensors}
         assert all(np.array_equal(plain[n], file.read(n)) and np.array_equal(small[n], plain[n]) for n in file.tensors)
     kit = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)

@@ -12,7 +12,7 @@ from toyexp.contract.format import ModelFile, Models
 from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.open_model import exported_of
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM, GGUFFile
 from toyexp.formats.gguf.rewrite import rewrite
 from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
 from toyexp.formats.huggingface import FILES, TYPES, notes, write_adapter_folder, write_folder
@@ -82,7 +82,11 @@ class Safetensors(Format):
 
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model; it has no tokenizer."""
-        return exported_of(SafetensorsFile(path), models)
+        file = SafetensorsFile(path)
+        if not file.metadata:
+            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
+            raise file.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
+        return exported_of(file, models)
 
 
 @dataclass

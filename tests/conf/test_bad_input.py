@@ -306,7 +306,7 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
         ("parity --csv", ["parity --csv: there is no such option"]),
         ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
         ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
-        ("export book.txt --type f32 lr=1", ["export lr=1: is a setting of a run"]),
+        ("export book.txt --type f32 lr=1", ["export lr=1: --type f32 has no such setting; there is: type"]),
         ("generate book.txt --prompt a steps=5", ["generate steps=5: is a setting of a run"]),
         ("generate book.txt --prompt a plugins=[a-b]", ["takes names of Python modules"]),
         ("--cfg", ["--cfg needs a value: job"]),

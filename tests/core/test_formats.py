@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from kinds import VIT
+from safetensors.numpy import save_file
 from tiny import MODELS, VOCAB, write_base
 
 from toyexp import Format, UserError
@@ -146,6 +147,37 @@ def test_a_quantised_file_becomes_safetensors_and_half_precision_only_when_told(
         assert back.model == replace(MODELS["llama"], vocab=257) != VOCAB
         assert all(np.array_equal(array, file.read(name)) for name, array in back.tensors.items())
         assert back.general["name"] == file.metadata["general.name"] if "general.name" in file.metadata else True
+
+
+def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys):
+    assert main(["export", "model.gguf", "--type", "safetensors"]) == 0
+    (tall / "model.gguf").rename(tall / "first.gguf")
+    for kind in ("gguf", "q8_0"):
+        assert main(["export", "model.safetensors", "--type", kind]) == 0
+        assert main(["export", "first.gguf", "--type", kind, "--to", f"by-{kind}.gguf"]) == 0
+    for one, two in (("model.gguf", "first.gguf"), ("model-q8_0.gguf", "by-q8_0.gguf")):
+        with GGUFFile(tall / one) as back, GGUFFile(tall / two) as file:
+            assert {n: t.type for n, t in back.tensors.items()} == {n: t.type for n, t in file.tensors.items()}
+            assert all(np.array_equal(back.read(n), file.read(n)) for n in file.tensors)
+    capsys.readouterr()
+    assert main(["describe", "model.safetensors"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("file        model.safetensors") and "llama (model=llama)" in told
+    save_file({"x": np.zeros(3, np.float32)}, tall / "theirs.safetensors")
+    (tall / "torn.safetensors").write_bytes((tall / "model.safetensors").read_bytes()[:-9])
+    for name, said in (("theirs", "is no model that toyexp wrote"), ("torn", "cannot be read as safetensors")):
+        assert main(["describe", f"{name}.safetensors"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"toyexp: error: {name}.safetensors: {said}") and err.count("\n") == 1
+
+
+def test_a_format_that_breaks_over_a_model_is_named_and_leaves_nothing(tall, capsys, monkeypatch):
+    before = sorted(tall.iterdir())
+    monkeypatch.setattr(Tall, "write", lambda self, exported, path: {}["digit"])
+    assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 1
+    err = capsys.readouterr().err
+    assert "format.tall failed while it wrote the file: KeyError: 'digit'" in err and err.count("\n") == 1
+    assert sorted(p for p in tall.iterdir() if p.name != "__pycache__") == before
 
 
 RUN = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed, UserError, choose
 from toyexp.base.writing import bytes_in, dump_json, in_one_piece, required
 from toyexp.commands.options import read_options
@@ -172,7 +173,7 @@ def _write(
     Returns the model, of which there is none in the first case, and what is odd about the numbers.
     """
     found = class_in(file, registry.models())
-    with required(target), in_one_piece(target) as place:
+    with blamed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
         try:
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
@@ -218,7 +219,7 @@ def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
     """Where to; UserError when there is no directory."""
     beside = file.path
     if (made_of := origin(file.path)) != file.path:  # what lies in a checkpoint's directory goes with it
-        beside = made_of.parents[1] / file.path.name
+        beside = (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
     target = to or beside.with_name(f"{stem}{ending}")
     if not target.parent.is_dir():

@@ -1,4 +1,7 @@
-"""A checkpoint as a model: what training changed, put together with what it started from, as a GGUF file."""
+"""A checkpoint as a model: what training changed, put together with what it started from, as a GGUF file.
+
+The same of a file in another format that is read here.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError, printable
+from toyexp.contract.format import Format
 from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry, load
@@ -26,7 +30,7 @@ from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
-_written: dict[tuple[Path, int], Path] = {}  # by a checkpoint's manifest and when it was written; for this process
+_written: dict[tuple[Path, int], Path] = {}  # by what it was made of, and when that was written; for this process
 _origins: dict[Path, Path] = {}
 
 
@@ -44,7 +48,7 @@ def newest_in(path: Path) -> Path | None:
 
 
 def origin(path: Path) -> Path:
-    """The checkpoint that a file was made of, or the file itself."""
+    """The checkpoint or file that a file was made of, or the file itself."""
     return _origins.get(path, path)
 
 
@@ -54,18 +58,32 @@ def gguf_of(path: Path, registry: Registry | None = None) -> Path:
     UserError for a checkpoint that is damaged, and for a run whose data or base is no longer what it was.
     """
     manifest = (path / checkpoint.MANIFEST).resolve()
-    key = manifest, manifest.stat().st_mtime_ns
-    if key not in _written:
+    return _kept(manifest, path, path.name, lambda target: _write(path, target, registry or load()))
+
+
+def _kept(key: Path, made_of: Path, stem: str, write: Callable[[Path], object]) -> Path:
+    """The file that `write` makes, and did already where `key` is still as it was."""
+    version = key, key.stat().st_mtime_ns
+    if version not in _written:
         place = Path(tempfile.mkdtemp(prefix="toyexp-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
-        _written[key] = place / f"{path.name}.gguf"
-        try:
-            _write(path, _written[key], registry or load())
-        except BaseException:
-            del _written[key]
-            raise
-        _origins[_written[key]] = path
-    return _written[key]
+        target = place / f"{stem}.gguf"
+        write(target)
+        _written[version], _origins[target] = target, made_of
+    return _written[version]
+
+
+def _read_by(path: Path, registry: Registry | None) -> Format | None:
+    """Who reads files of that name, where they are in another format than GGUF."""
+    offers = registry.offers["format"].values() if registry else ()
+    readers = [cast("type[Format]", offer.cls) for offer in offers if offer.cls.read is not Format.read]
+    return next((cls() for cls in readers if cls.suffix != ".gguf" and path.name.endswith(cls.suffix)), None)
+
+
+def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
+    with blamed(f"format.{form.name}", f"while it read {path}"):
+        found = form.read(path, registry.models())
+        write_model(target, found.model, found.tensors, found.tokenizer, "f32", found.general, found.data)
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:
@@ -119,21 +137,25 @@ def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:
 
 
 def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
-    """The file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
+    """The GGUF file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
+
+    What is in another format that is read here is one too.
 
     UserError when there is nothing.
     """
     if not os.path.lexists(path):
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
-        return path
+        form = _read_by(path, registry)
+        if form is None or registry is None:
+            return path
+        stem = path.name.removesuffix(form.suffix)
+        return _kept(path.resolve(), path, stem, lambda target: _converted_by(form, path, target, registry))
     if not os.access(path, os.X_OK):
         raise UserError(f"{path}: is a directory that may not be entered")
     there = [path / name for name in leaves if os.path.lexists(path / name)]
     if there:
         return next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
-    from toyexp.config.restored import gguf_of, is_checkpoint, newest_in  # deferred: it plans a run again
-
     if is_checkpoint(path):
         return gguf_of(path, registry)
     newest = newest_in(path)

@@ -72,6 +72,29 @@ def test_the_plugin_runs_an_experiment(environment):
     assert re.search(r"model\.gguf", done.stdout)
 
 
+def test_the_plugins_sub_command_is_one_like_any_other(environment):
+    root, _ = environment
+    words = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
+        "all": "--help", "own": "losses --help", "none": "losses nowhere", "typo": "losses --tob 1", "near": "lossse",
+    }.items()}  # fmt: skip
+    assert "The last held-out loss of every run below a folder, the best first  [demo, toyexp-demo 0.1]" in (
+        words["all"].stdout
+    )
+    assert words["own"].returncode == 0 and "usage: toyexp losses [--top 5]" in words["own"].stdout
+    for name, part in (("none", "losses nowhere: holds no run"), ("typo", "--top?"), ("near", "did you mean losses?")):
+        assert words[name].returncode == 2 and len(words[name].stderr.splitlines()) == 1
+        assert part in words[name].stderr
+    for name, loss in (("good", 1.5), ("bad", 3.0), ("better", 1.25)):
+        folder = root / "elsewhere" / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"eval_loss": loss}))
+    assert run(environment, "-m", "toyexp", "losses", "runs", "--top=2").stdout == (
+        "1.2500  runs/better\n1.5000  runs/good\n"
+    )
+    offered = run(environment, "-m", "toyexp", "completion", "--for", "bash", "toyexp losses --", " ")
+    assert offered.stdout.split() == ["--help", "--top"]
+
+
 def check_conformance(environment, module):
     root, _ = environment
     done = run(environment, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(root / f"test_{module}.py"))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from toyexp.contract.arithmetic import Arithmetic
     from toyexp.contract.batch import Batch, InputSpec
     from toyexp.contract.callback import Callback, Schedule
+    from toyexp.contract.command import Arguments, Command
     from toyexp.contract.data import Data
     from toyexp.contract.dataset import Batches, Dataset
     from toyexp.contract.decoder import Decoder
@@ -53,11 +54,13 @@ __all__ = [
     "TOKENS",
     "AdamW",
     "Adapted",
+    "Arguments",
     "Arithmetic",
     "Batch",
     "Batches",
     "Bus",
     "Callback",
+    "Command",
     "Constant",
     "Data",
     "Dataset",
@@ -120,6 +123,7 @@ _HOMES = {
     "toyexp.contract.arithmetic": "Arithmetic",
     "toyexp.contract.batch": "Batch InputSpec",
     "toyexp.contract.callback": "Callback Schedule",
+    "toyexp.contract.command": "Arguments Command",
     "toyexp.contract.data": "Data",
     "toyexp.contract.dataset": "Batches Dataset",
     "toyexp.contract.decoder": "Decoder",

@@ -14,9 +14,9 @@ from toyexp import Unavailable
 from toyexp.commands.line import main
 from toyexp.config.keys import choices
 from toyexp.config.request import Request
-from toyexp.config.schema import PARTS, Root, Source, conf_dir
-from toyexp.config.top_level import top_level
-from toyexp.contract.registry import KINDS, load, settings_of
+from toyexp.config.schema import Root, Source, conf_dir
+from toyexp.config.top_level import GROUPS, PARTS, top_level
+from toyexp.contract.registry import load, settings_of
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
@@ -250,6 +250,6 @@ def test_help_lists_every_choice_and_imports_no_framework(registry):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     words = done.stdout.replace(",", " ").split()
-    for kind in (*KINDS, "experiment"):
+    for kind in GROUPS:
         assert choices(kind, registry) <= set(words), kind
     assert done.stdout.splitlines()[-1] == "imported:"

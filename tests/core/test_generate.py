@@ -19,6 +19,7 @@ from toyexp import Decoder, RunFailed
 from toyexp.base.random import stream
 from toyexp.commands.generate import Scribe
 from toyexp.commands.line import main
+from toyexp.commands.table import Generate
 from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
@@ -428,11 +429,9 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
 
 
 def test_help_names_every_option(capsys):
-    from toyexp.commands.generate import SWITCHES, VALUES
-
     assert main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {flag} " in out for flag in (*SWITCHES, *VALUES))
+    assert all(f"\n  {flag} " in out for flag in (*Generate.switches, *Generate.values))
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):

@@ -11,9 +11,10 @@ from tiny import batches
 from toyexp import AdamW, Setup, Unavailable
 from toyexp.base.errors import RunFailed
 from toyexp.commands import bench_stepper as stepper
-from toyexp.commands.bench import split, step_flops, take_turns, warm_up
+from toyexp.commands.bench import read, step_flops, take_turns, warm_up
 from toyexp.commands.bench_stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
 from toyexp.commands.line import main
+from toyexp.commands.table import Bench
 from toyexp.contract.recipe import start
 from toyexp.testing import DataSuite, token_dataset
 from toyexp_data.noise import Random
@@ -214,9 +215,10 @@ def test_help_names_every_option(capsys):
 
 
 def test_options_are_read_in_both_forms():
-    options, settings = split(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
+    given = Bench().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
+    options = read(given)
     assert (options.rounds, options.steps, options.memory, options.json) == (2, 3, False, False)
-    assert settings == ["lr=1"]
+    assert given.rest == ["lr=1"]
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import toyexp
 from toyexp.base.errors import UserError
+from toyexp.base.terminal import say
 from toyexp.base.threads import available_cores
 from toyexp.base.words import count
+from toyexp.base.writing import dump_json
 from toyexp.commands.bench_stepper import EngineStepper, Entry, Stepper, alone, baselines
-from toyexp.commands.options import read_options, require_settings, whole
-from toyexp.commands.variants import Variant, prepare_variants
+from toyexp.commands.options import require_settings, whole
+from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.config.request import Request
 from toyexp.contract.batch import Batch
+from toyexp.contract.command import Arguments
 from toyexp.contract.plan import Plan
-
-if TYPE_CHECKING:
-    from toyexp.config.request import Request
 
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
@@ -67,20 +68,27 @@ class Options:
     json: bool = False
 
 
-SWITCHES = {"--baseline": ("baseline", True), "--no-memory": ("memory", False), "--json": ("json", True)}
-NUMBERS = {"--rounds": "7", "--steps": "100"}
-
-
-def split(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options and the settings of a command line; UserError for what is neither."""
-    given = read_options("bench", words, SWITCHES, NUMBERS)
-    require_settings("bench", given.rest)
-    for setting in given.rest:
+def read(arguments: Arguments) -> Options:
+    """The options of a command line; UserError for what is no setting, and for steps, which it chooses itself."""
+    require_settings("bench", arguments.rest)
+    for setting in arguments.rest:
         key, _, value = setting.partition("=")
         if key == "steps":
             raise UserError(f"{setting}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
-    named: dict[str, Any] = {flag[2:]: whole(flag, text, 1, 10**6) for flag, text in given.values.items()}
-    return Options(**named, **dict(SWITCHES[flag] for flag in given.switches)), given.rest
+    numbers = {flag[2:]: whole(flag, text, 1, 10**6) for flag, text in arguments.values.items()}
+    switches = arguments.switches
+    return Options(
+        **numbers, baseline="--baseline" in switches, memory="--no-memory" not in switches, json="--json" in switches
+    )
+
+
+def run(arguments: Arguments) -> int:
+    """Measures the engines, and shows what came out."""
+    options = read(arguments)
+    request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
+    report = measure(request, labels, options, (lambda line: None) if options.json else say)
+    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
+    return 0
 
 
 # -- what is found --------------------------------------------------------------------------------------------------
@@ -203,15 +211,15 @@ def step_flops(plan: Plan) -> float:
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, labels: Sequence[str], options: Options, say: Callable[[str], None]) -> Report:
-    """Runs the benchmark; `say` gets a line each about machine, model and data before it begins."""
+def measure(request: Request, labels: Sequence[str], options: Options, watch: Callable[[str], None]) -> Report:
+    """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     variants = prepare_variants(request, labels)
     settings = [str(override.input_line) for override in request.settings]
     entries = [Entry(label, settings, label) for label in labels]
     added = list(baselines(settings)) if options.baseline else []
     work = work_of(variants[0])
     for name in ("machine", "model", "data"):
-        say(f"{name:<8} {getattr(work, name)}")
+        watch(f"{name:<8} {getattr(work, name)}")
 
     batches = [variants[0].prepared.batches.batch(k) for k in range(BATCHES)]
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toyexp.commands.flags import FLAGS, SHORT
-from toyexp.commands.options import PROBE, Tables
-from toyexp.commands.table import COMMANDS
-from toyexp.config.top_level import HYDRA_KEYS, top_level
-from toyexp.contract.registry import CONFIGURED, Registry, Setting, conf_dir, load, settings_of
+from toyexp.commands.table import find
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
+from toyexp.contract.command import Command
+from toyexp.contract.registry import Registry, Setting, conf_dir, load, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
 RUNS = 20  # the newest of them are offered
@@ -37,7 +37,7 @@ class Candidate:
 def complete(words: Sequence[str]) -> list[Candidate]:
     """What the last of the words behind `toyexp` may become; it may be empty."""
     *before, word = words
-    command = before[0] if before and before[0] in COMMANDS else None
+    command = find(before[0], before) if before and before[0].isidentifier() else None
     line = Line(before, word)
     found = line.of_command(command) if command else line.of_run()
     unique: dict[str, Candidate] = {}
@@ -51,18 +51,6 @@ def flags() -> tuple[set[str], dict[str, tuple[str, ...]]]:
     """The flags of a run that take nothing, and those that take a value, with its choices."""
     values = {flag: takes for flag, takes in FLAGS.items() if takes is not None}
     return {*(FLAGS.keys() - values.keys()), "--help", "--version"}, values
-
-
-def tables(command: str) -> Tables:
-    """The options of a sub-command, as it is about to read them; none of one that reads no options."""
-    with contextlib.redirect_stdout(None):
-        try:
-            COMMANDS[command]([PROBE])
-        except Tables as found:
-            return found
-        except Exception:  # it refuses the word in its own way
-            pass
-    return Tables((), {})
 
 
 class Line:
@@ -93,23 +81,22 @@ class Line:
             yield from map(Candidate, (*switches, *values))
         else:
             if not self.before:
-                yield from (Candidate(name, command.about) for name, command in COMMANDS.items())
+                yield from (Candidate(name, o.help) for name, o in self.registry.offers["command"].items())
             yield from self.settings()
 
-    def of_command(self, command: str) -> Iterator[Candidate]:
+    def of_command(self, command: Command) -> Iterator[Candidate]:
         """A sub-command: its options, and what it takes beside them."""
-        options = tables(command)
         flag, equals, _ = self.word.partition("=")
         last = self.before[-1]
-        if last in options.values:
-            yield from self._option_value(last, options.values[last], self.word)
-        elif equals and flag in options.values:
-            given = self._option_value(flag, options.values[flag], self.word[len(flag) + 1 :])
+        if last in command.values:
+            yield from self._option_value(last, command.values[last], self.word)
+        elif equals and flag in command.values:
+            given = self._option_value(flag, command.values[flag], self.word[len(flag) + 1 :])
             yield from (replace(c, text=f"{flag}={c.text}") for c in given)
         elif self.word.startswith("-"):
-            yield from map(Candidate, (*options.switches, *options.values, "--help"))
+            yield from map(Candidate, (*command.switches, *command.values, "--help"))
         else:
-            for kind in COMMANDS[command].takes.split():
+            for kind in command.takes.split():
                 yield from self._rest(kind)
 
     def _rest(self, kind: str) -> Iterator[Candidate]:
@@ -214,7 +201,7 @@ class Line:
     # -- the tables --------------------------------------------------------------------------------------------------
 
     def _groups(self) -> list[str]:
-        return [*CONFIGURED, "experiment"]
+        return [*GROUPS]
 
     def _config_dirs(self) -> list[Path]:
         pairs = zip(self.before, self.before[1:], strict=False)

@@ -21,11 +21,12 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.words import count
 from toyexp.commands.forward_listing import BLOCK, Listing, Traced, columns, inside, listing
-from toyexp.commands.options import read_options, refuse_settings
+from toyexp.commands.options import refuse_settings, show
 from toyexp.commands.uses import Offers, Use
 from toyexp.config.restored import ADAPTER, MODEL, file_of, origin
+from toyexp.contract.command import Arguments
 from toyexp.contract.format import TensorInfo
-from toyexp.contract.registry import Registry
+from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
 from toyexp.text.tokenizer import CONTROL
@@ -48,21 +49,22 @@ was read, and the numbers of a file of up to 256 MB were looked at.
 In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
 matrix products and attention for one token (or image), with attention looking at all T positions."""
 
-FLAGS = ("--metadata", "--tensors", "--json")
 WIDTH = 110  # of a line, where one is broken
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
 
 
-def split(words: Sequence[str]) -> tuple[Path, set[str]]:
-    """The file and the flags of a command line; UserError for what is neither."""
-    given = read_options("describe", words, FLAGS)
-    refuse_settings("describe", given.rest)
-    if len(given.rest) != 1 or not given.rest[0]:
+def run(arguments: Arguments) -> int:
+    """Reads the file's header, and shows it."""
+    files, flags = arguments.rest, arguments.switches
+    refuse_settings("describe", files)
+    if len(files) != 1 or not files[0]:
         raise UserError(
-            f"describe {shlex.join(given.rest)}".rstrip() + ": takes one GGUF file, or the directory of a run: "
+            f"describe {shlex.join(files)}".rstrip() + ": takes one GGUF file, or the directory of a run: "
             "toyexp describe model.gguf"
         )
-    return Path(given.rest[0]), given.switches
+    found = describe(Path(files[0]), load(arguments.modules), "--metadata" in flags, "--tensors" in flags)
+    show(found, "--json" in flags)
+    return 0
 
 
 @dataclass(frozen=True)

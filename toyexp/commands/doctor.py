@@ -1,11 +1,70 @@
-"""What runs where: the graphs of an experiment, op by op, for `toyexp doctor --graph`."""
+"""Which engines work here, what they compute and where: what `toyexp doctor` shows."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 
-from toyexp.commands.variants import Variant
+import toyexp
+from toyexp.base.errors import UserError
+from toyexp.base.terminal import say
+from toyexp.commands.here import not_here, verdict
+from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import start
+from toyexp.contract.registry import load
+
+HELP = """\
+usage: toyexp doctor [--numerics [engine=NAME,...]] [--graph [key=value ...]]
+
+Which engines work here, and why the others do not.
+  toyexp doctor
+  toyexp doctor --numerics engine=ggml        whether it computes every op and a short training as float64 does
+  toyexp doctor --graph engine=ggml model=gpt2  which ops of a training step run on which device
+
+--numerics exits with 1 when something is off. plugins=[my_module] goes with both."""
+
+
+def run(arguments: Arguments) -> int:
+    """Tells of the engines, of their numbers, or of their graphs."""
+    if "--graph" in arguments.switches:
+        request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
+        print("\n".join(report(prepare_variants(request, labels))))
+        return 0
+    if "--numerics" in arguments.switches:
+        return _numerics(arguments)
+    if arguments.settings:
+        raise UserError(
+            f"doctor {arguments.settings[0]}: takes --numerics or --graph and settings behind it, or nothing"
+        )
+    registry = load()
+    print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    width = max((len(n) for n in registry.offers["engine"]), default=0)
+    for offer in registry.engines():
+        say(f"  {offer.name:<{width}}  {verdict(offer)}")
+    for line in not_here(registry):
+        say(f"  {line}")
+    for problem in registry.problems:
+        print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    return 0
+
+
+def _numerics(arguments: Arguments) -> int:
+    """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
+    from toyexp.commands.doctor_numerics import engines, examine, expectations, table, trainings
+    from toyexp.config.request import take_engines
+
+    labels, strange = take_engines(arguments.rest, "")
+    if strange:
+        raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
+    chosen = engines(labels, load(arguments.modules))
+    ops, runs = expectations(), trainings()
+    passed = True
+    for label, engine in chosen:
+        lines = list(examine(engine, ops, runs))
+        passed = passed and all(line.passed for line in lines)
+        say("\n".join(table(label, engine, lines)))
+    return 0 if passed else 1
 
 
 def report(variants: Iterable[Variant]) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
+from toyexp.commands.options import show
+from toyexp.commands.variants import one_experiment
+from toyexp.config.request import Request
 from toyexp.config.restored import file_of, origin
+from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Figure
@@ -26,7 +31,6 @@ from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.training.memory import check_plan
 
 if TYPE_CHECKING:
-    from toyexp.config.request import Request
     from toyexp.training.parts import Config
 
 HELP = """\
@@ -87,6 +91,22 @@ class Evaluation:
             f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
             " · ".join(found),
         ]
+
+
+def run(arguments: Arguments) -> int:
+    """Evaluates a model, and shows what it scored; RunFailed for a loss that is no number."""
+    files = [word for word in arguments.rest if "=" not in word]
+    if len(files) != 1:
+        raise UserError(
+            f"{' '.join(['eval', *files])}: takes one file or run directory, settings behind it, --data and "
+            "--json: toyexp eval model.gguf batch_size=4"
+        )
+    request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
+    found = evaluate(Path(files[0]), request, arguments.values.get("--data"))
+    show(found, "--json" in arguments.switches)
+    if not math.isfinite(found.loss):
+        raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
+    return 0
 
 
 def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluation:

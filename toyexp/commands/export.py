@@ -13,18 +13,16 @@ from typing import Any
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed, UserError, choose
-from toyexp.base.writing import bytes_in, dump_json, in_one_piece, required
-from toyexp.commands.options import read_options
+from toyexp.base.writing import bytes_in, in_one_piece, required
+from toyexp.commands.options import show
 from toyexp.config.restored import file_of, origin
+from toyexp.contract.command import Arguments
 from toyexp.contract.format import Exported, Format
-from toyexp.contract.registry import Registry
+from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import require_exact
 from toyexp.formats.huggingface import TYPES
-
-VALUES = {"--type": "q8_0", "--to": "small.gguf"}
-SWITCHES = ("--force", "--requantize", "--json")
 
 
 def help_text(registry: Registry) -> str:
@@ -67,7 +65,6 @@ class Options:
     to: Path | None
     force: bool
     requantize: bool
-    json: bool
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,9 @@ class Written:
     warnings: list[str]
     notes: list[str]  # who makes something else of it
 
-    def plain(self) -> str:
-        """As JSON."""
-        return dump_json(asdict(self), indent=2)
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -95,19 +92,21 @@ class Written:
         return [*told, f"{self.path}  {sizes}  ({types})"]
 
 
-def split(words: Sequence[str]) -> Options:
-    """The command line of `toyexp export`; UserError for what it does not take."""
-    given = read_options("export", words, SWITCHES, VALUES)
-    settings = tuple(word for word in given.rest if "=" in word and not os.path.lexists(word))
-    files = [word for word in given.rest if word not in settings]
-    if len(files) != 1 or "--type" not in given.values:
+def run(arguments: Arguments) -> int:
+    """Writes the file, and tells what it is."""
+    settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
+    files = [word for word in arguments.rest if word not in settings]
+    given, switches = arguments.values, arguments.switches
+    if len(files) != 1 or "--type" not in given:
         raise UserError(
-            f"export {' '.join(words)}".rstrip() + ": takes one file or run directory, and a type: "
+            f"export {' '.join(arguments.rest)}".rstrip() + ": takes one file or run directory, and a type: "
             "toyexp export model.gguf --type q8_0"
         )
-    to = Path(given.values["--to"]) if "--to" in given.values else None
-    flags = (f"--{name}" in given.switches for name in ("force", "requantize", "json"))
-    return Options(Path(files[0]), given.values["--type"], settings, to, *flags)
+    to = Path(given["--to"]) if "--to" in given else None
+    flags = ("--force" in switches, "--requantize" in switches)
+    options = Options(Path(files[0]), given["--type"], settings, to, *flags)
+    show(export(options, load(arguments.modules)), "--json" in switches)
+    return 0
 
 
 def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
@@ -225,10 +224,3 @@ def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
     if not target.parent.is_dir():
         raise UserError(f"--to {target}: there is no directory {target.parent}")
     return target
-
-
-def show(words: Sequence[str], registry: Registry) -> str:
-    """What `toyexp export` prints."""
-    options = split(words)
-    done = export(options, registry)
-    return done.plain() if options.json else "\n".join(done.lines())

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +16,14 @@ from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
 from toyexp.base.memory import running_out
 from toyexp.base.random import stream
+from toyexp.base.terminal import write_text
 from toyexp.base.threads import MOST_THREADS
-from toyexp.commands.options import read_options, real, refuse_settings, take_plugins, whole
+from toyexp.base.writing import dump_json
+from toyexp.commands.options import real, refuse_settings, whole
 from toyexp.config.restored import file_of, origin
+from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import Setup
-from toyexp.contract.registry import Registry
+from toyexp.contract.registry import Registry, load
 from toyexp.contract.sampling import Sampling, continuation
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import model_of
@@ -92,26 +95,35 @@ class Options:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-SWITCHES = ("--chat", "--json")
-TEXTS = {"--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3"}
 # The least and the most that a number can be.
 WHOLE = {"--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1)}
 REAL = {"--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0)}
-VALUES = TEXTS | dict.fromkeys((*WHOLE, *REAL), "1")
 
 
-def split(words: Sequence[str]) -> Options:
+def run(arguments: Arguments) -> int:
+    """Has the model write; how fast that was goes to standard error."""
+    options = read(arguments)
+    try:
+        found = generate(options, load(options.plugins), (lambda text: None) if options.json else write_text)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print(dump_json(found.plain()) if options.json else "", flush=True)
+    if not options.json:
+        print(found.line(), file=sys.stderr)
+    return 0
+
+
+def read(arguments: Arguments) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    modules, rest = take_plugins(words)
-    given = read_options("generate", rest, SWITCHES, VALUES)
-    files = given.rest
+    files = arguments.rest
     refuse_settings("generate", files, "options, and plugins=[...]")
     if len(files) != 1:
         more = f" {files[1]}" if files else ""
         raise UserError(f"generate{more}: takes one GGUF file or run directory")
-    named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in given.values.items()}
-    named |= {flag[2:]: flag in given.switches for flag in SWITCHES}
-    options = Options(files[0], plugins=modules, **named)
+    named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in arguments.values.items()}
+    named |= {name: f"--{name}" in arguments.switches for name in ("chat", "json")}
+    options = Options(files[0], plugins=arguments.modules, **named)
     if (options.prompt is None) == (options.ids is None):
         raise UserError("generate: give --prompt TEXT (- reads it from standard input), or --ids 1,2,3 in its place")
     if options.chat and options.ids is not None:

@@ -54,7 +54,7 @@ def _value(after: Sequence[str]) -> str:
 
 def _setting(name: str, value: str) -> str | None:
     """The setting that is meant, such as lr=0.1, if there is one of that name."""
-    from toyexp.config.schema import GROUPS
+    from toyexp.config.top_level import GROUPS
     from toyexp.training.settings import Settings
 
     key = name.replace("-", "_")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import toyexp
+from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed, ToyexpError, UserError
 from toyexp.base.home import with_home, with_quotes
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
@@ -16,8 +18,8 @@ from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.commands.flags import SHOWING, check_flags, split, take_resume
 from toyexp.commands.inspect import inspect
-from toyexp.commands.registered import show_help, show_version
-from toyexp.commands.table import COMMANDS
+from toyexp.commands.table import COMMANDS, find
+from toyexp.contract.command import Command
 from toyexp.sweep.combinations import follow_the_sweep, in_our_words
 from toyexp.training.introduction import print_result
 
@@ -75,18 +77,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(words: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
-    if words and words[0] in COMMANDS:
+    if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
+        words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
+    if words and words[0].isidentifier() and (command := find(words[0], words)):
         status("")
-        return COMMANDS[words[0]](words[1:])
-    if words and words[0] in ("-sc", "--shell-completion"):  # Hydra's words for it
-        return COMMANDS["completion"]([word.removeprefix("install=") for word in words[1:]])
+        return _call(command, words[1:])
     if "-h" in words or "--help" in words:
-        status("")
-        return show_help()
+        return _answer(["help"])
     if "--version" in words:
         status("")
-        return show_version()
+        say(f"toyexp {toyexp.__version__}")
+        return 0
     return run(words)
+
+
+def _call(command: Command, words: Sequence[str]) -> int:
+    """Runs a sub-command; what one of a plugin raises without meaning to is told as its failure."""
+    if "-h" in words or "--help" in words:
+        say(command.usage())
+        return 0
+    if command.name in COMMANDS:
+        return command.run(command.read(words))
+    try:
+        with blamed(f"command.{command.name}", "while it ran"):
+            return command.run(command.read(words))
+    except RunFailed as error:
+        if isinstance(error.__cause__, BrokenPipeError):  # whoever reads what it prints has gone
+            raise error.__cause__ from None
+        raise
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:

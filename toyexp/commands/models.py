@@ -20,9 +20,10 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.words import count
 from toyexp.commands.describe import in_bytes, types_of
 from toyexp.commands.forward_listing import columns
-from toyexp.commands.options import read_options, refuse_settings
+from toyexp.commands.options import refuse_settings, show
 from toyexp.commands.uses import Offers, pasted
-from toyexp.contract.registry import Registry
+from toyexp.contract.command import Arguments
+from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
 
@@ -124,17 +125,17 @@ class Models:
         return lines
 
 
-def split(words: Sequence[str]) -> tuple[list[Path], bool]:
-    """The directories and whether --json was given; UserError for what is neither."""
-    given = read_options("models", words, ["--json"])
-    refuse_settings("models", given.rest)
-    directories = [Path(word) for word in given.rest]
+def run(arguments: Arguments) -> int:
+    """Looks for models, and lists them."""
+    refuse_settings("models", arguments.rest)
+    directories = [Path(word) for word in arguments.rest]
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
             there = os.path.exists(path)  # noqa: PTH110 - likewise
             what = "is no directory; about one file: toyexp describe" if there else "not found"
             raise UserError(f"models {path}: {what}")
-    return directories, "--json" in given.switches
+    show(find(load(arguments.modules), directories), "--json" in arguments.switches)
+    return 0
 
 
 def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:

@@ -1,69 +1,20 @@
-"""The words behind a sub-command: switches, options with a value, and the rest."""
+"""What sub-commands have in common: how they read what stands behind them, and show what they found."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from toyexp.base.bounds import is_whole
-from toyexp.base.errors import UserError, choose
-from toyexp.contract.registry import modules_in
-
-PROBE = "--\0"  # a word that no command line can hold: read_options answers it with its tables
+from toyexp.base.errors import UserError
+from toyexp.base.writing import dump_json
 
 
-class Tables(Exception):
-    """The options that a sub-command reads: switches, and those that take a value with an example of one."""
-
-    def __init__(self, switches: Collection[str], values: Mapping[str, str]):
-        super().__init__()
-        self.switches, self.values = tuple(switches), dict(values)
-
-
-@dataclass(frozen=True)
-class Words:
-    """What was typed, told apart."""
-
-    switches: set[str]
-    values: dict[str, str]  # by option; of one given twice the last, as everywhere on command lines
-    rest: list[str]  # files and settings
-
-
-def read_options(
-    command: str, words: Sequence[str], switches: Collection[str] = (), values: Mapping[str, str] | None = None
-) -> Words:
-    """Tells the words apart; `values` has an example for each option that takes one. UserError for any other option.
-
-    Raises Tables when they are the PROBE.
-    """
-    values = values or {}
-    if list(words) == [PROBE]:
-        raise Tables(switches, values)
-    found = Words(set(), {}, [])
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in switches:
-            if equals:
-                raise UserError(f"{word}: {flag} takes no value")
-            found.switches.add(flag)
-        elif flag in values:
-            if not equals and (not left or left[0] in switches or left[0] in values):
-                raise UserError(f"{flag} needs a value, such as {flag} {values[flag]}")
-            found.values[flag] = value if equals else left.pop(0)
-        elif word.startswith("-"):
-            raise UserError(f"{command} {word}: there is no such option; {choose(flag, (*switches, *values))}")
-        else:
-            found.rest.append(word)
-    return found
-
-
-def take_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The local modules of `plugins=[...]`, and the other words; UserError for what is no module's name."""
-    return modules_in(words), [word for word in words if not word.startswith("plugins=")]
+def show(found: Any, as_json: bool) -> None:
+    """What a command found out, in lines or as JSON."""
+    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
 
 
 def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:
@@ -73,11 +24,6 @@ def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[.
             raise UserError(
                 f"{command} {word}: is a setting of a run; {command} takes {taken}: toyexp {command} --help"
             )
-
-
-def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether a command is asked how it is used."""
-    return "-h" in words or "--help" in words
 
 
 def require_settings(command: str, words: Sequence[str]) -> None:

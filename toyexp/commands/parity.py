@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,18 +12,22 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.commands.options import read_options, real, require_settings
-from toyexp.commands.variants import Variant
+from toyexp.base.terminal import say
+from toyexp.base.writing import dump_json
+from toyexp.commands.options import real, require_settings
+from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.config.request import Request
+from toyexp.contract.command import Arguments
 from toyexp.contract.dataset import Batches
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import settings_of
 from toyexp.contract.run import Run
+from toyexp.sweep.combinations import combinations, own_sweep
 from toyexp.training.introduction import introduction
 from toyexp.training.parts import Prepared
 
 STEPS = 20  # unless the user says how many
 SHOWN = 3  # tensors listed for each engine without --all
-SWITCHES = ("--all", "--json")
 # A gradient below this share of the whole gradient is compared with that.
 SMALL = 1e-6
 # And below float32's precision it is nothing but rounding: so is the bias of attention's keys without rope, which the
@@ -112,8 +116,8 @@ class Measured:
     weights: Arrays  # the trainable tensors after the last step
 
 
-def compare(variants: Sequence[Variant], tolerances: Tolerances, say: Callable[[str], None]) -> Report:
-    """Trains on one engine after another and compares each with the first; `say` gets a line as each starts.
+def compare(variants: Sequence[Variant], tolerances: Tolerances, watch: Callable[[str], None]) -> Report:
+    """Trains on one engine after another and compares each with the first; `watch` gets a line as each starts.
 
     Raises UserError for fewer than two engines, RunFailed when they do not start from the same bytes.
     """
@@ -121,13 +125,13 @@ def compare(variants: Sequence[Variant], tolerances: Tolerances, say: Callable[[
         raise UserError(f"engine={','.join(v.label for v in variants)}: parity takes two or more: engine=cpu,ggml")
     first, *others = variants
     for line in introduction(first.prepared)[1:]:
-        say(line)
-    say(f"engine  {first.label}: {_note(first)}")
+        watch(line)
+    watch(f"engine  {first.label}: {_note(first)}")
     batches = first.prepared.batches
     reference = measure(first.prepared, batches)
     engines = []
     for variant in others:
-        say(f"engine  {variant.label}: {_note(variant)}")
+        watch(f"engine  {variant.label}: {_note(variant)}")
         _require_same_plan(first, variant)
         measured = measure(variant.prepared, batches)
         _require_same_start(reference, measured, variant.label)
@@ -257,41 +261,59 @@ def _ratio(difference: float, scale: float) -> float:
 # -- what a person types and reads ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """What stands beside the settings on the command line."""
+def run(arguments: Arguments) -> int:
+    """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
+    require_settings("parity", arguments.rest)
+    tolerances = Tolerances(**{flag.removeprefix("--"): real(flag, v, 0) for flag, v in arguments.values.items()})
+    as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
+    request, labels = on_engines("parity", arguments, ALONE)
+    _require_schedules(request)
+    own = own_sweep(request)
+    fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
+    request = request.before(f"steps={STEPS}").plus(*fixed)
+    watch: Callable[[str], None] = (lambda line: None) if as_json else say
+    reports: dict[str, Report] = {}
+    for varied in combinations(own):
+        label = " ".join(varied)
+        if varied:
+            watch(f"\n[{len(reports)}] {label}")
+        reports[label] = report = compare(prepare_variants(request.plus(*varied), labels), tolerances, watch)
+        for line in summary(report, every):
+            watch(line)
+    within = sum(report.within for report in reports.values())
+    if as_json:
+        jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
+        print(dump_json({"within": within == len(jobs), "jobs": jobs} if own else reports[""].plain(), indent=2))
+    if len(reports) > 1:
+        watch(f"\n{within} of {len(reports)} within the tolerances")
+    return 0 if within == len(reports) else 1
 
-    tolerances: Tolerances
-    all: bool  # list every tensor
-    json: bool
+
+def _require_schedules(request: Request) -> None:
+    """Raises UserError for a callback's setting that has no effect here: they are asked for the learning rate alone."""
+    for override in request.settings:
+        kind, _, rest = override.key_or_group.partition(".")
+        offer = request.registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
+        if offer is not None and "lr" not in dir(offer.cls):
+            raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-def split(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options and the settings of `toyexp parity ...`; UserError for what is neither."""
-    given = read_options("parity", words, SWITCHES, {f"--{f.name}": "1e-3" for f in fields(Tolerances)})
-    require_settings("parity", given.rest)
-    limits = {flag.removeprefix("--"): real(flag, text, 0) for flag, text in given.values.items()}
-    return Options(Tolerances(**limits), "--all" in given.switches, "--json" in given.switches), given.rest
-
-
-def help_text() -> str:
-    """How to use `toyexp parity`."""
-    limits = [f"  {f'--{s.name} {s.default:g}':<18} {s.comment}" for s in settings_of(Tolerances)]
-    return "\n".join([
-        "usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]",
-        "",
-        "Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.",
-        "engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.",
-        f"All other settings are those of a run; steps={STEPS} unless given. Nothing is written.",
-        "An experiment that sweeps, such as parity_all, is compared job by job.",
-        "",
-        "options, with their defaults",
-        *limits,
-        f"  {'--all':<18} list every tensor, not the {SHOWN} that differ most",
-        f"  {'--json':<18} print the whole report as JSON",
-        "",
-        "Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input.",
-    ])  # fmt: skip
+_LIMITS = [f"  {f'--{s.name} {s.default:g}':<18} {s.comment}" for s in settings_of(Tolerances)]
+HELP = "\n".join([
+    "usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]",
+    "",
+    "Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.",
+    "engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.",
+    f"All other settings are those of a run; steps={STEPS} unless given. Nothing is written.",
+    "An experiment that sweeps, such as parity_all, is compared job by job.",
+    "",
+    "options, with their defaults",
+    *_LIMITS,
+    f"  {'--all':<18} list every tensor, not the {SHOWN} that differ most",
+    f"  {'--json':<18} print the whole report as JSON",
+    "",
+    "Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input.",
+])  # fmt: skip
 
 
 def summary(report: Report, every_tensor: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import say
 from toyexp.commands.completion import SHELLS, Candidate, complete
-from toyexp.commands.options import read_options
+from toyexp.contract.command import Arguments
 
 HELP = """\
 usage: toyexp completion bash|zsh|fish
@@ -63,19 +63,16 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 SPECIAL = frozenset(" \t\n\"'`\\$&;<>|()!*?")  # what bash would read otherwise than as itself, in a path
 
 
-def show(words: Sequence[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Prints a shell's script, or behind --for what that script asks."""
-    if "-h" in words or "--help" in words:
-        say(HELP)
-        return 0
+    words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         say("\n".join(answer(words[1], words[2:])))
         return 0
-    given = read_options("completion", words)
-    if len(given.rest) != 1 or given.rest[0] not in SHELLS:
-        hint = choose(given.rest[0] if given.rest else "", SHELLS)
-        raise UserError(f"completion {' '.join(given.rest)}".rstrip() + f": takes one shell, {hint}")
-    say(SCRIPTS[given.rest[0]])
+    if len(words) != 1 or words[0] not in SHELLS:
+        hint = choose(words[0] if words else "", SHELLS)
+        raise UserError(f"completion {' '.join(words)}".rstrip() + f": takes one shell, {hint}")
+    say(SCRIPTS[words[0]])
     return 0
 
 

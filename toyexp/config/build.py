@@ -11,7 +11,8 @@ from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError
 from toyexp.base.packages import told_by
 from toyexp.config.keys import Keys
-from toyexp.config.schema import PARTS, Root, class_of
+from toyexp.config.schema import Root, class_of
+from toyexp.config.top_level import PARTS
 from toyexp.config.typed import made, resolved, typed
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model

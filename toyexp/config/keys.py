@@ -13,8 +13,8 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from toyexp.config.schema import GROUPS, PARTS, Root, Source, all_offered, offered
-from toyexp.config.top_level import HYDRA_KEYS, Submitit, Sweep
+from toyexp.config.schema import Root, Source, all_offered, offered
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, PARTS, Submitit, Sweep
 from toyexp.contract.registry import Registry, conf_dir
 
 

@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError, choose, nearest, printable
 from toyexp.config.chosen import includes_itself, misplaced
 from toyexp.config.keys import Keys, choices, names_in, value_of
-from toyexp.config.schema import GROUPS, PARTS, Source, class_of, compose_raw, yaml_error
-from toyexp.config.top_level import HYDRA_KEYS, LAUNCHERS, top_level
+from toyexp.config.schema import Source, class_of, compose_raw, yaml_error
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.registry import NAMES_CODE, Registry
 

@@ -10,15 +10,16 @@ import yaml
 from toyexp.base.errors import UserError, choose
 from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine, conf_dir
-from toyexp.contract.registry import CONFIGURED, KINDS, Registry, settings_of
+from toyexp.config.top_level import GROUPS
+from toyexp.contract.registry import Registry, settings_of
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
     """A head and a line for each setting of everything that has this name; UserError where nothing has."""
     found = [*_plugins(name, registry), *_own(name), *_presets(name, registry)]
     if not found:
-        known = {n for offers in registry.offers.values() for n in offers} | {*KINDS, AUTO}
-        presets = {path.stem for kind in (*CONFIGURED, "experiment") for path in (conf_dir() / kind).glob("*.yaml")}
+        known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
+        presets = {path.stem for kind in GROUPS for path in (conf_dir() / kind).glob("*.yaml")}
         raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, known | presets)}")
     return [line for block in found for line in block]
 
@@ -27,6 +28,7 @@ def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
     for kind, offers in registry.offers.items():
         for offer in offers.values() if name == kind else filter(None, [offers.get(name)]):
             label, prefix = {
+                "command": (f"toyexp {offer.name}", ""),
                 "format": (f"export --type {offer.name}", ""),
                 "callbacks": (f"callbacks={offer.name}", f"callbacks.{offer.name}."),
             }.get(kind, (f"{kind}={offer.name}", f"{kind}."))

@@ -13,7 +13,8 @@ from toyexp.config.compose import Composed, compose
 from toyexp.config.engines import read_label
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import lines, parse
-from toyexp.contract.registry import Registry, load, modules_in
+from toyexp.contract.command import modules_in
+from toyexp.contract.registry import Registry, load
 from toyexp.training.parts import Config
 
 

@@ -27,14 +27,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
-from toyexp.config.top_level import Sweep
+from toyexp.config.top_level import PARTS, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.registry import Registry, conf_dir
 from toyexp.training.settings import Settings
 
 AUTO = "auto"
-PARTS = ("model", "data", "recipe", "engine", "optim")
-GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 
 
 @dataclass

@@ -11,6 +11,8 @@ from toyexp.contract.planned import changed
 from toyexp.contract.registry import Setting, settings_of
 from toyexp.training.settings import Settings
 
+PARTS = ("model", "data", "recipe", "engine", "optim")
+GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 LAUNCHERS = ("serial", "joblib", "submitit")
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.base.home import expanded
-from toyexp.config.schema import PARTS, schema
+from toyexp.config.schema import schema
+from toyexp.config.top_level import PARTS
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:

@@ -54,6 +54,10 @@ class Registration:
     def register_formats(self, register: Register) -> None:
         """Offer subclasses of toyexp.Format: files of models (`export --type <name>`, `callbacks=[<name>_export]`)."""
 
+    @hookspec
+    def register_commands(self, register: Register) -> None:
+        """Offer subclasses of toyexp.Command: sub-commands (`toyexp <name> ...`)."""
+
 
 class RunHooks:
     """What a callback may hear and answer during a run. `step` counts finished steps, except in `lr`."""

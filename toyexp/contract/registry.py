@@ -22,6 +22,7 @@ import pluggy
 from toyexp.base.errors import UserError, choose
 from toyexp.base.packages import why
 from toyexp.contract.callback import Callback
+from toyexp.contract.command import Command
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
 from toyexp.contract.exporter import Exporter, exporter
@@ -38,6 +39,7 @@ NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "ta
 
 GROUP = "toyexp"  # of entry points
 OWN = "toyexp"  # the distribution whose names nobody can take over
+OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
 KINDS: dict[str, tuple[type, str]] = {
     "engine": (Engine, "register_engines"),
@@ -47,8 +49,8 @@ KINDS: dict[str, tuple[type, str]] = {
     "data": (Data, "register_data"),
     "callbacks": (Callback, "register_callbacks"),
     "format": (Format, "register_formats"),
+    "command": (Command, "register_commands"),
 }
-CONFIGURED = [kind for kind in KINDS if kind != "format"]  # which are chosen in a configuration
 
 
 @functools.cache
@@ -153,22 +155,6 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     return registry
 
 
-def modules_in(words: Iterable[str]) -> list[str]:
-    """The local modules that `plugins=[...]` on a command line names; UserError for what is no module's name."""
-    found: list[str] = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key.lstrip("+") != "plugins" or not equals:
-            continue
-        names = [name.strip(" '\"") for name in text.strip("[] ").split(",")] if text != "[]" else []
-        modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
-        if not modules or (len(names) > 1 and text[:1] != "["):
-            several = text if len(names) > 1 else "my_module"
-            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{several.strip('[]')}]")
-        found += names
-    return found
-
-
 def _installed() -> list[tuple[EntryPoint, str]]:
     """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once."""
     found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
@@ -178,7 +164,10 @@ def _installed() -> list[tuple[EntryPoint, str]]:
             metadata = entry.dist.metadata
             packages[id(entry.dist)] = f"{metadata['Name']} {metadata['Version']}"
         found.setdefault((entry.name, entry.value), (entry, packages.get(id(entry.dist), "?")))
-    return sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
+    shipped = sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
+    from toyexp import __version__
+
+    return [(OWN_COMMANDS, f"{OWN} {__version__}"), *shipped]
 
 
 def unmet_requirement(entry: EntryPoint) -> str | None:

@@ -20,7 +20,8 @@ from toyexp.config.checks import check_settings
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
 from toyexp.config.request import Request
-from toyexp.config.schema import GROUPS, Root, class_of
+from toyexp.config.schema import Root, class_of
+from toyexp.config.top_level import GROUPS
 from toyexp.config.typed import in_plain_words, made
 from toyexp.config.words import parse
 from toyexp.contract.recipe import Recipe

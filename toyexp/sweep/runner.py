@@ -22,7 +22,7 @@ from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.contract.registry import modules_in
+from toyexp.contract.command import modules_in
 from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side

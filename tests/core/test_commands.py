@@ -1,0 +1,136 @@
+"""Sub-commands of strangers: one like any other where it is right, and harmless where it is not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from toyexp import Arguments, Command, UserError
+from toyexp.commands.table import COMMANDS
+from toyexp.contract.registry import load
+
+COMMAND = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import Command, hookimpl
+
+@dataclass
+class Greet(Command):
+    '''Says hello.'''
+    name: ClassVar[str] = "{name}"
+    switches: ClassVar[tuple] = ("--loud",)
+
+    def run(self, arguments):
+        {body}
+
+@hookimpl
+def register_commands(register):
+    register(Greet)
+"""
+HELLO = "print('hello', *arguments.rest, end='!' * len(arguments.switches)); return 3"
+
+
+@pytest.fixture
+def toyexp(tmp_path):
+    """Runs toyexp beside an installed plugin with a sub-command."""
+
+    def run(words, name="greet", body=HELLO, more=""):
+        (tmp_path / "strange.py").write_text(COMMAND.format(name=name, body=body) + more)
+        info = tmp_path / "strange-1.2.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text("[toyexp]\nstranger = strange\n")
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, "-m", "toyexp", *words], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    return run
+
+
+def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
+    done = toyexp(["greet", "--loud", "you"])
+    assert (done.stdout, done.stderr, done.returncode) == ("hello you!", "", 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return 1 / 0", "command.greet failed while it ran: ZeroDivisionError: division by zero (strange.py, line"),
+        ("import sys; sys.exit(7)", "command.greet failed while it ran: SystemExit: 7 (strange.py, line"),
+    ],
+)
+def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told):
+    done = toyexp(["greet"], body=body)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert told in line
+
+
+def test_a_shipped_name_cannot_be_taken_over(toyexp):
+    done = toyexp(["bench", "--help"], name="bench")
+    assert done.stdout.startswith("usage: toyexp bench [key=value ...]") and done.returncode == 0
+    listed = toyexp(["plugins"], name="bench").stdout
+    assert "broken: stranger (strange 1.2): command=bench is already offered by commands (toyexp 0.1.0)" in listed
+
+
+def test_a_broken_one_breaks_no_help_and_says_why_it_is_not_there(toyexp):
+    done = toyexp(["--help"], body="return 0\n\nraise RuntimeError('out of cheese')")
+    assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert "greet" not in done.stdout
+    done = toyexp(["greet"], more="    register(int)\n")
+    assert done.returncode == 2 and "command=greet comes from plugin stranger, which is broken" in done.stderr
+
+
+def test_a_module_in_the_current_directory_has_one_too(toyexp, tmp_path):
+    toyexp(["--version"])
+    (tmp_path / "here.py").write_text(COMMAND.format(name="here", body=HELLO))
+    assert toyexp(["here", "plugins=[here]", "you"]).stdout == "hello you"
+
+
+def test_help_imports_nothing_heavy_for_it(toyexp):
+    program = (
+        "import sys; from toyexp.commands.line import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stderr.split())
+    assert not loaded & {"hydra", "omegaconf", "torch", "ggml", "toyexp.commands.bench", "toyexp.commands.describe"}
+
+
+def test_every_shipped_one_is_in_the_registry():
+    offers = load().offers["command"]
+    assert {name: offer.cls for name, offer in offers.items()} == dict(COMMANDS)
+    assert all(offer.package.startswith("toyexp ") for offer in offers.values())
+
+
+class Two(Command):
+    name = "two"
+    switches = ("--all",)
+    values = {"--to": "x.gguf"}
+
+    def run(self, arguments):
+        return 0
+
+
+def test_words_are_told_apart():
+    found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=d"])
+    assert found == Arguments({"--all"}, {"--to": "d"}, ["a", "c=1"], ["m", "n"])
+    assert found.settings == ["a", "c=1", "plugins=[m,n]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--al"], "two --al: there is no such option; did you mean --all?"),
+        (["--to"], "--to needs a value, such as --to x.gguf"),
+        (["--to", "--all"], "--to needs a value, such as --to x.gguf"),
+        (["--all=1"], "--all takes no value"),
+        (["plugins=a-b"], "plugins=a-b: takes names of Python modules"),
+        (["plugins=a,b"], r"such as plugins=\[a,b\]"),
+    ],
+)
+def test_a_wrong_word_is_refused(words, told):
+    with pytest.raises(UserError, match=told):
+        Two().read(words)

@@ -1,0 +1,63 @@
+"""How the command line is used: what `toyexp --help` shows, made of the tables that it goes by."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from toyexp.base.errors import UserError
+from toyexp.base.words import typed
+from toyexp.config.top_level import GROUPS, top_level
+from toyexp.contract.command import Arguments
+from toyexp.contract.registry import Registry, conf_dir, load
+
+HEAD = """\
+usage: toyexp [key=value ...]        run one experiment
+       toyexp -m key=v1,v2 ...       sweep over values
+       toyexp sweep.resume=DIR       go on with a sweep
+       toyexp COMMAND ...            see toyexp COMMAND --help
+"""
+EXAMPLES = """
+examples
+  toyexp recipe=warm steps=300
+  toyexp recipe=scratch model=gpt2 data=text data.path=book.txt data.tokenizer=char
+  toyexp -m recipe=scratch,warm seed=0,1,2
+  toyexp callbacks=[default,sample,plots] ~callbacks.cosine callbacks.sample.every=50
+"""
+TAIL = """
+The composed configuration: toyexp [key=value ...] --cfg job
+Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
+
+
+def run(arguments: Arguments) -> int:
+    """Prints the page."""
+    if arguments.rest:
+        raise UserError(f"help {arguments.rest[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
+    print(page())
+    return 0
+
+
+def page() -> str:
+    """All of it."""
+    registry = load()
+    keys = [f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
+    return "\n".join([
+        HEAD, "commands", *_commands(registry), EXAMPLES, "choices", *_choices(registry), "",
+        "top-level keys (conf/config.yaml)", *keys, TAIL,
+    ])  # fmt: skip
+
+
+def _commands(registry: Registry) -> Iterator[str]:
+    """toyexp's own, then those of plugins."""
+    for name, offer in registry.offers["command"].items():
+        origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
+        yield f"  {name:<12} {offer.help.removesuffix('.')}{origin}"
+
+
+def _choices(registry: Registry) -> Iterator[str]:
+    for kind in GROUPS:
+        presets = {path.stem for path in (conf_dir() / kind).glob("*.yaml")}
+        extra = {"auto"} if kind == "engine" else set()
+        form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="
+        listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
+        yield f"  {form:<16} " + ("\n" + " " * 19).join(listed)

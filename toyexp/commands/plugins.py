@@ -1,0 +1,59 @@
+"""What can be asked for: what `toyexp plugins` shows."""
+
+from __future__ import annotations
+
+from toyexp.base.errors import UserError
+from toyexp.base.terminal import say
+from toyexp.commands.here import broken_engines
+from toyexp.commands.options import refuse_settings
+from toyexp.contract.command import Arguments
+from toyexp.contract.compatibility import table
+from toyexp.contract.registry import Registry, load
+
+HELP = """\
+usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
+
+What can be asked for: every engine, recipe, model, data set and callback, and which plugins are broken.
+  toyexp plugins                      all of them
+  toyexp plugins warm                 the settings of one
+  toyexp plugins --matrix             which recipe trains which model, and why not
+  toyexp plugins plugins=[my_module]  with those of a file in the current directory"""
+
+
+def run(arguments: Arguments) -> int:
+    """Lists all of them, shows what goes with what, or tells of one."""
+    names, matrix = arguments.rest, "--matrix" in arguments.switches
+    refuse_settings("plugins", names, "a name, and plugins=[...]")
+    if len(names) > 1:
+        raise UserError(f"plugins {' '.join(names)}: takes one name")
+    if matrix and names:
+        raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
+    registry = load(arguments.modules)
+    if matrix:
+        print("\n".join(table(registry)))
+    elif names:
+        from toyexp.config.named import lines_about
+
+        print("\n".join(lines_about(names[0], registry)))
+    else:
+        _list(registry)
+    return 0
+
+
+def _list(registry: Registry) -> None:
+    width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
+    for kind, offers in registry.offers.items():
+        print(f"{kind}:")
+        if kind == "engine":
+            print(f"  {'auto':<{width}} The best engine that works here.")
+        for name, offer in sorted(offers.items()):
+            origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
+            print(f"  {name:<{width}} {offer.help}{origin}")
+    for problem in registry.problems:
+        print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
+    print(
+        "\nSettings of one of them, or of a preset: toyexp plugins NAME; what goes with what: --matrix",
+        flush=True,
+    )
+    for line in broken_engines(registry):  # last, for to know it takes as long as loading them
+        say(f"not here: {line}")

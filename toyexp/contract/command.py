@@ -1,0 +1,83 @@
+"""A sub-command: what `toyexp NAME ...` does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp.base.errors import UserError, choose
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The words behind a sub-command, told apart."""
+
+    switches: set[str]
+    values: dict[str, str]  # by option; of one given twice the last, as everywhere on command lines
+    rest: list[str]  # files, names and settings
+    modules: list[str]  # the local plugins of plugins=[...]
+
+    @property
+    def settings(self) -> list[str]:
+        """The rest as settings of a run, with its plugins."""
+        return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
+
+
+@dataclass
+class Command(ABC):
+    """What `toyexp NAME ...` does; the first line of a subclass's docstring is its line in `toyexp --help`."""
+
+    name: ClassVar[str]
+    switches: ClassVar[Sequence[str]] = ()  # options that take nothing: --json
+    values: ClassVar[Mapping[str, str]] = {}  # options that take a value, each with an example
+    takes: ClassVar[str] = "file settings"  # what TAB offers beside them: any of file, directory, settings, names
+
+    def usage(self) -> str:
+        """What `toyexp NAME --help` prints."""
+        options = [*self.switches, *(f"{option} {example}" for option, example in self.values.items())]
+        words = " ".join(["usage: toyexp", self.name, *(f"[{option}]" for option in options), "..."])
+        return f"{words}\n\n{(self.__doc__ or '').strip()}"
+
+    def read(self, words: Sequence[str]) -> Arguments:
+        """Tells the words apart; UserError for an option that there is not, and one without its value."""
+        found = Arguments(set(), {}, [], modules_in(words))
+        left = [word for word in words if not word.startswith("plugins=")]
+        while left:
+            word = left.pop(0)
+            flag, equals, value = word.partition("=")
+            if flag in self.switches:
+                if equals:
+                    raise UserError(f"{word}: {flag} takes no value")
+                found.switches.add(flag)
+            elif flag in self.values:
+                if not equals and (not left or left[0] in self.switches or left[0] in self.values):
+                    raise UserError(f"{flag} needs a value, such as {flag} {self.values[flag]}")
+                found.values[flag] = value if equals else left.pop(0)
+            elif word.startswith("-"):
+                known = (*self.switches, *self.values)
+                raise UserError(f"{self.name} {word}: there is no such option; {choose(flag, known)}")
+            else:
+                found.rest.append(word)
+        return found
+
+    @abstractmethod
+    def run(self, arguments: Arguments) -> int:
+        """Does it; returns the exit code: 0 done, 1 failed. UserError for bad input makes it 2."""
+
+
+def modules_in(words: Iterable[str]) -> list[str]:
+    """The local modules that `plugins=[...]` on a command line names; UserError for what is no module's name."""
+    found: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key.lstrip("+") != "plugins" or not equals:
+            continue
+        names = [name.strip(" '\"") for name in text.strip("[] ").split(",")] if text != "[]" else []
+        modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
+        if not modules or (len(names) > 1 and text[:1] != "["):
+            several = text if len(names) > 1 else "my_module"
+            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{several.strip('[]')}]")
+        found += names
+    return found

@@ -16,7 +16,7 @@ import numpy as np
 
 from toyexp import Planned, Tokenizer, UserError, changed, choose, printable
 from toyexp.base.files import read_file, require
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.examples import ExampleDataset
@@ -171,9 +171,9 @@ class Jsonl(TokenizedData):
         source = self.source(vocabulary)
         if source is None or self.template == "plain":
             return None
-        with GGUFFile(source) as file:
-            template = read_chat_template(file)
-            return ChatTemplate(template, read_tokenizer(file), source, now) if template else None
+        file = opened(str(source))
+        template = read_chat_template(file)
+        return ChatTemplate(template, read_tokenizer(file), source, now) if template else None
 
 
 def parse(line: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from toyexp.base.errors import UnknownCharacter
 from toyexp.base.files import require
 from toyexp.base.signals import interruptible
 from toyexp.base.terminal import complain
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.pieces import cut_up, encoded
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
@@ -72,10 +72,7 @@ class TokenizedData(Data):
     def read_tokenizer(self, vocabulary: Path | None) -> Tokenizer:
         """The tokenizer that is not made from the text."""
         source = self.source(vocabulary)
-        if source is None:
-            return Bytes()
-        with GGUFFile(source) as file:
-            return read_tokenizer(file)
+        return Bytes() if source is None else read_tokenizer(opened(str(source)))
 
     def make_tokenizer(self, texts: Sequence[str], train: Sequence[str], vocabulary: Path | None) -> Tokenizer:
         """The tokenizer for `texts`; one that learns merges learns them from `train`."""

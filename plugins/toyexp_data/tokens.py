@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, choose, printable
 from toyexp.base.files import open_file, read_file, require
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp_data.text import check_split, few_batches
 
@@ -64,8 +64,7 @@ class Tokens(Data):
         ids, vocab = read_tokens(Path(self.path), self.dtype)
         tokenizer: Tokenizer | None = None
         if self.tokenizer:
-            with GGUFFile(self.tokenizer) as file:
-                tokenizer = read_tokenizer(file)
+            tokenizer = read_tokenizer(opened(self.tokenizer))
             if tokenizer.vocab < vocab:
                 raise UserError(
                     f"{self.path}: its ids go up to {vocab - 1}, {self.tokenizer} has {tokenizer.vocab} tokens"

@@ -10,7 +10,7 @@ from typing import ClassVar
 from toyexp import FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError
 from toyexp.config.restored import file_of
 from toyexp.contract.optimiser import LORA
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
 
 
@@ -54,8 +54,8 @@ def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:
     tokenizer = planned.dataset.tokenizer
     if tokenizer is None:
         return
-    with GGUFFile(path) as file:
-        tokens = file.metadata["tokenizer.ggml.tokens"] if has_text(file) else []
+    file = opened(str(path))
+    tokens = file.metadata["tokenizer.ggml.tokens"] if has_text(file) else []
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (
             f"data.tokenizer={planned.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "

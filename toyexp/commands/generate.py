@@ -28,6 +28,7 @@ from toyexp.contract.sampling import Sampling, continuation
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.text.chat import Template
 from toyexp.text.tokenizer import Tokenizer
@@ -221,9 +222,9 @@ def generate(options: Options, registry: Registry, write: Callable[[str], None])
         raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
     _, own = read_label(options.engine, f"--engine {options.engine}")
     path, prompt = file_of(Path(options.model), registry=registry), _read_prompt(options.prompt)
-    with GGUFFile(path) as file:
-        if file.metadata.get("general.type") == "adapter":
-            raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
+    file = opened(str(path))
+    if file.metadata.get("general.type") == "adapter":
+        raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
     if name == LLAMA_CPP:
         return _by_llama_cpp(path, prompt, options, own, write)
     (request,) = Request([], registry, options.plugins).on_engines([options.engine]).values()
@@ -288,15 +289,15 @@ def _write(tokens: Iterator[int], last: frozenset[int], limit: int, scribe: Scri
 
 def _language(path: Path, options: Options) -> Tokenizer | None:
     """The file's tokenizer, if it has one and it is needed."""
-    with GGUFFile(path) as file:
-        if not has_text(file):
-            return None
-        try:
-            return read_tokenizer(file)
-        except GGUFError:
-            if options.ids is None:
-                raise
-            return None
+    file = opened(str(path))
+    if not has_text(file):
+        return None
+    try:
+        return read_tokenizer(file)
+    except GGUFError:
+        if options.ids is None:
+            raise
+        return None
 
 
 class ChatTemplate(NamedTuple):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import toyexp
 from toyexp.base.blame import blamed
-from toyexp.base.errors import RunFailed, ToyexpError, UserError
+from toyexp.base.ending import exit_code_of
+from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.home import with_home, with_quotes
-from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
-from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, say, status
+from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.commands.flags import SHOWING, check_flags, split, take_resume
@@ -31,59 +32,22 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] != ["completion"]:  # which completes what is typed as it is typed
-        words = [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
-    follow_the_sweep()
-    hold_standard_files()
-    fit_encoding()
-    signals: Signals | None = None
-    try:
-        with stop_signals() as signals:
-            code = _answer(words)
-            if sys.stdout:
-                sys.stdout.flush()  # while an error of it can still be told
-            return code
-    except KeyboardInterrupt as error:
-        return _interrupted(error)
-    except BrokenPipeError:  # `toyexp plugins | head`
-        drop_output()
-        return 0
-    except Exception as error:
-        # It came in the middle of someone's clean-up, or of native code that raises its own error, as imports in C do.
-        hidden = hidden_interrupt(error) or (signals.last_word() if signals else None)
-        if hidden is not None and not isinstance(error, RunFailed):
-            return _interrupted(hidden)
-        from toyexp.base.packages import broken_requirement
-
-        match error:
-            case ToyexpError():
-                complain(f"error: {error}")
-                return error.exit_code
-            case MemoryError():
-                complain(f"error: out of memory{f' ({error})' if str(error) else ''}")
-                return 1
-            case _ if (broken := broken_requirement(error)) is not None:
-                complain(f"error: {broken}")
-                return 1
-            case OSError():  # a disk that is full, a directory that went away, too many open files
-                what = error.filename or ("the output could not be written" if output_fails() else "a file")
-                complain(f"error: {what}: {error.strerror or error}")
-                return 1
-        raise
-    finally:
-        status("")
+    return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv))
 
 
-def _answer(words: Sequence[str]) -> int:
+def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
+    follow_the_sweep()
+    words = list(typed)
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
+    if words[:1] != ["completion"]:  # which completes what is typed as it is typed
+        words = [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         status("")
         return _call(command, words[1:])
     if "-h" in words or "--help" in words:
-        return _answer(["help"])
+        return answer(["help"])
     if "--version" in words:
         status("")
         say(f"toyexp {toyexp.__version__}")
@@ -105,11 +69,6 @@ def _call(command: Command, words: Sequence[str]) -> int:
         if isinstance(error.__cause__, BrokenPipeError):  # whoever reads what it prints has gone
             raise error.__cause__ from None
         raise
-
-
-def _interrupted(error: KeyboardInterrupt) -> int:
-    complain(str(error) or "interrupted")
-    return end_process(getattr(error, "exit_code", 130))
 
 
 # -- running --------------------------------------------------------------------------------------------------------

@@ -156,14 +156,14 @@ class Source:
 
         Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
         """
-        saved = load_yaml(directory / "config.yaml")
+        file = directory / "config.yaml"
+        saved = load_yaml(file)
         if not isinstance(saved, dict):
-            raise UserError(f"{directory / 'config.yaml'}: holds no keys with values")
-        require_plugins(saved.get("plugins"), modules, str(directory / "config.yaml"))
+            raise UserError(f"{file}: holds no keys with values")
+        require_plugins(saved.get("plugins"), modules, str(file))
         if "hydra" in saved:
             raise UserError(
-                f"{directory / 'config.yaml'}: its key hydra has no effect: resume={directory} goes on in that "
-                "directory; take it out"
+                f"{file}: its key hydra has no effect: resume={directory} goes on in that directory; take it out"
             )
         for kind in ("model", "data", "recipe"):
             then, now = saved.get(kind), asked.get(kind)
@@ -173,13 +173,18 @@ class Source:
             if now in registry.offers[kind]:
                 raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
             raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
-        chosen = {"engine", "callbacks"} & asked.keys()
-        if not chosen:
-            return cls(directory.absolute())
+        others = {"engine", "callbacks"} & asked.keys()
+        return (
+            cls._holding({k: v for k, v in saved.items() if k not in others}) if others else cls(directory.absolute())
+        )
+
+    @classmethod
+    def _holding(cls, settings: Mapping[str, Any]) -> Source:
+        """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
-        kept = {key: value for key, value in saved.items() if key not in chosen}
-        (source.directory / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        text = yaml.safe_dump(dict(settings), sort_keys=False)
+        (source.directory / "config.yaml").write_text(text, encoding="utf-8")
         return source
 
     @classmethod

@@ -275,20 +275,7 @@ def on_cluster(
     say: Callable[[str], None],
 ) -> Iterator[tuple[Job, Ended]]:
     """At most `limit` at once, by submitit; when the sweep is stopped the running ones save, the others leave."""
-    import submitit
-
-    try:
-        executor = submitit.AutoExecutor(folder / "submitit", cluster=settings.cluster)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
-    executor.update_parameters(
-        name="toyexp",
-        timeout_min=settings.timeout_min,
-        gpus_per_node=settings.gpus or None,
-        cpus_per_task=settings.cpus,
-        mem_gb=settings.mem_gb,
-        slurm_partition=settings.partition,
-    )
+    executor = _executor(folder, settings)
     stop_file = folder / "submitit" / "stop"
     stop_file.parent.mkdir(exist_ok=True)
     stop_file.unlink(missing_ok=True)
@@ -315,6 +302,21 @@ def on_cluster(
             running.remove(entry)
             yield entry[0], _result(entry[1], stop.requested)
         time.sleep(POLL)
+
+
+def _executor(folder: Path, settings: Submitit) -> Any:
+    """What jobs are submitted by; UserError for a cluster that is not there."""
+    import submitit
+
+    try:
+        executor = submitit.AutoExecutor(folder / "submitit", cluster=settings.cluster)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
+    executor.update_parameters(
+        name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or None,
+        cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
+    )  # fmt: skip
+    return executor
 
 
 def _result(handle: Any, stopped: bool) -> Ended:

@@ -14,6 +14,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer
 
@@ -23,8 +24,7 @@ OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "siz
 
 def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The model that a GGUF file holds; UserError when none of those that read `reads` (any) has its architecture."""
-    with GGUFFile(path) as file:
-        return model_in(file, registry, reads)
+    return model_in(opened(str(path)), registry, reads)
 
 
 def require_model(file: ModelFile) -> None:

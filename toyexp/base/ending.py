@@ -1,0 +1,61 @@
+"""How a command line ends: every error that a person can meet is one line, and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from toyexp.base.errors import RunFailed, ToyexpError
+from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
+from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, status
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Does the work; returns its exit code, or that of what ended it: 1 failed, 2 bad input, 130/143 interrupted."""
+    hold_standard_files()
+    fit_encoding()
+    signals: Signals | None = None
+    try:
+        with stop_signals() as signals:
+            code = work()
+            if sys.stdout:
+                sys.stdout.flush()  # while an error of it can still be told
+            return code
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
+    except BrokenPipeError:  # `toyexp plugins | head`
+        drop_output()
+        return 0
+    except Exception as error:
+        # It came in the middle of someone's clean-up, or of native code that raises its own error, as imports in C do.
+        hidden = hidden_interrupt(error) or (signals.last_word() if signals else None)
+        if hidden is not None and not isinstance(error, RunFailed):
+            return _interrupted(hidden)
+        told = _told(error)
+        if told is None:
+            raise
+        complain(f"error: {told}")
+        return error.exit_code if isinstance(error, ToyexpError) else 1
+    finally:
+        status("")
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    complain(str(error) or "interrupted")
+    return end_process(getattr(error, "exit_code", 130))
+
+
+def _told(error: Exception) -> str | None:
+    """An error in words for a person; None for a mistake of ours, which needs its traceback."""
+    from toyexp.base.packages import broken_requirement
+
+    if isinstance(error, ToyexpError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory{f' ({error})' if str(error) else ''}"
+    if broken := broken_requirement(error):
+        return str(broken)
+    if isinstance(error, OSError):  # a disk that is full, a directory that went away, too many open files
+        what = error.filename or ("the output could not be written" if output_fails() else "a file")
+        return f"{what}: {error.strerror or error}"
+    return None

@@ -22,7 +22,7 @@ from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command
 from toyexp.sweep.combinations import follow_the_sweep, in_our_words
-from toyexp.training.introduction import print_result
+from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed

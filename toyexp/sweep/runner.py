@@ -27,8 +27,8 @@ from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
 from toyexp.sweep.table import print_table
-from toyexp.training.introduction import print_result
 from toyexp.training.rundir import lock
+from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import shlex
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from toyexp.base.blame import blamed
-from toyexp.base.errors import PluginFailed, RunFailed, UserError
+from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
-from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals, stop_signals
-from toyexp.base.words import short
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.engine import Session
 from toyexp.contract.plan import optimised
@@ -33,6 +27,7 @@ from toyexp.training.outcome import Outcome, Saver
 from toyexp.training.parts import Config, Prepared, Result
 from toyexp.training.resume import Resumed, identity
 from toyexp.training.rundir import RunDir
+from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 
 log = logging.getLogger("toyexp")
 
@@ -106,43 +101,12 @@ def execute(
             with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
                 run = _run(prepared, run_dir, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
-            return _judge(prepared, run_dir, outcome, failures, signals)
+            return judged(prepared, run_dir, outcome, failures, signals)
         except BaseException as error:
-            log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-            if not run_dir.judged:
-                with contextlib.suppress(RunFailed):  # which would hide what ended the run
-                    run_dir.result({"reason": _reason(error), "error": f"{type(error).__name__}: {error}"})
-            _tell_what_is_left(prepared, directory, error, say)
+            judge_failure(prepared, run_dir, error)
             raise
         finally:
             run_dir.close()
-
-
-def _judge(
-    prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: list[Exception], signals: Signals
-) -> Result:
-    """Writes result.json; raises the first of the `failures`, or that the run was interrupted."""
-    bus, best = prepared.bus, prepared.bus.best(False)
-    result = Result(
-        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
-        bus.steps_of, best,
-    )  # fmt: skip
-    summary = {
-        **asdict(outcome),
-        "tokens_per_second": outcome.tokens_per_second,
-        "artifacts": [str(p) for p in result.artifacts],
-        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
-        "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
-    }
-    try:
-        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
-    except RunFailed as error:
-        failures.append(error)
-    if failures:
-        raise failures[0]
-    if interrupted := signals.last_word():
-        raise interrupted
-    return result
 
 
 def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
@@ -190,9 +154,9 @@ def _live(
             run, bus, prepared.batches, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
-        reason, bad = outcome.reason, _bad_end(outcome)
+        reason, bad = outcome.reason, bad_end(outcome)
     except BaseException as caught:
-        error, reason = caught, _reason(caught)
+        error, reason = caught, reason_of(caught)
         raise
     finally:
         unsaved = None
@@ -204,37 +168,6 @@ def _live(
     if signals.last_word():
         outcome.reason = "interrupted"
     return outcome, failures
-
-
-def _bad_end(outcome: Outcome) -> RunFailed | None:
-    """What is wrong with a model whose last eval gave no number."""
-    if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
-        return None
-    return RunFailed(
-        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
-        "try a lower lr, or optim.grad_clip=1"
-    )
-
-
-def _tell_what_is_left(prepared: Prepared, directory: Path, error: BaseException, say: Callable[[str], None]) -> None:
-    """Where a run that did not complete is, and how to go on with it; an interruption says so in its own line."""
-    saved = next(iter(steps(directory / "checkpoints")), None)
-    modules = prepared.config.settings.plugins
-    plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
-    command = shlex.join(["toyexp", f"resume={short(directory)}", *plugins])
-    go_on = f"{saved} of {prepared.config.settings.steps} steps are saved; go on: {command}" if saved else ""
-    if (directory.parent / SWEEP).exists():  # a sweep says how
-        go_on = ""
-    if isinstance(error, KeyboardInterrupt):
-        error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(directory)}'}",)
-        return
-    say(f"run     {short(directory)}")
-    if isinstance(error, PluginFailed) and go_on:
-        say(f"        {go_on}")
-
-
-def _reason(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
 
 class RunSaver(Saver):

@@ -1,0 +1,115 @@
+"""The verdict on a run: what result.json says of it, what it raises, and the last lines that a person reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shlex
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from toyexp.base.errors import PluginFailed, RunFailed
+from toyexp.base.ownership import SWEEP
+from toyexp.base.signals import Signals
+from toyexp.base.terminal import say
+from toyexp.base.words import count, short
+from toyexp.base.writing import bytes_in
+from toyexp.training.checkpoint import steps
+from toyexp.training.outcome import Outcome
+from toyexp.training.parts import Prepared, Result
+from toyexp.training.rundir import RunDir
+
+log = logging.getLogger("toyexp")
+
+
+def bad_end(outcome: Outcome) -> RunFailed | None:
+    """What is wrong with a model whose last eval gave no number."""
+    if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
+        return None
+    return RunFailed(
+        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
+        "try a lower lr, or optim.grad_clip=1"
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """How a run ended that raised this."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
+
+
+def judged(
+    prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: Sequence[Exception], signals: Signals
+) -> Result:
+    """The result of a run that came to its end, in result.json too; raises the first failure, or the interruption."""
+    bus, best = prepared.bus, prepared.bus.best(False)
+    result = Result(
+        prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
+        bus.steps_of, best,
+    )  # fmt: skip
+    summary = {
+        **asdict(outcome),
+        "tokens_per_second": outcome.tokens_per_second,
+        "artifacts": [str(p) for p in result.artifacts],
+        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
+        "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
+    }
+    unwritten = None
+    try:
+        run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
+    except RunFailed as error:
+        unwritten = error
+    if wrong := next(filter(None, (*failures, unwritten, signals.last_word())), None):
+        raise wrong
+    return result
+
+
+def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
+    """What is written and told of a run that raised: the traceback, result.json unless it stands, and what is left."""
+    log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+    if not run_dir.judged:
+        with contextlib.suppress(RunFailed):  # which would hide what ended the run
+            run_dir.result({"reason": reason_of(error), "error": f"{type(error).__name__}: {error}"})
+    go_on = _how_to_go_on(prepared, run_dir)
+    if isinstance(error, KeyboardInterrupt):  # which says so in its own line
+        error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(run_dir.path)}'}",)
+        return
+    prepared.bus.tell(f"run     {short(run_dir.path)}")
+    if isinstance(error, PluginFailed) and go_on:
+        prepared.bus.tell(f"        {go_on}")
+
+
+def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
+    """What is saved, and what to type; nothing where nothing is, and in a sweep, which says how itself."""
+    saved = next(iter(steps(run_dir.path / "checkpoints")), None)
+    if not saved or (run_dir.path.parent / SWEEP).exists():
+        return ""
+    settings = prepared.config.settings
+    plugins = [f"plugins=[{','.join(settings.plugins)}]"] if settings.plugins else []
+    command = shlex.join(["toyexp", f"resume={short(run_dir.path)}", *plugins])
+    return f"{saved} of {settings.steps} steps are saved; go on: {command}"
+
+
+def print_result(result: Result) -> None:
+    """The outcome of one run, and where everything is."""
+    outcome = result.outcome
+    speed = f" · {count(outcome.tokens_per_second)} {result.units}/s" if outcome.tokens_per_second else ""
+    say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
+    if outcome.why:
+        say(f"stopped because {outcome.why}")
+    if outcome.skipped:
+        say(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
+    if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
+        say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
+    for name, value in outcome.eval_scores.items():
+        say(f"held-out {name} {outcome.first_eval_scores[name]:.4f} -> {value:.4f}")
+    if result.best and result.best.step != outcome.steps:
+        say(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
+    say(f"run     {short(result.dir)}")
+    for path in result.artifacts:
+        shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
+        step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
+        last = ", the last" if best not in (None, step) else ""
+        of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
+        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB{of}")

@@ -124,7 +124,7 @@ def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
 
 
 def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
-    from toyexp.config.typed import made, typed  # deferred: few exports take settings, which Hydra reads
+    from toyexp.config.build import made, typed  # deferred: few exports take settings, which Hydra reads
     from toyexp.config.words import parse
 
     names, given = [f.name for f in fields(cls)], {"name": cls.name, **values}

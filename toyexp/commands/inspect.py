@@ -20,7 +20,7 @@ def inspect(flags: Mapping[str, str], settings: Sequence[str], request: Request)
     """Has Hydra show what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
     import hydra
 
-    from toyexp.config.typed import in_plain_words
+    from toyexp.config.build import in_plain_words
 
     if "--hydra-help" not in flags:
         composed = request.compose()

@@ -50,7 +50,7 @@ def answer(typed: Sequence[str]) -> int:
         return answer(["help"])
     if "--version" in words:
         status("")
-        say(f"toyexp {toyexp.__version__}")
+        print(f"toyexp {toyexp.__version__}")
         return 0
     return run(words)
 
@@ -58,7 +58,7 @@ def answer(typed: Sequence[str]) -> int:
 def _call(command: Command, words: Sequence[str]) -> int:
     """Runs a sub-command; what one of a plugin raises without meaning to is told as its failure."""
     if "-h" in words or "--help" in words:
-        say(command.usage())
+        print(command.usage())
         return 0
     if command.name in COMMANDS:
         return command.run(command.read(words))

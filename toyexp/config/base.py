@@ -10,8 +10,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from toyexp.base.errors import UserError
+from toyexp.config.build import made, resolved, typed
 from toyexp.config.schema import class_of
-from toyexp.config.typed import made, resolved, typed
 from toyexp.contract.compatibility import misfit, suited
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model

@@ -16,21 +16,38 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.config.base import base_of, by_key
-from toyexp.config.build import parts_of
-from toyexp.config.checks import check_keys, check_settings
+from toyexp.config.build import in_plain_words, parts_of, resolved, typed, without_hydra
 from toyexp.config.chosen import check_files
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys
 from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import require_plugins
-from toyexp.config.typed import in_plain_words, resolved, typed
 from toyexp.contract.callback import Callback, answers_lr
 from toyexp.contract.compatibility import suited
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
 from toyexp.training.parts import Config
+
+
+def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> None:
+    """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
+    if not keys.are_plain(typed, source):
+        from toyexp.config import mistakes
+
+        for override in typed:
+            mistakes.check_override(override, keys.registry, source)
+
+
+def check_keys(cfg: DictConfig, keys: Keys) -> Keys:
+    """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
+    ours, chosen = without_hydra(cfg), keys.of_config(cfg)
+    if not chosen.are_those_of(ours):
+        from toyexp.config import mistakes
+
+        mistakes.check_keys(ours, chosen)
+    return chosen
 
 
 def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:

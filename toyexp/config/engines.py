@@ -9,8 +9,8 @@ from typing import Any
 from toyexp.base.errors import Broken, Unavailable, UserError, choose, printable
 from toyexp.base.packages import told_by, why
 from toyexp.base.signals import hidden_interrupt
+from toyexp.config.build import made, typed
 from toyexp.config.schema import AUTO, class_of
-from toyexp.config.typed import made, typed
 from toyexp.contract.engine import Engine
 from toyexp.contract.registry import Registry
 

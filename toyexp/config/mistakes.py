@@ -112,91 +112,51 @@ def check_override(override: Override, registry: Registry, source: Source) -> No
 # What is wrong when, and how it is told: the first rule that applies counts.
 RULES: tuple[tuple[Callable[[_Typed], Any], Callable[[_Typed], str]], ...] = (
     (lambda t: t.code, lambda t: f"{t.line}: {t.code} {CODE}"),
-    (
-        lambda t: t.key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")),
-        lambda t: (
-            f"{t.line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with "
-            f"sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"
-        ),
-    ),
-    (
-        lambda t: t.override.package is not None,
-        lambda t: f"{t.line}: '@' has no meaning here; write {t.key}={t.override.get_value_element_as_str()}",
-    ),
-    (
-        lambda t: t.override.is_sweep_override(),
-        lambda t: (
-            f"{t.line}: several values; "
-            + (f"{t.key}=[{t.text}] is a list, or " if Keys.of(t.registry).holds_list(t.key) else "")
-            + "add -m to sweep over them"
-        ),
-    ),
-    (
-        lambda t: t.line.endswith("=") and t.key not in GROUPS and (t.types or t.kind == "hydra"),
-        lambda t: (
-            f"{t.line}: is empty (a variable that is not set?); leave it out for the default"
-            + (f"; an empty text is \"{t.line}''\"" if str in t.types and t.kind == "callbacks" else "")
-        ),
-    ),
-    (
-        lambda t: isinstance(t.value, int) and t.value not in (0, 1) and t.types == {bool},
-        lambda t: f"{t.line}: must be true or false",
-    ),
-    (
-        lambda t: isinstance(t.value, float) and not t.value and re.search("[1-9]", re.split("[eE]", t.text)[0]),
-        lambda t: f"{t.line}: is too near to 0 for a number here; write 0, or one that is larger",
-    ),
+    (lambda t: t.key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")),
+     lambda t: f"{t.line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with "
+               f"sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"),
+    (lambda t: t.override.package is not None,
+     lambda t: f"{t.line}: '@' has no meaning here; write {t.key}={t.override.get_value_element_as_str()}"),
+    (lambda t: t.override.is_sweep_override() and Keys.of(t.registry).holds_list(t.key),
+     lambda t: f"{t.line}: several values; {t.key}=[{t.text}] is a list, or add -m to sweep over them"),
+    (lambda t: t.override.is_sweep_override(), lambda t: f"{t.line}: several values; add -m to sweep over them"),
+    (lambda t: t.line.endswith("=") and t.kind == "callbacks" and str in t.types,
+     lambda t: f"{t.line}: {EMPTY}; an empty text is \"{t.line}''\""),
+    (lambda t: t.line.endswith("=") and t.key not in GROUPS and (t.types or t.kind == "hydra"),
+     lambda t: f"{t.line}: {EMPTY}"),
+    (lambda t: isinstance(t.value, int) and t.value not in (0, 1) and t.types == {bool},
+     lambda t: f"{t.line}: must be true or false"),
+    (lambda t: isinstance(t.value, float) and not t.value and re.search("[1-9]", re.split("[eE]", t.text)[0]),
+     lambda t: f"{t.line}: is too near to 0 for a number here; write 0, or one that is larger"),
     (lambda t: t.kind == "hydra" and t.key not in HYDRA_KEYS, lambda t: _unknown(t.key, None, t.registry)),
     (lambda t: "/" in t.key, lambda t: f"unknown key {t.key}; did you mean {t.key.replace('/', '.')}?"),
-    (
-        lambda t: t.override.is_delete() and t.kind != "hydra" and (t.kind != "callbacks" or len(t.rest) != 1),
-        lambda t: f"{t.line}: only callbacks can be dropped, such as '~callbacks.progress'",
-    ),
+    (lambda t: t.override.is_delete() and t.kind != "hydra" and (t.kind != "callbacks" or len(t.rest) != 1),
+     lambda t: f"{t.line}: only callbacks can be dropped, such as '~callbacks.progress'"),
     (lambda t: t.chooses and t.line.startswith("+"), lambda t: f"{t.line}: leave out the '+': {t.line.lstrip('+')}"),
-    (
-        lambda t: t.chooses and isinstance(t.value, list) and t.kind != "callbacks",
-        lambda t: (
-            f"{t.line}: takes one name, without brackets"
-            + (f"; to run several, sweep: -m {t.kind}={','.join(map(str, t.names))}" if len(t.names) > 1 else "")
-        ),
-    ),
-    (
-        lambda t: t.chooses and not all(isinstance(name, str) and name for name in t.names),
-        lambda t: f"{t.line}: takes a name; {choose('', choices(t.key, t.registry, t.source))}",
-    ),
+    (lambda t: t.chooses and isinstance(t.value, list) and t.kind != "callbacks",
+     lambda t: f"{t.line}: takes one name, without brackets"
+               + (f"; to run several, sweep: -m {t.kind}={','.join(map(str, t.names))}" if len(t.names) > 1 else "")),
+    (lambda t: t.chooses and not all(isinstance(name, str) and name for name in t.names),
+     lambda t: f"{t.line}: takes a name; {choose('', choices(t.key, t.registry, t.source))}"),
     (lambda t: t.chooses and any(t.strangers), lambda t: next(t.strangers)),
-    (
-        lambda t: t.of_part and len(t.rest) < t.depth and t.rest[0] not in t.registry.offers[t.kind],
-        lambda t: _unknown(t.key, None, t.registry),
-    ),
-    (
-        lambda t: t.of_part and len(t.rest) < t.depth,
-        lambda t: (
-            f"{t.line}: give a callback's settings one by one ({t.key}.<setting>=...); add callbacks by name: "
-            f"callbacks=[default,{t.rest[0]}]"
-        ),
-    ),
-    (
-        lambda t: t.of_part and len(t.rest) > t.depth,
-        lambda t: f"{t.line}: {'.'.join([t.kind, *t.rest[: t.depth]])} holds one value, not keys of its own",
-    ),
-    (
-        lambda t: t.of_part and t.rest[-1] == "name",
-        lambda t: (
-            f"{t.line}: cannot be set; choose by name: "
-            + ("callbacks=[...]" if t.kind == "callbacks" else f"{t.kind}={t.override.get_value_element_as_str()}")
-        ),
-    ),
-    (
-        lambda t: t.key in ("sweep", "sweep.submitit"),
-        lambda t: f"{t.line}: give its settings one by one: {t.key}.<setting>=...",
-    ),
+    (lambda t: t.of_part and len(t.rest) < t.depth and t.rest[0] not in t.registry.offers[t.kind],
+     lambda t: _unknown(t.key, None, t.registry)),
+    (lambda t: t.of_part and len(t.rest) < t.depth,
+     lambda t: f"{t.line}: give a callback's settings one by one ({t.key}.<setting>=...); add callbacks by name: "
+               f"callbacks=[default,{t.rest[0]}]"),
+    (lambda t: t.of_part and len(t.rest) > t.depth,
+     lambda t: f"{t.line}: {'.'.join([t.kind, *t.rest[: t.depth]])} holds one value, not keys of its own"),
+    (lambda t: t.of_part and t.rest[-1] == "name" and t.kind == "callbacks",
+     lambda t: f"{t.line}: cannot be set; choose by name: callbacks=[...]"),
+    (lambda t: t.of_part and t.rest[-1] == "name",
+     lambda t: f"{t.line}: cannot be set; choose by name: {t.kind}={t.override.get_value_element_as_str()}"),
+    (lambda t: t.key in ("sweep", "sweep.submitit"),
+     lambda t: f"{t.line}: give its settings one by one: {t.key}.<setting>=..."),
     (lambda t: t.kind == "sweep" and t.key not in _sweep_keys(), lambda t: _unknown(t.key, None, t.registry)),
-    (
-        lambda t: t.rest and t.kind in Keys.of(t.registry).under("") and t.kind not in (*GROUPS, "sweep"),
-        lambda t: f"{t.line}: {t.kind} holds one value: {t.kind}=...",
-    ),
-)
+    (lambda t: t.rest and t.kind in Keys.of(t.registry).under("") and t.kind not in (*GROUPS, "sweep"),
+     lambda t: f"{t.line}: {t.kind} holds one value: {t.kind}=..."),
+)  # fmt: skip
+EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
 
 def _sweep_keys() -> set[str]:

@@ -16,13 +16,12 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
-from toyexp.config.checks import check_settings
-from toyexp.config.compose import Composed
+from toyexp.config.build import in_plain_words, made
+from toyexp.config.compose import Composed, check_settings
 from toyexp.config.keys import Keys
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, class_of
 from toyexp.config.top_level import GROUPS
-from toyexp.config.typed import in_plain_words, made
 from toyexp.config.words import parse
 from toyexp.contract.recipe import Recipe
 from toyexp.sweep.directory import Job

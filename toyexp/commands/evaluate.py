@@ -16,11 +16,13 @@ from toyexp.commands.options import show
 from toyexp.commands.variants import one_experiment
 from toyexp.config.request import Request
 from toyexp.config.restored import file_of, origin
+from toyexp.contract.batch import Batch
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
-from toyexp.contract.dataset import Dataset
+from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model
+from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
@@ -126,12 +128,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
-    check_plan(plan, built.engine, TO_EVALUATE)
-    built.engine.check_plan(plan)
-    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
-        session.build()
-        held_out = batches.held_out()
-        loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
+    held_out, loss, scores = _scored(plan, built, batches)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
@@ -140,6 +137,16 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores,
     )  # fmt: skip
+
+
+def _scored(plan: Plan, built: Config, batches: Batches) -> tuple[Sequence[Batch], float, Mapping[str, float]]:
+    """The held-out batches, made once it is known that they fit, the model's loss on them and what else it reports."""
+    check_plan(plan, built.engine, TO_EVALUATE)
+    built.engine.check_plan(plan)
+    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
+        session.build()
+        held_out = batches.held_out()
+        return held_out, session.evaluate(held_out), plan.model.scores(session.logits, held_out)
 
 
 def _check_taken(request: Request) -> list[str]:

@@ -76,8 +76,8 @@ def _kept(key: Path, made_of: Path, stem: str, write: Callable[[Path], object]) 
 def _read_by(path: Path, registry: Registry | None) -> Format | None:
     """Who reads files of that name, where they are in another format than GGUF."""
     offers = registry.offers["format"].values() if registry else ()
-    readers = [cast("type[Format]", offer.cls) for offer in offers if offer.cls.read is not Format.read]
-    return next((cls() for cls in readers if cls.suffix != ".gguf" and path.name.endswith(cls.suffix)), None)
+    named = [cls for cls in (cast("type[Format]", offer.cls) for offer in offers) if path.name.endswith(cls.suffix)]
+    return next((cls() for cls in named if cls.suffix != ".gguf" and cls.read is not Format.read), None)
 
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:

@@ -130,8 +130,8 @@ def held() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for noted, handler in handlers.items():
+            signal.signal(noted, handler)
         if came:
             handlers[came[0]](came[0], None)
 

@@ -229,6 +229,14 @@ def test_recorders_are_called_last_and_told_the_first_failure(heard):
     assert "on_end completed PluginFailed('callbacks.b failed at the end: ValueError: no disk" in heard[3][1]
 
 
+@pytest.mark.parametrize("reason", ["completed", "aborted"])
+def test_a_signal_before_the_recorders_turn_makes_a_completed_run_an_interrupted_one_to_them(heard, reason):
+    bus, signal = make_bus(heard, Closing("log"), Recorder("a")), KeyboardInterrupt("SIGINT")
+    assert bus.end(make_run(), reason, None, lambda: signal) == []
+    told = "interrupted" if reason == "completed" else reason
+    assert heard == [("a", f"on_end {reason} None"), ("log", f"on_end {told} {signal!r}")]
+
+
 def test_recorders_of_a_failed_run_are_told_its_own_error(heard):
     error = RunFailed("NaN")
     bus = make_bus(heard, Closing("log"), Failing("b", error=ValueError("also")))

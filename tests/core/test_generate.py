@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import write_lora
 from tiny import plan, write_base
 
 from toyexp import Decoder, RunFailed
@@ -20,7 +22,11 @@ from toyexp.base.random import stream
 from toyexp.commands.generate import Scribe
 from toyexp.commands.line import main
 from toyexp.commands.table import Generate
+from toyexp.contract.registry import load
 from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
+from toyexp.formats.file_plan import read_adapter
+from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
 from toyexp.text.tokenizer import BPE, Bytes
@@ -438,3 +444,13 @@ def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsy
     monkeypatch.setattr("toyexp.commands.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err
+
+
+def test_an_adapter_is_scaled_by_its_alpha_over_its_rank():
+    write_lora(Path("adapter.gguf"), Path("base.gguf"))
+    with GGUFFile("base.gguf") as file:
+        model = model_in(file, load())
+    pairs, adapters = read_adapter(Path("adapter.gguf"), model)
+    assert {a.scale for a in adapters} == {6 / 4}
+    assert [t.name for t in pairs] == [name for a in adapters for name in (f"{a.target}.lora_a", f"{a.target}.lora_b")]
+    assert not any(t.trainable for t in pairs)

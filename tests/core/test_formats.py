@@ -171,6 +171,17 @@ def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys
         assert err.startswith(f"toyexp: error: {name}.safetensors: {said}") and err.count("\n") == 1
 
 
+def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, capsys, monkeypatch):
+    def only_wide(self, model):
+        if model.d_model < 64:  # which the file's is, and a llama by default is not
+            raise UserError(f"d_model={model.d_model} is too narrow for tall files")
+
+    monkeypatch.setattr(Tall, "check_model", only_wide)
+    assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 2
+    assert capsys.readouterr().err == "toyexp: error: model.gguf: d_model=32 is too narrow for tall files\n"
+    assert not (tall / "model.tall").exists()
+
+
 def test_a_format_that_breaks_over_a_model_is_named_and_leaves_nothing(tall, capsys, monkeypatch):
     before = sorted(tall.iterdir())
     monkeypatch.setattr(Tall, "write", lambda self, exported, path: {}["digit"])

@@ -207,8 +207,8 @@ class Optimiser(Rule):
         """Raises UserError unless the named setting is a number from `low`, and below `below`."""
         value = getattr(self, name)
         if not low <= value < below:
-            limit = f" and below {below:g}" if below < math.inf else ""
-            raise UserError(f"optim.{name}={value}: must be at least {low:g}{limit}")
+            limit = f"at least {low:g} and below {below:g}" if below < math.inf else f"{low:g} or above"
+            raise UserError(f"optim.{name}={value}: must be {limit}")
 
     def settled(self, mode: str) -> Self:
         """The same with what model and recipe decide: `mode` is the one they want of AdamW."""

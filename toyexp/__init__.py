@@ -6,8 +6,9 @@ on the screen before numpy is there. It loads numpy and pluggy, and no framework
 
 import toyexp.base.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.base.errors import (
@@ -21,36 +22,46 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
+    from toyexp.config.restored import file_of
     from toyexp.contract.arithmetic import Arithmetic
-    from toyexp.contract.batch import Batch, InputSpec
+    from toyexp.contract.batch import Batch, InputSpec, batch_digest
     from toyexp.contract.callback import Callback, Schedule
     from toyexp.contract.command import Arguments, Command
     from toyexp.contract.data import Data
     from toyexp.contract.dataset import Batches, Dataset
-    from toyexp.contract.decoder import Decoder
+    from toyexp.contract.decoder import Decoder, Piecewise
     from toyexp.contract.engine import Engine, Session, State, StepMetrics
-    from toyexp.contract.format import Exported, Format
+    from toyexp.contract.format import Exported, Format, ModelFile, Models, TensorInfo
     from toyexp.contract.hooks import Register, hookimpl
     from toyexp.contract.kind import IMAGES, TOKENS, Kind
-    from toyexp.contract.model import Model, TensorSpec
-    from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary
-    from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule
-    from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
+    from toyexp.contract.model import Model, TensorSpec, lower_is_better
+    from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary, Tensor
+    from toyexp.contract.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
+    from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
     from toyexp.contract.planned import Planned, changed
     from toyexp.contract.recipe import Recipe, Setup
     from toyexp.contract.run import Run
+    from toyexp.contract.sampling import Sampling, endless
     from toyexp.contract.values import Constant, Given, Normal, Values
-    from toyexp.datasets.images import ImageBatches, ImageDataset
+    from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
     from toyexp.datasets.tokens import TokenBatches, TokenDataset
     from toyexp.formats.gguf.source import FromGGUF
     from toyexp.reference.arithmetic import NumpyArithmetic, updated
+    from toyexp.reference.forward_listing import Traced, listing
     from toyexp.text.tokenizer import Tokenizer
     from toyexp.training.bus import Bus
+    from toyexp.training.checkpoint import rebuilt
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUGMENTATIONS",
+    "DEFAULT_BETA2",
+    "FROM_SCRATCH",
     "IMAGES",
+    "LORA",
+    "MODES",
+    "NORMALISATIONS",
     "TOKENS",
     "AdamW",
     "Adapted",
@@ -79,11 +90,14 @@ __all__ = [
     "LoraAdapter",
     "LowRank",
     "Model",
+    "ModelFile",
+    "Models",
     "Normal",
     "NumpyArithmetic",
     "Ops",
     "Optimiser",
     "Params",
+    "Piecewise",
     "Plan",
     "PlanTensor",
     "Planned",
@@ -93,70 +107,77 @@ __all__ = [
     "Rule",
     "Run",
     "RunFailed",
+    "Sampling",
     "Schedule",
     "Session",
     "SessionError",
     "Setup",
     "State",
     "StepMetrics",
+    "Tensor",
+    "TensorInfo",
     "TensorSpec",
     "TokenBatches",
     "TokenDataset",
     "Tokenizer",
     "ToyexpError",
+    "Traced",
     "Unavailable",
     "UserError",
     "Values",
+    "batch_digest",
     "changed",
     "choose",
+    "endless",
+    "file_of",
     "hookimpl",
+    "listing",
+    "lora_names",
+    "lower_is_better",
     "nearest",
     "needed",
     "printable",
+    "rebuilt",
     "updated",
 ]
 
 # Where each of them lives, once more for the running program; a test holds it against the imports above.
-_HOMES = {
-    "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
-    "toyexp.base.packages": "needed",
-    "toyexp.contract.arithmetic": "Arithmetic",
-    "toyexp.contract.batch": "Batch InputSpec",
-    "toyexp.contract.callback": "Callback Schedule",
-    "toyexp.contract.command": "Arguments Command",
-    "toyexp.contract.data": "Data",
-    "toyexp.contract.dataset": "Batches Dataset",
-    "toyexp.contract.decoder": "Decoder",
-    "toyexp.contract.engine": "Engine Session State StepMetrics",
-    "toyexp.contract.format": "Exported Format",
-    "toyexp.contract.hooks": "Register hookimpl",
-    "toyexp.contract.kind": "IMAGES TOKENS Kind",
-    "toyexp.contract.model": "Model TensorSpec",
-    "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary",
-    "toyexp.contract.optimiser": "AdamW Group Optimiser Rule",
-    "toyexp.contract.plan": "Lens LoraAdapter Plan PlanTensor",
-    "toyexp.contract.planned": "Planned changed",
-    "toyexp.contract.recipe": "Recipe Setup",
-    "toyexp.contract.run": "Run",
-    "toyexp.contract.values": "Constant Given Normal Values",
-    "toyexp.datasets.images": "ImageBatches ImageDataset",
-    "toyexp.datasets.tokens": "TokenBatches TokenDataset",
-    "toyexp.formats.gguf.source": "FromGGUF",
-    "toyexp.reference.arithmetic": "NumpyArithmetic updated",
-    "toyexp.text.tokenizer": "Tokenizer",
-    "toyexp.training.bus": "Bus",
-}
-
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    """A name of the public surface, from the module it lives in."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value  # the next time it is simply there
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
+        "toyexp.base.packages": "needed",
+        "toyexp.config.restored": "file_of",
+        "toyexp.contract.arithmetic": "Arithmetic",
+        "toyexp.contract.batch": "Batch InputSpec batch_digest",
+        "toyexp.contract.callback": "Callback Schedule",
+        "toyexp.contract.command": "Arguments Command",
+        "toyexp.contract.data": "Data",
+        "toyexp.contract.dataset": "Batches Dataset",
+        "toyexp.contract.decoder": "Decoder Piecewise",
+        "toyexp.contract.engine": "Engine Session State StepMetrics",
+        "toyexp.contract.format": "Exported Format ModelFile Models TensorInfo",
+        "toyexp.contract.hooks": "Register hookimpl",
+        "toyexp.contract.kind": "IMAGES TOKENS Kind",
+        "toyexp.contract.model": "Model TensorSpec lower_is_better",
+        "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary Tensor",
+        "toyexp.contract.optimiser": "AdamW DEFAULT_BETA2 FROM_SCRATCH Group LORA MODES Optimiser Rule",
+        "toyexp.contract.plan": "Lens LoraAdapter Plan PlanTensor lora_names",
+        "toyexp.contract.planned": "Planned changed",
+        "toyexp.contract.recipe": "Recipe Setup",
+        "toyexp.contract.run": "Run",
+        "toyexp.contract.sampling": "Sampling endless",
+        "toyexp.contract.values": "Constant Given Normal Values",
+        "toyexp.datasets.images": "AUGMENTATIONS ImageBatches ImageDataset NORMALISATIONS",
+        "toyexp.datasets.tokens": "TokenBatches TokenDataset",
+        "toyexp.formats.gguf.source": "FromGGUF",
+        "toyexp.reference.arithmetic": "NumpyArithmetic updated",
+        "toyexp.reference.forward_listing": "Traced listing",
+        "toyexp.text.tokenizer": "Tokenizer",
+        "toyexp.training.bus": "Bus",
+        "toyexp.training.checkpoint": "rebuilt",
+    },
+)
 
 
 def __dir__() -> list[str]:

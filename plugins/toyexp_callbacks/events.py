@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, hookimpl
-from toyexp.base.writing import dump_json, write_synced
-from toyexp.contract.batch import batch_digest
+from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, batch_digest, hookimpl
+from toyexp.base import dump_json, write_synced
 
 log = logging.getLogger("toyexp")
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Planned, Run, UserError, hookimpl
-from toyexp.base.errors import for_terminal
-from toyexp.base.terminal import drop_output, say
+from toyexp.base import drop_output, for_terminal, say
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn

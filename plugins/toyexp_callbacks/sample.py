@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Planned, Run, Tokenizer, UserError, changed, hookimpl, printable
-from toyexp.base.random import stream
-from toyexp.contract.sampling import Sampling, endless
+from toyexp import (
+    Callback,
+    Dataset,
+    Planned,
+    Run,
+    Sampling,
+    Tokenizer,
+    UserError,
+    changed,
+    endless,
+    hookimpl,
+    printable,
+)
+from toyexp.base import stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 

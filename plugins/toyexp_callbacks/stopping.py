@@ -7,8 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Dataset, Plan, Planned, Run, RunFailed, UserError, choose, hookimpl, printable
-from toyexp.contract.model import falls
+from toyexp import (
+    Callback,
+    Dataset,
+    Plan,
+    Planned,
+    Run,
+    RunFailed,
+    UserError,
+    choose,
+    hookimpl,
+    lower_is_better,
+    printable,
+)
 
 
 def require_evals(name: str, config: Mapping[str, Any]) -> None:
@@ -78,7 +89,7 @@ class EarlyStop(Callback):
         """Counts the evals since the last improvement."""
         # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
         value = score(self.name, self.metric, metrics)
-        cost = value if falls(self.metric) else -value
+        cost = value if lower_is_better(self.metric) else -value
         if cost < self._best - self.min_delta:
             self._best, self._waited = cost, 0
         else:
@@ -90,7 +101,7 @@ class EarlyStop(Callback):
         if self._waited < self.patience:
             return None
         wanted = self._best - self.min_delta
-        better = f"below {wanted:.4f}" if falls(self.metric) else f"above {-wanted:.4f}"
+        better = f"below {wanted:.4f}" if lower_is_better(self.metric) else f"above {-wanted:.4f}"
         return f"early_stop: {self._waited} evals without a held-out {self.metric} {better}"
 
 
@@ -116,7 +127,7 @@ class QualityGate(Callback):
             raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
         for key, given, fits in (
             ("max_loss", self.max_loss, self.metric == "loss"),
-            ("least", self.least, not falls(self.metric)),
+            ("least", self.least, not lower_is_better(self.metric)),
         ):
             if given is not None and not fits:
                 raise UserError(f"callbacks.quality_gate.{key}={given}: does not go with metric={self.metric}")
@@ -156,7 +167,7 @@ class QualityGate(Callback):
         if reason not in ("completed", "aborted"):
             return
         first, last = self._values[0], self._values[-1]
-        above, below = (last, first) if falls(self.metric) else (first, last)
+        above, below = (last, first) if lower_is_better(self.metric) else (first, last)
         judged = [(f"{self.metric}_ratio", above / below if below else math.inf, self.max_ratio)]
         if self.max_loss is not None:
             judged.append((self.metric, last, self.max_loss))

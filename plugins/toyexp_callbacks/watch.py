@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, UserError, changed, hookimpl
-from toyexp.training.checkpoint import rebuilt
+from toyexp import Callback, Planned, Run, UserError, changed, hookimpl, rebuilt
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
 EVALS = 2  # in a row whose loss has to be high

@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from toyexp import UserError
-from toyexp.base.files import START, cause, made_up, not_text, open_file
-from toyexp.base.terminal import status
+from toyexp.base import START, cause, made_up, not_text, open_file, status
 from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once

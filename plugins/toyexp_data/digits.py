@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, Unavailable
-from toyexp.base.packages import broken
+from toyexp.base import broken
 from toyexp_data.images import check_images, few_images
 
 FILE = Path("datasets", "data", "digits.csv.gz")  # 64 pixels from 0 to 16 and the digit, a line each

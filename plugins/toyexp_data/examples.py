@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
-from toyexp.base.random import stream
+from toyexp.base import stream
 from toyexp_data.chat import Example
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toyexp import UserError
-from toyexp.base.files import cause, misfit, require
-from toyexp.base.terminal import status
+from toyexp.base import cause, misfit, require, status
 
 EACH = 500  # folders after which a person is told how far the search is
 ALL = "*"  # among the suffixes: files of every name

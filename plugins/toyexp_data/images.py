@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, Tokenizer, UserError, choose, needed, printable
-from toyexp.base.files import read_text, require, require_folder
-from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS
+from toyexp import (
+    AUGMENTATIONS,
+    IMAGES,
+    NORMALISATIONS,
+    Data,
+    ImageDataset,
+    Kind,
+    Planned,
+    Tokenizer,
+    UserError,
+    choose,
+    needed,
+    printable,
+)
+from toyexp.base import read_text, require, require_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

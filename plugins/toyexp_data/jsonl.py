@@ -15,9 +15,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from toyexp import Planned, Tokenizer, UserError, changed, choose, printable
-from toyexp.base.files import read_file, require
-from toyexp.formats.gguf.source import opened
-from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
+from toyexp.base import read_file, require
+from toyexp.formats import opened, read_chat_template, read_tokenizer
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.examples import ExampleDataset
 from toyexp_data.template import ChatTemplate

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import TOKENS, Data, Kind, TokenDataset, UserError
-from toyexp.base.random import generator
+from toyexp.base import generator
 
 COUNT = 1_000_000
 HELD_OUT = 50_000

@@ -15,15 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, changed, choose
-from toyexp.base.errors import UnknownCharacter
-from toyexp.base.files import require
-from toyexp.base.signals import interruptible
-from toyexp.base.terminal import complain
-from toyexp.formats.gguf.source import opened
-from toyexp.formats.gguf.tokenizer import read_tokenizer
-from toyexp.text.pieces import cut_up, encoded
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
+from toyexp.base import UnknownCharacter, complain, interruptible, require
+from toyexp.formats import opened, read_tokenizer
+from toyexp.text import BPE, PRE_TOKENIZERS, Bytes, Characters, check_bpe_vocab, cut_up, encoded
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, spread
 from toyexp_data.found import Found, find, meant

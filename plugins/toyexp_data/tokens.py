@@ -11,9 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, choose, printable
-from toyexp.base.files import open_file, read_file, require
-from toyexp.formats.gguf.source import opened
-from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.base import open_file, read_file, require
+from toyexp.formats import opened, read_tokenizer
 from toyexp_data.text import check_split, few_batches
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}

@@ -7,17 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Exported, Format, Model, Plan, UserError, choose
-from toyexp.contract.format import ModelFile, Models
-from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type
-from toyexp.formats.gguf.form import architecture_of, gguf_form
-from toyexp.formats.gguf.open_model import exported_of
-from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM, GGUFFile
-from toyexp.formats.gguf.rewrite import rewrite
-from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
-from toyexp.formats.huggingface import FILES, TYPES, notes, write_adapter_folder, write_folder
-from toyexp.formats.layout import layout_of
-from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
+from toyexp import Exported, Format, Model, ModelFile, Models, Plan, UserError, choose
+from toyexp.formats import (
+    FILE_TYPES,
+    HF_FILES,
+    HF_TO_GGUF,
+    HF_TYPES,
+    K_QUANTS,
+    PROGRAM,
+    GGUFFile,
+    SafetensorsFile,
+    architecture_of,
+    check_keys,
+    check_type,
+    exported_of,
+    gguf_form,
+    hf_notes,
+    layout_of,
+    model_metadata,
+    rewrite_gguf,
+    write_adapter,
+    write_adapter_folder,
+    write_folder,
+    write_model,
+    write_safetensors,
+)
 
 
 @dataclass
@@ -54,7 +68,7 @@ class GGUF(Format):
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
         """Every key stays as it is, and so does every tensor whose type does."""
-        return rewrite(file, path, self.type, requantize) if isinstance(file, GGUFFile) else None
+        return rewrite_gguf(file, path, self.type, requantize) if isinstance(file, GGUFFile) else None
 
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model and tokenizer; the file stays open as long as its tensors are held."""
@@ -100,15 +114,15 @@ class HuggingFace(Format):
         "hf-bf16": {"dtype": "bfloat16"},
     }
     numbers: ClassVar[str] = "dtype"
-    contents: ClassVar[frozenset[str]] = FILES
+    contents: ClassVar[frozenset[str]] = HF_FILES
     adapters: ClassVar[bool] = True
 
     dtype: str = "float32"  # float32 | bfloat16 | float16
 
     def check(self) -> None:
         """Raises UserError for a dtype that is none of these."""
-        if self.dtype not in TYPES:
-            raise UserError(f"dtype={self.dtype}: {choose(self.dtype, TYPES)}")
+        if self.dtype not in HF_TYPES:
+            raise UserError(f"dtype={self.dtype}: {choose(self.dtype, HF_TYPES)}")
 
     def check_model(self, model: Model) -> None:
         """Raises UserError for a model that transformers does not have."""
@@ -125,4 +139,4 @@ class HuggingFace(Format):
 
     def notes(self, exported: Exported) -> list[str]:
         """What transformers and llama.cpp's converter make of it."""
-        return notes(exported.model, exported.data, exported.tokenizer)
+        return hf_notes(exported.model, exported.data, exported.tokenizer)

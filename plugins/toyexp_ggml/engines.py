@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
-from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, crowding
-from toyexp.base.words import counted
+from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"

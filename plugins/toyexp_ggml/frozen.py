@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toyexp import Plan
-from toyexp.contract.format import TensorInfo
-from toyexp.formats.gguf.source import in_place
+from toyexp import Plan, TensorInfo
+from toyexp.formats import in_place
 from toyexp_ggml.binding import Backend, MappedFile, Node
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toyexp import Model, Plan
-from toyexp.commands.forward_listing import Traced, listing
+from toyexp import Model, Plan, Traced, listing
 
 LIMIT = 2**31 - 1  # largest index and row count that ggml's int32 ids and kernels take
 # ggml's allocator ends the process once its memory has 256 gaps. Gradients that wait for the norm leave some: seen from

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Ops, UserError
-from toyexp.contract.ops import Tensor
+from toyexp import Ops, Tensor, UserError
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import gemma_layout
 from toyexp_models.rotary import RotaryModel

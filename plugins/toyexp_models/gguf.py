@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import printable
-from toyexp.contract.format import ModelFile
-from toyexp.formats.gguf.form import GGUFForm, Keys, decimal
+from toyexp import ModelFile, printable
+from toyexp.formats import GGUFForm, Keys, decimal
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Constant, Normal, Ops, Params, TensorSpec
-from toyexp.contract.ops import Tensor
-from toyexp.contract.optimiser import LORA
+from toyexp import LORA, Constant, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.language import LanguageModel

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toyexp import UserError
-from toyexp.formats.layout import Conversion, Layout, Numbers, Place, unchanged
+from toyexp.formats import Conversion, Layout, Numbers, Place, unchanged
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
 from toyexp_models.scaling import rope_scaling

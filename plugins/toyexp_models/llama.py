@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toyexp import UserError
-from toyexp.base.bounds import require_float32
+from toyexp.base import require_float32
 from toyexp_models.gguf import LlamaGGUF
 from toyexp_models.huggingface import llama_layout
 from toyexp_models.rotary import RotaryModel

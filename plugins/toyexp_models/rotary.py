@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Constant, Normal, Ops, Params, Rotary, TensorSpec, UserError
-from toyexp.base.bounds import MOST
-from toyexp.contract.ops import Tensor
+from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
+from toyexp.base import MOST
 from toyexp_models.language import LanguageModel
 
 

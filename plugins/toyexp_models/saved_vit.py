@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from toyexp.contract.format import ModelFile
-from toyexp.formats.gguf.form import read_model
-from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.safetensors import SafetensorsFile
+from toyexp import ModelFile
+from toyexp.formats import GGUFFile, SafetensorsFile, read_model
 from toyexp_models.vit import ViT, cut
 
 

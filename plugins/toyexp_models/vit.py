@@ -22,11 +22,11 @@ from toyexp import (
     Normal,
     Ops,
     Params,
+    Tensor,
     TensorSpec,
     UserError,
     choose,
 )
-from toyexp.contract.ops import Tensor
 from toyexp_models.vit_forms import ViTGGUF, vit_layout
 
 BLOCKS = ("layernorm_gelu", "rmsnorm_silu")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toyexp import UserError, choose, printable
-from toyexp.contract.format import ModelFile
-from toyexp.formats.gguf.form import GGUFForm
-from toyexp.formats.layout import Layout, Place
+from toyexp import ModelFile, UserError, choose, printable
+from toyexp.formats import GGUFForm, Layout, Place
 
 ARCHITECTURE = "toyexp-vit"
 # form of the blocks: the GGUF key of its norms' eps

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import AdamW, Arithmetic, Optimiser, Rule, UserError, choose
-from toyexp.contract.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError, choose
 
 
 @dataclass

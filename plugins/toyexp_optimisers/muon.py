@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import AdamW, Arithmetic, Optimiser, Rule, UserError, choose
-from toyexp.contract.optimiser import DEFAULT_BETA2, LORA
+from toyexp import DEFAULT_BETA2, LORA, AdamW, Arithmetic, Optimiser, Rule, UserError, choose
 
 SCALES = ("match_adamw", "original")
 # Of the polynomial a x + b x^3 + c x^5, whose slope at 0 is as steep as it can be (Jordan 2024).

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from toyexp import FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError
-from toyexp.config.restored import file_of
-from toyexp.contract.optimiser import LORA
-from toyexp.formats.gguf.source import opened
-from toyexp.formats.gguf.tokenizer import has_text
+from toyexp import LORA, FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError, file_of
+from toyexp.formats import has_text, opened
 
 
 @dataclass

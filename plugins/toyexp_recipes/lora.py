@@ -24,9 +24,9 @@ from toyexp import (
     TensorSpec,
     UserError,
     choose,
+    lora_names,
 )
-from toyexp.base.bounds import require_positive
-from toyexp.contract.plan import lora_names
+from toyexp.base import require_positive
 from toyexp_recipes.base import FromBase
 
 SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from toyexp import IMAGES, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
-from toyexp.base.bounds import require_positive
+from toyexp.base import require_positive
 
 
 @dataclass

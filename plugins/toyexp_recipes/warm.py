@@ -15,12 +15,23 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, choose, printable
-from toyexp.config.restored import file_of
-from toyexp.contract.format import TensorInfo
-from toyexp.formats.gguf.open_model import require_model
-from toyexp.formats.gguf.read import GGUFError, GGUFFile
-from toyexp.formats.gguf.source import opened
+from toyexp import (
+    Lens,
+    Model,
+    Normal,
+    Plan,
+    Planned,
+    PlanTensor,
+    Recipe,
+    Session,
+    Setup,
+    TensorInfo,
+    UserError,
+    choose,
+    file_of,
+    printable,
+)
+from toyexp.formats import GGUFError, GGUFFile, opened, require_model
 from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR

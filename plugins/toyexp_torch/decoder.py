@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import Decoder, Session, SessionError
-from toyexp.contract.decoder import Piecewise
+from toyexp import Decoder, Piecewise, Session, SessionError
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, choose, needed
-from toyexp.base.threads import available_cores, calm_threads, check_threads, crowding
-from toyexp.base.words import counted
+from toyexp.base import available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_torch.wanted import Wanted
 
 if TYPE_CHECKING:

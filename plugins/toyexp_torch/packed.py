@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toyexp import FromGGUF, PlanTensor
-from toyexp.formats.gguf.read import TYPES, dequantise
-from toyexp.formats.gguf.source import in_place, opened
+from toyexp.formats import GGUF_TYPES, dequantise, in_place, opened
 
 
 class Packed:
@@ -35,7 +34,7 @@ class Packed:
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""
-        raw, kind = self._raw[rows], TYPES[self._type_id][0]
+        raw, kind = self._raw[rows], GGUF_TYPES[self._type_id][0]
         if kind in ("F16", "BF16"):
             return raw.view(torch.float16 if kind == "F16" else torch.bfloat16).to(self._dtype)
         if kind == "Q8_0":  # blocks of a float16 scale and 32 signed bytes

@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp.commands.describe import describe
-from toyexp.commands.forward_listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.commands.line import main
 from toyexp.commands.uses import pasted, setting, shell
 from toyexp.config.words import parse
@@ -27,6 +26,7 @@ from toyexp.contract.ops import Params, Rotary
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.reference.engine import ReferenceOps
+from toyexp.reference.forward_listing import Line, Listing, ShapeOps, Traced, listing
 from toyexp.text.tokenizer import BPE, Bytes
 
 GPT2 = """\

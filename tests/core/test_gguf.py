@@ -26,7 +26,7 @@ from toyexp.contract.exporter import exporter
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import TYPES, GGUFError, GGUFFile, encodes_finite
+from toyexp.formats.gguf.read import GGUF_TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
 from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
@@ -145,9 +145,9 @@ def test_the_alignment_of_the_file_places_its_tensors(put):
     assert found["b"].tolist() == (values + 8).reshape(2, 4).tolist()
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda k: TYPES[k][0])
+@pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda k: GGUF_TYPES[k][0])
 def test_every_type_reads_as_gguf_py_dequantises_it(put, kind):
-    _, per_block, block_bytes = TYPES[kind]
+    _, per_block, block_bytes = GGUF_TYPES[kind]
     width = 2 * per_block * (1 if per_block > 1 else 32)
     # Bytes below 0x3c make every float16 scale a number below 1, so that no product overflows.
     raw = np.random.default_rng(kind).integers(0, 0x3C, (3, width // per_block * block_bytes), dtype=np.uint8)
@@ -542,10 +542,10 @@ def test_a_weight_that_is_no_number_is_named_when_a_run_reads_it(tmp_path, name)
             assert not np.isfinite(file.read(Q)[7]).all()  # as it stands there
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda k: TYPES[k][0])
+@pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda k: GGUF_TYPES[k][0])
 def test_scales_tell_whether_a_types_numbers_are_finite(kind):
     """Against dequantising, on blocks of any bytes at all."""
-    raw = np.random.default_rng(kind).integers(0, 256, (400, TYPES[kind][2]), dtype=np.uint8)
+    raw = np.random.default_rng(kind).integers(0, 256, (400, GGUF_TYPES[kind][2]), dtype=np.uint8)
     raw[::2] &= 0x3B  # half of them without infinite scales
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

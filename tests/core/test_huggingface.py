@@ -17,7 +17,7 @@ from toyexp import Rotary, RunFailed, UserError
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.formats.huggingface import notes, write_folder
+from toyexp.formats.huggingface import hf_notes, write_folder
 from toyexp.text.sentencepiece import BLANK, SentencePiece
 from toyexp.text.tokenizer import BPE, SYMBOLS, Bytes, Characters
 from toyexp_models.scaling import rope_scaling
@@ -351,7 +351,7 @@ def published(**keys):
     ],
 )
 def test_what_the_converter_cannot_have_is_said_in_one_line(name, sizes, tokenizer, said):
-    found = notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
+    found = hf_notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
     assert len(found) == bool(said)
     assert not said or (said in found[0] and "convert_hf_to_gguf.py" in found[0])
 

@@ -1,4 +1,5 @@
 import ast
+import importlib
 import inspect
 import itertools
 import subprocess
@@ -7,6 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from structure import PUBLIC
 
 import toyexp
 from toyexp import UserError
@@ -488,8 +490,8 @@ def test_plugins_import_neither_one_another_nor_anything_private(package):
         for module, names, _ in imports(path):
             assert top(module) not in others, f"{path}: {module}"
             if top(module) == "toyexp":
-                private = [n for n in (*module.split("."), *names) if n.startswith("_")]
-                assert not private, f"{path}: {module} {private}"
+                assert module in PUBLIC, f"{path}: {module}"
+                assert set(names) <= {*importlib.import_module(module).__all__, "__version__"}, f"{path}: {names}"
 
 
 @pytest.mark.parametrize("package", SHIPPED, ids=lambda p: p.name)

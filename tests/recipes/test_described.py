@@ -15,7 +15,7 @@ from toyexp.commands.describe import describe
 from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.contract.registry import Offer, Registry, load
-from toyexp.formats.gguf.read import TYPES, GGUFFile
+from toyexp.formats.gguf.read import GGUF_TYPES, GGUFFile
 from toyexp.formats.gguf.write import Writer
 from toyexp.text.tokenizer import Bytes, Characters
 from toyexp.training.experiment import prepare
@@ -74,7 +74,7 @@ def of_type(type_id):
     """A llama whose matrices of 256 columns are zeros in that type."""
 
     def write(path):
-        name, per_block, block_bytes = TYPES[type_id]
+        name, per_block, block_bytes = GGUF_TYPES[type_id]
         write_base(path, "llama", tokenizer=Bytes(), d_model=256, d_ff=256, head_dim=64)
         with GGUFFile(path) as file:
             writer = Writer()
@@ -132,10 +132,10 @@ FILES = {
     "an adapter": (adapter(), ["generate"]),
     "an adapter without numbers": (adapter({"keys": {"adapter.lora.alpha": float("nan")}}), []),
     "an adapter of another model": (adapter({"keys": {"general.architecture": "phi3"}}), []),
-    **{name: (of_type(i), ALL) for i, (name, _, _) in TYPES.items()},
+    **{name: (of_type(i), ALL) for i, (name, _, _) in GGUF_TYPES.items()},
 }  # fmt: skip
 # For these others of their kind stand in the short form.
-RARE = {name for name, _, _ in TYPES.values()} - {"Q6_K", "NVFP4"}
+RARE = {name for name, _, _ in GGUF_TYPES.values()} - {"Q6_K", "NVFP4"}
 RARE |= {"qwen3", "bos beyond", "bos missing", "types for others", "a merge of three", "another kind of tokenizer"}
 
 

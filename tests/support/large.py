@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from toyexp.formats.gguf.encode import encode, tensor_type
-from toyexp.formats.gguf.read import TYPES
+from toyexp.formats.gguf.read import GGUF_TYPES
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, model_metadata
 from toyexp_models.llama import Llama
 
@@ -13,7 +13,7 @@ VOCAB, MERGES = 128_000, 280_000
 MODEL = Llama(
     d_model=2048, n_layers=10, n_heads=32, n_kv_heads=8, d_ff=8192, context=8192, vocab=VOCAB, rope_base=500000.0
 )
-IDS = {name: i for i, (name, _, _) in TYPES.items()}
+IDS = {name: i for i, (name, _, _) in GGUF_TYPES.items()}
 
 
 def tokens(rng):
@@ -42,7 +42,7 @@ def write_large(path, kind="q8_0"):
     parts = []
     for spec in MODEL.tensors():
         name = tensor_type(spec.name, spec.shape, kind, tied=True)
-        _, per_block, block_bytes = TYPES[IDS[name]]
+        _, per_block, block_bytes = GGUF_TYPES[IDS[name]]
         raw = encode(block[: np.prod(spec.shape)], name)
         writer.add_bytes(spec.name, spec.shape, name, ())
         parts.append((raw, int(np.prod(spec.shape)) // per_block * block_bytes))

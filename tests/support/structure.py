@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import sys
@@ -23,6 +24,10 @@ PRODUCT = ("toyexp", "plugins")
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in PRODUCT)
 
 Graph = Mapping[str, set[str]]
+
+
+# What plugins import: the rest of toyexp is its own.
+PUBLIC = ("toyexp", "toyexp.base", "toyexp.formats", "toyexp.text", "toyexp.testing")
 
 
 def modules(folder: Path) -> dict[str, Path]:
@@ -171,7 +176,6 @@ def figures() -> dict[str, Any]:
     graph = module_graph()
     house, files = rooms(graph), [path for folder in PRODUCT for path in _below(ROOT / folder)]
     longest = max(files, key=lambda p: len(p.read_text().splitlines()))
-    import toyexp
 
     return {
         "rooms at house level": len(house),
@@ -181,7 +185,7 @@ def figures() -> dict[str, Any]:
         "circles of modules": [len(c) for c in circles(graph)],
         "circles of rooms": [len(c) for c in circles(house)],
         "floors of the house": floors(house),
-        "public names": len(toyexp.__all__),
+        "public names": sum(len(importlib.import_module(name).__all__) for name in PUBLIC),
         "lines of product code": lines(*PRODUCT),
         "lines of toyexp": lines("toyexp"),
         "longest file": f"{longest.relative_to(ROOT)} {len(longest.read_text().splitlines())}",

@@ -1,1 +1,78 @@
-"""Python, files and words for people; no experiment in it."""
+"""Python, files and words for people; no experiment in it. What plugins may use of it stands here."""
+
+from typing import TYPE_CHECKING
+
+from toyexp.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from toyexp.base.bounds import MOST, require_float32, require_positive
+    from toyexp.base.errors import UnknownCharacter, for_terminal
+    from toyexp.base.files import (
+        START,
+        cause,
+        made_up,
+        misfit,
+        not_text,
+        open_file,
+        read_file,
+        read_text,
+        require,
+        require_folder,
+    )
+    from toyexp.base.packages import broken
+    from toyexp.base.random import generator, stream
+    from toyexp.base.signals import interruptible
+    from toyexp.base.terminal import complain, drop_output, say, status
+    from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, crowding
+    from toyexp.base.words import counted
+    from toyexp.base.writing import dump_json, write_synced
+
+__all__ = [
+    "MOST",
+    "MOST_THREADS",
+    "START",
+    "UnknownCharacter",
+    "available_cores",
+    "broken",
+    "calm_threads",
+    "cause",
+    "check_threads",
+    "complain",
+    "counted",
+    "crowding",
+    "drop_output",
+    "dump_json",
+    "for_terminal",
+    "generator",
+    "interruptible",
+    "made_up",
+    "misfit",
+    "not_text",
+    "open_file",
+    "read_file",
+    "read_text",
+    "require",
+    "require_float32",
+    "require_folder",
+    "require_positive",
+    "say",
+    "status",
+    "stream",
+    "write_synced",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "toyexp.base.bounds": "MOST require_float32 require_positive",
+        "toyexp.base.errors": "UnknownCharacter for_terminal",
+        "toyexp.base.files": "START cause made_up misfit not_text open_file read_file read_text require require_folder",
+        "toyexp.base.packages": "broken",
+        "toyexp.base.random": "generator stream",
+        "toyexp.base.signals": "interruptible",
+        "toyexp.base.terminal": "complain drop_output say status",
+        "toyexp.base.threads": "MOST_THREADS available_cores calm_threads check_threads crowding",
+        "toyexp.base.words": "counted",
+        "toyexp.base.writing": "dump_json write_synced",
+    },
+)

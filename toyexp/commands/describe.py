@@ -20,7 +20,6 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.words import count
-from toyexp.commands.forward_listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.commands.options import refuse_settings, show
 from toyexp.commands.uses import Offers, Use
 from toyexp.config.restored import ADAPTER, MODEL, file_of, origin
@@ -29,6 +28,7 @@ from toyexp.contract.format import TensorInfo
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
+from toyexp.reference.forward_listing import BLOCK, Listing, Traced, columns, inside, listing
 from toyexp.text.tokenizer import CONTROL
 
 HELP = """\

@@ -22,7 +22,7 @@ from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import require_exact
-from toyexp.formats.huggingface import TYPES
+from toyexp.formats.huggingface import HF_TYPES
 
 
 def help_text(registry: Registry) -> str:
@@ -190,7 +190,7 @@ def _write(
 def _types(path: Path, form: Format, count: int) -> dict[str, int]:
     """How many tensors of each type were written."""
     if path.suffix != ".gguf":
-        return {TYPES.get(form.kind, form.kind.upper()): count}
+        return {HF_TYPES.get(form.kind, form.kind.upper()): count}
     with GGUFFile(path) as written:
         return dict(Counter(t.type for t in written.tensors.values()))
 

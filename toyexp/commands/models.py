@@ -19,13 +19,13 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.words import count
 from toyexp.commands.describe import in_bytes, types_of
-from toyexp.commands.forward_listing import columns
 from toyexp.commands.options import refuse_settings, show
 from toyexp.commands.uses import Offers, pasted
 from toyexp.contract.command import Arguments
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
+from toyexp.reference.forward_listing import columns
 
 HELP = """\
 usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]

@@ -34,7 +34,7 @@ class TensorSpec:
     init: Values
 
 
-def falls(metric: str) -> bool:
+def lower_is_better(metric: str) -> bool:
     """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
     return metric in ("loss", "ppl")
 

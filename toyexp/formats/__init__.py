@@ -1,1 +1,78 @@
-"""Files of models, in and out; a stranger's byte is checked here."""
+"""Files of models, in and out; a stranger's byte is checked here. What plugins may use of it stands here."""
+
+from typing import TYPE_CHECKING
+
+from toyexp.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type
+    from toyexp.formats.gguf.form import GGUFForm, Keys, architecture_of, decimal, gguf_form, read_model
+    from toyexp.formats.gguf.open_model import exported_of, require_model
+    from toyexp.formats.gguf.read import GGUF_TYPES, HF_TO_GGUF, PROGRAM, GGUFError, GGUFFile, dequantise
+    from toyexp.formats.gguf.rewrite import rewrite_gguf
+    from toyexp.formats.gguf.source import in_place, opened
+    from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
+    from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
+    from toyexp.formats.huggingface import HF_FILES, HF_TYPES, hf_notes, write_adapter_folder, write_folder
+    from toyexp.formats.layout import Conversion, Layout, Numbers, Place, layout_of, unchanged
+    from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
+
+__all__ = [
+    "FILE_TYPES",
+    "GGUF_TYPES",
+    "HF_FILES",
+    "HF_TO_GGUF",
+    "HF_TYPES",
+    "K_QUANTS",
+    "PROGRAM",
+    "Conversion",
+    "GGUFError",
+    "GGUFFile",
+    "GGUFForm",
+    "Keys",
+    "Layout",
+    "Numbers",
+    "Place",
+    "SafetensorsFile",
+    "architecture_of",
+    "check_keys",
+    "check_type",
+    "decimal",
+    "dequantise",
+    "exported_of",
+    "gguf_form",
+    "has_text",
+    "hf_notes",
+    "in_place",
+    "layout_of",
+    "model_metadata",
+    "opened",
+    "read_chat_template",
+    "read_model",
+    "read_tokenizer",
+    "require_model",
+    "rewrite_gguf",
+    "unchanged",
+    "write_adapter",
+    "write_adapter_folder",
+    "write_folder",
+    "write_model",
+    "write_safetensors",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "toyexp.formats.gguf.encode": "FILE_TYPES K_QUANTS check_type",
+        "toyexp.formats.gguf.form": "GGUFForm Keys architecture_of decimal gguf_form read_model",
+        "toyexp.formats.gguf.open_model": "exported_of require_model",
+        "toyexp.formats.gguf.read": "GGUFError GGUFFile GGUF_TYPES HF_TO_GGUF PROGRAM dequantise",
+        "toyexp.formats.gguf.rewrite": "rewrite_gguf",
+        "toyexp.formats.gguf.source": "in_place opened",
+        "toyexp.formats.gguf.tokenizer": "has_text read_chat_template read_tokenizer",
+        "toyexp.formats.gguf.write": "check_keys model_metadata write_adapter write_model",
+        "toyexp.formats.huggingface": "HF_FILES HF_TYPES hf_notes write_adapter_folder write_folder",
+        "toyexp.formats.layout": "Conversion Layout Numbers Place layout_of unchanged",
+        "toyexp.formats.safetensors": "SafetensorsFile write_safetensors",
+    },
+)

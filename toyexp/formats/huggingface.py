@@ -24,8 +24,8 @@ from toyexp.formats.layout import Place, layout_of
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
-TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
-FILES = frozenset({
+HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+HF_FILES = frozenset({
     "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 })  # fmt: skip
@@ -70,10 +70,10 @@ def write_folder(
     with _directory(path) as folder:
         for name, content in files.items():
             write_synced(folder / name, content)
-        return _write_tensors(folder / "model.safetensors", tensors, TYPES[dtype])
+        return _write_tensors(folder / "model.safetensors", tensors, HF_TYPES[dtype])
 
 
-def notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
     """A sentence for each who makes something else of a model's directory than toyexp and llama.cpp do."""
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):

@@ -1,8 +1,8 @@
 """For plugin authors: suites to inherit, an engine that computes nothing, and float64 references."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from toyexp.base.lazy import lazy
 from toyexp.reference.engine import (
     ReferenceOps,
     reference_adamw,
@@ -44,18 +44,15 @@ __all__ = [
     "token_dataset",
 ]
 
-
-HOMES = {
-    "DataSuite": "data",
-    "EngineNumbers": "engines",
-    "EngineSuite": "engines",
-    "FormatSuite": "formats",
-    "ModelSuite": "models",
-    "OptimiserSuite": "optimisers",
-}
-
-
-def __getattr__(name: str) -> Any:  # the suites need pytest, which not everyone who uses the rest has
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"toyexp.testing.{HOMES.get(name, 'suites')}"), name)
+# The suites need pytest, which not everyone who uses the rest has.
+__getattr__ = lazy(
+    __name__,
+    {
+        "toyexp.testing.data": "DataSuite",
+        "toyexp.testing.engines": "EngineNumbers EngineSuite",
+        "toyexp.testing.formats": "FormatSuite",
+        "toyexp.testing.models": "ModelSuite",
+        "toyexp.testing.optimisers": "OptimiserSuite",
+        "toyexp.testing.suites": "CallbackSuite RecipeSuite given image_dataset token_dataset",
+    },
+)

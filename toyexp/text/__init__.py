@@ -1,1 +1,36 @@
-"""Text to token ids and back, as llama.cpp does it."""
+"""Text to token ids and back, as llama.cpp does it. What plugins may use of it stands here."""
+
+from typing import TYPE_CHECKING
+
+from toyexp.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from toyexp.text.chat import REASONING, BadChat, Rendered, Template, control_pattern
+    from toyexp.text.pieces import cut_up, encoded
+    from toyexp.text.pretokenizers import PRE_TOKENIZERS
+    from toyexp.text.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
+
+__all__ = [
+    "BPE",
+    "PRE_TOKENIZERS",
+    "REASONING",
+    "BadChat",
+    "Bytes",
+    "Characters",
+    "Rendered",
+    "Template",
+    "check_bpe_vocab",
+    "control_pattern",
+    "cut_up",
+    "encoded",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "toyexp.text.chat": "BadChat REASONING Rendered Template control_pattern",
+        "toyexp.text.pieces": "cut_up encoded",
+        "toyexp.text.pretokenizers": "PRE_TOKENIZERS",
+        "toyexp.text.tokenizer": "BPE Bytes Characters check_bpe_vocab",
+    },
+)

@@ -32,7 +32,7 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import misfit
 from toyexp.base.writing import dump_json, sync_directory, write_synced
 from toyexp.contract.engine import SLOT
-from toyexp.contract.model import falls
+from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
 
 log = logging.getLogger("toyexp")
@@ -311,7 +311,7 @@ class Keeper:
 
     def _best_of(self, scores: Mapping[int, float]) -> int:
         """The step with the best of `scores`, the first of several."""
-        sign = 1 if falls(str(self.metric)) else -1
+        sign = 1 if lower_is_better(str(self.metric)) else -1
         return min(sorted(scores), key=lambda step: sign * scores[step])
 
     def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:

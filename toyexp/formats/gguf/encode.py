@@ -8,7 +8,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, choose
 from toyexp.formats.gguf.quantise import quantiser
-from toyexp.formats.gguf.read import NUMBERS, TYPES, all_finite, encodes_finite
+from toyexp.formats.gguf.read import GGUF_TYPES, NUMBERS, all_finite, encodes_finite
 
 # general.file_type of llama.cpp. gguf-py encodes the first; the K-quants take llama.cpp itself, see quantise.py.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9}
@@ -16,7 +16,7 @@ K_QUANTS = {
     "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17,
     "q6_k": 18,
 }  # fmt: skip
-IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
+IDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items()}
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:

@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<Q").unpack_from
 DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 # ggml type: (name, elements per block, bytes per block). The quantised ones are read through gguf-py.
-TYPES = {
+GGUF_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
@@ -158,7 +158,7 @@ class GGUFFile:
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""
         info, shape = self._wanted(name, rows)
-        _, per_block, block_bytes = TYPES[info.type_id]
+        _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)
         for start, piece in self.pieces(info, math.prod(shape)):
             at = start // per_block * block_bytes
@@ -170,7 +170,7 @@ class GGUFFile:
 
         Each with the place of its first number; all but the last stand for `NUMBERS` numbers.
         """
-        _, per_block, block_bytes = TYPES[info.type_id]
+        _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count
         for start in range(0, total, NUMBERS):
             size = min(NUMBERS, total - start) // per_block * block_bytes
@@ -340,9 +340,9 @@ class _Part:
                 raise self.error(f"{label} has the shape {list(shape)}")
             if kind in UNSUPPORTED:
                 raise self.error(f"{label} is of type {UNSUPPORTED[kind]}, which is not supported")
-            if kind not in TYPES:
+            if kind not in GGUF_TYPES:
                 raise self.error(f"{label} has the unknown type {kind}")
-            type_name, per_block, block_bytes = TYPES[kind]
+            type_name, per_block, block_bytes = GGUF_TYPES[kind]
             if shape[-1] % per_block:
                 raise self.error(f"{label} has rows of {shape[-1]}, {type_name} needs a multiple of {per_block}")
             nbytes = math.prod(shape) // per_block * block_bytes
@@ -370,7 +370,7 @@ class _Part:
 
 def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
     """Bytes [.., bytes of a row] of a ggml type as float32 [.., in]."""
-    name = TYPES[type_id][0]
+    name = GGUF_TYPES[type_id][0]
     if name == "F32":
         return raw.view("<f4").astype(np.float32)
     if name == "F16":
@@ -385,7 +385,7 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
     """Whether bytes of a ggml type stand for finite numbers only; of most quantised types its scales tell."""
-    name, _, block_bytes = TYPES[type_id]
+    name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
     blocks = raw.reshape(-1, block_bytes)

@@ -18,7 +18,7 @@ from toyexp.formats.gguf.write import Writer
 PLAIN = ("F32", "F16", "BF16")
 
 
-def rewrite(file: GGUFFile, path: Path, kind: str, requantize: bool) -> list[str]:
+def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> list[str]:
     """Writes the file again at `path`; returns what is odd about its numbers.
 
     Raises UserError for numbers that would be rounded a second time, unless `requantize` says so.

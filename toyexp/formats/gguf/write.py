@@ -28,7 +28,7 @@ from toyexp.formats.gguf.encode import (
 )
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import ARRAY, DTYPES, SCALARS, STRING, TYPES
+from toyexp.formats.gguf.read import ARRAY, DTYPES, GGUF_TYPES, SCALARS, STRING
 from toyexp.formats.gguf.special_tokens import fitting_name
 from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
@@ -192,7 +192,7 @@ class Writer:
         for name, (shape, type_name, _) in self._tensors.items():
             dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
             parts += [_text(name), dims, struct.pack("<IQ", IDS[type_name], offset)]
-            _, per_block, block_bytes = TYPES[IDS[type_name]]
+            _, per_block, block_bytes = GGUF_TYPES[IDS[type_name]]
             nbytes = math.prod(shape) // per_block * block_bytes
             offset += nbytes + -nbytes % self._alignment
         return b"".join(parts)

@@ -11,6 +11,7 @@ import environments
 import numpy as np
 import pytest
 from cells import CELLS, ticked
+from structure import PUBLIC
 
 from toyexp.commands.line import main
 from toyexp.contract.hooks import Registration, RunHooks
@@ -211,6 +212,13 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
         assert all(np.array_equal(plain[n], file.read(n)) and np.array_equal(small[n], plain[n]) for n in file.tensors)
     kit = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
     assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
+
+
+def test_what_the_readme_shows_imports_the_public_packages_alone():
+    shown = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    found = set(re.findall(r"^ *from (toyexp[.\w]*) import", shown, re.MULTILINE))
+    shipped = {module for module in found if module.startswith("toyexp_")}
+    assert found - shipped <= set(PUBLIC)
 
 
 def test_the_readme_lists_every_hook_with_its_signature():

@@ -147,7 +147,7 @@ VALUES = [
     ("optim.eps=0", "optim.eps=0.0: must be above 0"),
     ("optim.mode=foo", "optim.mode=foo", "from_scratch", "lora"),
     ("optim.accumulate=3", "optim.accumulate=3 does not divide batch_size=8"),
-    ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "at least 0"),
+    ("optim.grad_clip=-1", "optim.grad_clip=-1.0", "0 or above"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan: must be a finite number"),
     ("callbacks=[default,linear]", "cosine and linear both set the learning rate", "'~callbacks.cosine'"),
     ("callbacks.gguf_export.type=q8", "callbacks.gguf_export.type=q8", "q8_0"),

@@ -205,6 +205,7 @@ def test_a_recipe_and_data_of_a_stranger_are_offered_by_what_they_say_of_themsel
     offers = {
         "recipe": {"longer": Offer("recipe", "longer", Longer, "theirs", "theirs 1.0")},
         "model": registry.offers["model"],
+        "format": registry.offers["format"],
         "data": {"their_ids": Offer("data", "their_ids", Ids, "theirs", "theirs 1.0"), **registry.offers["data"]},
     }
     base("gpt2")(Path("ids.gguf"))

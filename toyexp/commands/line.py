@@ -20,7 +20,7 @@ from toyexp.base.words import short
 from toyexp.commands.flags import SHOWING, check_flags, split, take_resume
 from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
-from toyexp.contract.command import Command
+from toyexp.contract.command import Command, modules_in
 from toyexp.sweep.combinations import follow_the_sweep, in_our_words
 from toyexp.training.verdict import print_result
 
@@ -58,7 +58,7 @@ def answer(typed: Sequence[str]) -> int:
 def _call(command: Command, words: Sequence[str]) -> int:
     """Runs a sub-command; what one of a plugin raises without meaning to is told as its failure."""
     if "-h" in words or "--help" in words:
-        print(command.usage())
+        print(command.usage(modules_in(words)))
         return 0
     if command.name in COMMANDS:
         return command.run(command.read(words))

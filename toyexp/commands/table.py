@@ -23,7 +23,7 @@ class Shipped(Command):
     def _load(self) -> Any:
         return import_module(f"toyexp.commands.{self.module}")
 
-    def usage(self) -> str:
+    def usage(self, modules: Sequence[str] = ()) -> str:
         """What `toyexp NAME --help` prints."""
         return str(self._load().HELP)
 
@@ -129,11 +129,11 @@ class Export(Shipped):
     values: ClassVar[Mapping[str, str]] = {"--type": "q8_0", "--to": "small.gguf"}
     takes: ClassVar[str] = "file"
 
-    def usage(self) -> str:
+    def usage(self, modules: Sequence[str] = ()) -> str:
         """With the types of all formats."""
         from toyexp.contract.registry import load
 
-        return str(self._load().help_text(load()))
+        return str(self._load().help_text(load(modules)))
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Help(Shipped):
     module: ClassVar[str] = "help"
     takes: ClassVar[str] = ""
 
-    def usage(self) -> str:
+    def usage(self, modules: Sequence[str] = ()) -> str:
         """The page itself."""
         return str(self._load().page())
 

@@ -34,8 +34,8 @@ class Command(ABC):
     values: ClassVar[Mapping[str, str]] = {}  # options that take a value, each with an example
     takes: ClassVar[str] = "file settings"  # what TAB offers beside them: any of file, directory, settings, names
 
-    def usage(self) -> str:
-        """What `toyexp NAME --help` prints."""
+    def usage(self, modules: Sequence[str] = ()) -> str:
+        """What `toyexp NAME --help` prints; `modules` are the local plugins beside it."""
         options = [*self.switches, *(f"{option} {example}" for option, example in self.values.items())]
         words = " ".join(["usage: toyexp", self.name, *(f"[{option}]" for option in options), "..."])
         return f"{words}\n\n{(self.__doc__ or '').strip()}"

@@ -7,11 +7,11 @@ import hashlib
 import itertools
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -103,15 +103,17 @@ class DataSuite(PluginSuite):
 
     def test_another_process_makes_the_same_bytes(self) -> None:
         """Whatever the seed of Python's hashes is there."""
-        code = "import pickle, sys\nfrom toyexp.testing.data import fingerprint\n"
-        code += "print(fingerprint(*pickle.load(sys.stdin.buffer)))"
-        given = self.data, self.context, self.rows
+        cls = type(self.data)
+        code = f"from {cls.__module__} import {cls.__qualname__} as data\n"
+        code += "import json, sys\nfrom toyexp.testing.data import fingerprint\n"
+        code += f"print(fingerprint(data(**json.load(sys.stdin)), {self.context}, {self.rows}))"
         hashes = {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            [sys.executable, "-c", code], input=pickle.dumps(given), capture_output=True, env={**os.environ, **hashes}
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        assert done.stdout.decode().strip() == fingerprint(*given)
+            [sys.executable, "-c", code], input=json.dumps(asdict(self.data)), capture_output=True, text=True,
+            env={**os.environ, **hashes},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
     @pytest.mark.skipif(not OPEN[0].is_dir(), reason="only Linux says what a process has open")
     def test_nothing_stays_open_behind_it(self) -> None:

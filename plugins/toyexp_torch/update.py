@@ -116,13 +116,13 @@ class Update:
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
         """One step with each group's numbers."""
         for stretch, vector in self._merged(numbers):
-            rule = stretch.group.rule
+            rule, fused = stretch.group.rule, FUSED.get(stretch.group.rule.fused or "")
+            if fused:
+                for w, g, state in self._pieces(stretch):
+                    fused(w, g, state, vector.tolist())
+                continue
             n = dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
             for w, g, state in self._pieces(stretch):
-                fused = FUSED.get(rule.fused or "")
-                if fused:
-                    fused(w, g, state, vector.tolist())
-                    continue
                 new, new_state = self._formula(rule, w, g, state, n)
                 w.copy_(new)
                 for slot, values in new_state.items():

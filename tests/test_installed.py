@@ -84,7 +84,7 @@ def test_an_editable_install_runs_the_files_of_the_clone_with_all_its_plugins(ed
     listed = environments.run(editable.parent / "toyexp", "plugins", cwd=clone.parent)
     for name in ("cpu", "ggml", "llama", "warm", "stdlib", "gguf_export"):
         assert f"\n  {name} " in listed.stdout, listed.stderr
-    assert "broken" not in listed.stdout
+    assert "\nbroken" not in listed.stdout
 
 
 LAZY = """

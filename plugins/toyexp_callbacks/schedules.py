@@ -33,7 +33,7 @@ class WarmupSchedule(Schedule):
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the run ends in its warm-up."""
-        if self.warmup >= planned.steps:
+        if self.scales == "lr" and self.warmup >= planned.steps:
             yield (
                 f"callbacks.{self.name}.warmup={self.warmup}: the run has {planned.steps} steps, in which the learning "
                 f"rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"

@@ -1,5 +1,6 @@
 """The formats that ship pass the kit, and what registering one gives: a word of --type and a callback."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from tiny import MODELS, VOCAB, write_base
 from toyexp import Format, UserError
 from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
-from toyexp.contract.registry import check_class, load, settings_of
+from toyexp.contract.registry import _registrar, check_class, load, settings_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.testing import FormatSuite, OpModel
 from toyexp.text.tokenizer import Bytes
@@ -233,3 +234,35 @@ def test_a_model_that_no_format_knows_trains_and_its_export_says_what_it_lacks(t
         err = capsys.readouterr().err
         assert f"model=bare has no {lacks}" in err and f"'~callbacks.{name}_export'" in err and err.count("\n") == 1
     assert not (tall / "other").exists()
+
+
+def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tall, capsys):
+    """Before anything is written."""
+    for kind, name in (("safetensors", "x.gguf"), ("q8_0", "x.safetensors"), ("hf", "x.gguf")):
+        assert main(["export", "model.gguf", "--type", kind, "--to", name]) == 2
+        assert f"--to {name}: --type {kind} is written as" in capsys.readouterr().err
+        assert not (tall / name).exists()
+    assert main(["export", "model.gguf", "--type", "safetensors"]) == 0
+    before = (tall / "model.safetensors").read_bytes()
+    words = ["export", "model.safetensors", "--type", "safetensors", "--to", "model.safetensors", "--force"]
+    assert main(words) == 2
+    assert "is what is read" in capsys.readouterr().err
+    assert (tall / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"name": "q8_0"}, "--type q8_0 is already a word of format=gguf"),
+        ({"suffix": ".gguf"}, "which is that of format=gguf"),
+        ({"suffix": "/../x"}, "what a file's name ends in"),
+        ({"suffix": ""}, "what a file's name ends in"),
+        ({"types": {"hf-f16": {}}}, "--type hf-f16 is already a word of format=hf"),
+    ],
+)
+def test_a_format_takes_nothing_of_anothers(changes, told):
+    made = dataclass(type("Theirs", (Tall,), {"name": "theirs", "suffix": ".theirs", "types": {}, **changes}))
+    made.__doc__ = "Numbers as text."
+    register = _registrar(load(), [], "format", Format, "theirs", "theirs 1.0")
+    with pytest.raises(UserError, match=re.escape(told)):
+        register(made)

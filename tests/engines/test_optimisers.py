@@ -284,3 +284,61 @@ def test_a_schedule_of_what_is_not_there_or_taken_is_refused(tmp_path, monkeypat
     assert main([*WORDS, "engine=ggml", "steps=2", "callbacks=[default,linear]", *words]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in told) and not (tmp_path / "outputs").exists()
+
+
+BROKEN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import Optimiser, hookimpl
+
+@dataclass
+class Raises(Optimiser):
+    "Raises where it is told to."
+    name: ClassVar[str] = "raises"
+    at: str = ""  # where
+
+    def slots(self, shape):
+        if self.at == "slots":
+            raise KeyError("boom")
+        return [1] if self.at == "list" else {}
+
+    def numbers(self, step, lr, weight_decay):
+        if self.at == "nan":
+            return {"lr": float("nan")}
+        if self.at == "late" and step == 2:
+            raise KeyError("boom")
+        return {"lr": lr}
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.scale(g, n["lr"])), state
+
+@hookimpl
+def register_optimisers(register):
+    register(Raises)
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "code", "told"),
+    [
+        ("slots", 1, ["optim.raises failed", "KeyError: 'boom'"]),
+        ("list", 2, ["Raises.slots", "must give a shape by name"]),
+        ("nan", 2, ["Raises.numbers", "must be finite numbers"]),
+        ("late", 1, ["optim.raises failed at step 3", "KeyError: 'boom'"]),
+    ],
+)
+def test_an_optimiser_that_goes_wrong_is_named_in_one_line(tmp_path, monkeypatch, capsys, at, code, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"broken_{at}.py").write_text(BROKEN)
+    words = [*WORDS, "engine=ggml", "steps=4", "callbacks=[]", f"plugins=[broken_{at}]", "optim=raises"]
+    assert main([*words, f"optim.at={at}", "hydra.run.dir=run"]) == code
+    error = capsys.readouterr().err
+    assert all(word in error for word in told) and "Traceback" not in error
+
+
+def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsys):
+    """Whatever settings the other one has."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]", "optim=muon"]) == 0
+    assert main(["resume=run", "steps=4", "optim=adamw"]) == 2
+    assert "optim was muon and is adamw" in capsys.readouterr().err

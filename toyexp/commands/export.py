@@ -144,6 +144,8 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
 def export(options: Options, registry: Registry) -> Written:
     """Writes the file; UserError for what cannot be, before anything is written."""
     form = asked(options.type, options.settings, registry)
+    if options.to is not None and options.to.suffix in {s for s in registry.suffixes() if s != form.suffix}:
+        raise UserError(f"--to {options.to}: --type {options.type} is written as *{form.suffix}")
     with GGUFFile(file_of(options.what, registry=registry)) as file:
         target = choose_target(file, _ending(form, options.type), options.to, options.force, form.contents)
         try:
@@ -207,7 +209,7 @@ def choose_target(
             raise UserError(f"--to {target}: is already there, and no directory that was written so")
     elif target.is_dir():
         raise UserError(f"--to {target}: is a directory; name a file in it")
-    elif target.exists() and any(target.samefile(path) for path in file.paths):
+    elif target.exists() and any(target.samefile(path) for path in (*file.paths, origin(file.path))):
         raise UserError(f"{target}: is what is read; write elsewhere: --to other{target.suffix}")
     if not force:
         raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")

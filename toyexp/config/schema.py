@@ -165,7 +165,7 @@ class Source:
             raise UserError(
                 f"{file}: its key hydra has no effect: resume={directory} goes on in that directory; take it out"
             )
-        for kind in ("model", "data", "recipe"):
+        for kind in ("model", "data", "recipe", "optim"):
             then, now = saved.get(kind), asked.get(kind)
             if not isinstance(then, dict) or now in (None, then.get("name")):
                 continue

@@ -50,6 +50,7 @@ def _unreadable(text: str) -> UserError:
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (key[:1] in ("'", '"'), 'the quotes belong around the value alone: key="value"'),
+        (value[:1] == "{" and set(value) & set("'\""), f"in braces names stand without quotes: {key}={{name: value}}"),
         (_unbalanced(value), f"a bracket is not closed; a list is {key}=[a,b]"),
         (value.count('"') % 2 or value.count("'") % 2, "a quote is not closed"),
     ):

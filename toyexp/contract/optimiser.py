@@ -188,7 +188,7 @@ class Optimiser(Rule):
     weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases never decay
     grad_clip: float = 0.0  # largest global norm of the gradient; 0: no clipping
     accumulate: int = 1  # micro-batches a batch is cut into; lowers memory, not the result
-    groups: dict[str, Any] = field(default_factory=dict)  # {"blk.*.attn_*": {lr: 1e-4, weight_decay: 0, frozen: false}}
+    groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
@@ -243,4 +243,6 @@ def _check_group(pattern: str, own: Any) -> None:
             if not isinstance(value, bool):
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{key}: {name}={printable(str(value))}: must be a number from 0")
+            raise UserError(f"{key}: {name}={printable(str(value))}: must be a finite number from 0")
+        else:
+            require_float32(f"{key}: {name}", value)

@@ -217,6 +217,8 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
     trainable = [t for t in tensors if t.trainable]
+    for rule in optimiser.rules():
+        _check_rule(rule, lr)
     return replace(plan, tensors=tensors, groups=grouped(trainable, optimiser.rules(), optimiser.weight_decay, own))
 
 
@@ -240,6 +242,17 @@ def inherited(plan: Plan) -> Mapping[str, Any]:
     """What a model that is trained by the plan says of the one file that its values come from; of several nothing."""
     told = [told for tensor in plan.tensors if (told := tensor.values.passed_on())]
     return told[0] if told and all(other == told[0] for other in told) else {}
+
+
+def _check_rule(rule: Rule, lr: float) -> None:
+    """Raises UserError for a rule whose slots or numbers are not what a session can hold."""
+    for shape in ((2,), (3, 2)):
+        slots = rule.slots(shape) if rule.takes("blk.0.w", shape) else {}
+        if not isinstance(slots, Mapping) or any(not s or min(s) < 1 for s in slots.values()):
+            raise UserError(f"{type(rule).__name__}.slots({shape}) is {slots!r}; it must give a shape by name")
+    numbers = rule.numbers(0, lr, 0.0)
+    if not numbers or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers.values()):
+        raise UserError(f"{type(rule).__name__}.numbers gives {dict(numbers)!r}; they must be finite numbers by name")
 
 
 def lora_names(target: str) -> list[str]:

@@ -109,6 +109,10 @@ class Registry:
             known |= {form.name: (form, {}), **{word: (form, settings) for word, settings in form.types.items()}}
         return known
 
+    def suffixes(self) -> dict[str, str]:
+        """The formats by what their files' names end in."""
+        return {cast("type[Format]", offer.cls).suffix: name for name, offer in self.offers["format"].items()}
+
     def get(self, kind: str, name: str) -> type:
         """The class of that name; raises UserError with the nearest name, and with the broken plugin that had it."""
         offer = self.offers[kind].get(name)
@@ -231,6 +235,7 @@ def _registrar(
         if sum((o.kind, o.name) == (kind, offer.name) for o in staged) > 1:
             raise UserError(f"{kind}={offer.name} is registered twice")
         if issubclass(cls, Format):  # a run writes it with a callback that has its settings
+            _check_format(cls, registry)
             _registrar(registry, staged, "callbacks", Callback, plugin, package)(exporter(cls))
 
     return register
@@ -274,6 +279,16 @@ def _check_data_kinds(cls: type[Data] | type[Model] | type[Recipe], label: str) 
         raise UserError(
             f"{label}.{attribute} is {said!r}; it is {several} of data: TOKENS, IMAGES or a Kind of your own"
         )
+
+
+def _check_format(cls: type[Format], registry: Registry) -> None:
+    label = cls.__qualname__
+    if not re.fullmatch(r"[.-][A-Za-z0-9._-]+", cls.suffix):
+        raise UserError(f"{label}.suffix is {cls.suffix!r}; it must be what a file's name ends in, such as .onnx")
+    if cls.suffix in (taken := registry.suffixes()):
+        raise UserError(f"{label}.suffix is {cls.suffix!r}, which is that of format={taken[cls.suffix]}")
+    for word in {cls.name, *cls.types} & registry.types().keys():
+        raise UserError(f"{label}: --type {word} is already a word of format={registry.types()[word][0].name}")
 
 
 def _check_callback(cls: type[Callback], label: str) -> None:

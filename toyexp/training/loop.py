@@ -101,7 +101,9 @@ class Training:
         started = time.perf_counter()
         self.bus.step = step + 1
         lr = self.bus.lr(run, step)
-        numbers = run.plan.numbers(step, lr, self.bus.factors(run, step))
+        factors = self.bus.factors(run, step)
+        with self._blamed("optim"):
+            numbers = run.plan.numbers(step, lr, factors)
         with self._blamed("data"):
             batch = self.batches.batch(step)
         self._whole = False

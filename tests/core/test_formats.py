@@ -15,6 +15,7 @@ from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
 from toyexp.contract.registry import _registrar, check_class, load, settings_of
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.safetensors import SafetensorsFile
 from toyexp.testing import FormatSuite, OpModel
 from toyexp.text.tokenizer import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
@@ -170,6 +171,15 @@ def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys
         assert main(["describe", f"{name}.safetensors"]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"toyexp: error: {name}.safetensors: {said}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rows", [None, 5, 2, 0])
+def test_half_precision_in_safetensors_is_read_in_float32(tmp_path, rows):
+    half = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
+    save_file({"w": half}, tmp_path / "half.safetensors")
+    read = SafetensorsFile(tmp_path / "half.safetensors").read("w", rows)
+    assert read.dtype == np.float32
+    np.testing.assert_array_equal(read, half[:rows])
 
 
 def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, capsys, monkeypatch):

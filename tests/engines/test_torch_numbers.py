@@ -12,6 +12,10 @@ from float64_models import loss as reference_loss
 from tiny import MODELS, batches, plan, weighted
 
 from toyexp import AdamW, Rotary
+from toyexp.contract.plan import optimised
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.sgd import SGD
+from toyexp_torch import update
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import TorchOps
 
@@ -173,6 +177,21 @@ def test_bfloat16_follows_float32(name):
     np.testing.assert_allclose(
         curve(plan(name, rows=8), 30, dtype="bfloat16"), curve(plan(name, rows=8), 30), rtol=2e-2
     )
+
+
+@pytest.mark.parametrize("optimiser", [SGD(weight_decay=0.1), Lion(weight_decay=0.1)], ids=["sgd", "lion"])
+def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimiser):
+    """To the bit, however the pieces' ends lie in tensors, groups and the state of both."""
+    the_plan, found = optimised(plan("llama"), optimiser, 0.01), []
+    for size in (update.CHUNK, 1000, 7919):
+        monkeypatch.setattr(update, "CHUNK", size)
+        with built(the_plan) as session:
+            for step in range(3):
+                session.step(batches().batch(step), the_plan.numbers(step, 0.01))
+            found.append(session.snapshot())
+    for pieces in found[1:]:
+        for name, whole in found[0].items():
+            np.testing.assert_array_equal(pieces[name], whole, err_msg=name)
 
 
 def test_a_session_leaves_the_process_settings_alone():

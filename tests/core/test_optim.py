@@ -150,5 +150,11 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, words):
     assert str(error.value).startswith(words)
 
 
+def test_what_a_run_records_of_its_optimiser_has_the_name_and_the_runs_rate():
+    for name, offer in load().offers["optim"].items():
+        recorded = offer.cls().settled(LORA).describe(0.02)
+        assert (recorded["name"], recorded["lr"]) == (name, 0.02)
+
+
 def test_the_defaults_pass_their_own_check():
     AdamWOptimiser().check()

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, UserError
-from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES
+from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Group
 from toyexp.contract.registry import load
 from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
 
 
 def test_from_scratch_feeds_the_constant_betas_at_every_step():
@@ -158,3 +159,12 @@ def test_what_a_run_records_of_its_optimiser_has_the_name_and_the_runs_rate():
 
 def test_the_defaults_pass_their_own_check():
     AdamWOptimiser().check()
+
+
+def test_factors_multiply_the_settings_of_their_names_and_leave_the_others():
+    """A name that this rule lacks is another rule's; decay and the scale of the rate are the group's own."""
+    group = Group(Lion(weight_decay=0.9, beta1=0.8, beta2=0.6), ("w",), weight_decay=0.5, lr_scale=2.0)
+    assert group.numbers(3, 0.01).tolist() == pytest.approx([0.02, 1 - 0.02 * 0.5, 0.8, 0.6], rel=1e-15)
+    scaled = group.numbers(3, 0.01, {"weight_decay": 0.25, "beta1": 0.75, "momentum": 0.0})
+    assert scaled.tolist() == pytest.approx([0.02, 1 - 0.02 * 0.125, 0.6, 0.6], rel=1e-15)
+    assert group.numbers(3, 0.01).tolist()[2] == 0.8, "each step's factor is of the setting, not of the last step's"

@@ -11,8 +11,10 @@ from tiny import batches, plan, weighted
 from toyexp import AdamW, SessionError, Unavailable, UserError
 from toyexp.commands.line import main
 from toyexp.contract.engine import state_shapes
+from toyexp.contract.optimiser import Group
 from toyexp.contract.plan import optimised
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.reference.arithmetic import updated
 from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_optimisers.adafactor import Adafactor
@@ -84,6 +86,25 @@ def test_twenty_steps_on_a_gpu_are_those_of_float64(engine):
         pytest.skip(str(reason))
     for name in OPTIMISERS:
         assert_twenty_steps(name, engine)
+
+
+def assert_steps_of_a_rule(rule, reference, w, lr):
+    """Six in float64 along random gradients that grow, as what is clipped does; with a decay of 0.1."""
+    group, draw = Group(rule, ("blk.0.w",), 0.1), np.random.default_rng(1)
+    state = {slot: np.zeros(shape) for slot, shape in rule.slots(w.shape).items()}
+    for step in range(6):
+        g = 4.0**step * draw.standard_normal(w.shape)
+        w, state = updated(group, group.numbers(step, lr), w, g, state)
+        np.testing.assert_allclose(w, reference.step(g, lr), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3)])
+@pytest.mark.parametrize("lr", [0.3, 3.0])
+def test_adafactor_with_other_settings_is_pytorchs(lr, shape):
+    """Also at a rate above 1 / sqrt(step), to which the step is held and the decay is not."""
+    w = 0.1 * np.random.default_rng(0).standard_normal(shape)
+    reference = float64.adafactor(w, 0.1, eps2=0.4, beta2_decay=-0.5, d=1.25)
+    assert_steps_of_a_rule(Adafactor(beta2_decay=-0.5, eps2=0.4, clip=1.25), reference, w, lr)
 
 
 def suites():

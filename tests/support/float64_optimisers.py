@@ -29,8 +29,8 @@ def adamw(w, decay, betas=(0.9, 0.999)):
     return ByTorch(w, lambda p: torch.optim.AdamW(p, lr=1.0, betas=betas, eps=1e-8, weight_decay=decay))
 
 
-def adafactor(w, decay):
-    return ByTorch(w, lambda p: torch.optim.Adafactor(p, lr=1.0, eps=(1e-30, 1e-3), weight_decay=decay))
+def adafactor(w, decay, eps2=1e-3, **settings):
+    return ByTorch(w, lambda p: torch.optim.Adafactor(p, lr=1.0, eps=(1e-30, eps2), weight_decay=decay, **settings))
 
 
 class Lion:

@@ -107,6 +107,13 @@ def test_adafactor_with_other_settings_is_pytorchs(lr, shape):
     assert_steps_of_a_rule(Adafactor(beta2_decay=-0.5, eps2=0.4, clip=1.25), reference, w, lr)
 
 
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
+def test_muon_with_other_settings_is_that_of_the_singular_values(shape):
+    w = np.random.default_rng(0).standard_normal(shape)
+    reference = float64.Muon(w, 0.1, momentum=0.8, iterations=2)
+    assert_steps_of_a_rule(Muon(momentum=0.8, iterations=2), reference, w, 0.3)
+
+
 def suites():
     """The suite for plugin authors, of each kind of optimiser on each engine."""
     kinds = {

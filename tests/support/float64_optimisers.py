@@ -62,15 +62,16 @@ class Constant:
 class Muon:
     """Jordan 2024, with the polynomial taken of the singular values: it changes nothing else of a matrix."""
 
-    def __init__(self, w, decay, scale="match_adamw", nesterov=True):
+    def __init__(self, w, decay, scale="match_adamw", nesterov=True, momentum=0.95, iterations=5):
         self.w, self.decay, self.scale, self.nesterov = np.array(w, np.float64), decay, scale, nesterov
-        self.m = np.zeros(np.shape(w))
+        self.m, self.momentum, self.iterations = np.zeros(np.shape(w)), momentum, iterations
 
     def step(self, g, lr):
-        self.m = 0.95 * self.m + 0.05 * g
-        direction = 0.95 * self.m + 0.05 * g if self.nesterov else self.m
+        kept, new = self.momentum, 1 - self.momentum
+        self.m = kept * self.m + new * g
+        direction = kept * self.m + new * g if self.nesterov else self.m
         u, s, v = np.linalg.svd(direction / (np.linalg.norm(direction) + 1e-7), full_matrices=False)
-        for _ in range(5):
+        for _ in range(self.iterations):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
         rows, columns = self.w.shape
         size = {"original": max(1, rows / columns) ** 0.5, "match_adamw": 0.2 * max(rows, columns) ** 0.5}[self.scale]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import float64_optimisers as float64
 import numpy as np
@@ -112,6 +113,34 @@ def test_muon_with_other_settings_is_that_of_the_singular_values(shape):
     w = np.random.default_rng(0).standard_normal(shape)
     reference = float64.Muon(w, 0.1, momentum=0.8, iterations=2)
     assert_steps_of_a_rule(Muon(momentum=0.8, iterations=2), reference, w, 0.3)
+
+
+SCALED = {
+    "sgd": (SGD(), ["momentum"]),
+    "sgd_nesterov": (SGD(nesterov=True), ["momentum"]),
+    "lion": (Lion(), ["beta1", "beta2"]),
+    "adafactor": (Adafactor(), ["beta2_decay"]),
+    "muon": (Muon(), ["momentum"]),
+    "adamw": (AdamWOptimiser(mode="from_scratch", beta2=0.9, eps=1e-4), ["beta1", "beta2", "eps"]),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
+    """What a schedule scales reaches every place of the formula, also in a graph that is built once."""
+    optimiser, numbers = SCALED[name]
+    halved = replace(optimiser, **{n: getattr(optimiser, n) / 2 for n in numbers})
+    found = []
+    for settings, factors in ((optimiser, dict.fromkeys(numbers, 0.5)), (halved, {}), (optimiser, {})):
+        the_plan = optimised(plan("llama"), settings, LR)
+        with built(engine, the_plan) as session:
+            for step in range(3):
+                session.step(batches().batch(step), the_plan.numbers(step, LR, factors))
+            found.append({t.name: session.download(t.name) for t in the_plan.trainable})
+    scaled, wanted, whole = found
+    assert all(np.array_equal(scaled[tensor], wanted[tensor]) for tensor in wanted)
+    assert any(not np.array_equal(whole[tensor], wanted[tensor]) for tensor in wanted)
 
 
 def suites():

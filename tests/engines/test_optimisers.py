@@ -212,6 +212,17 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
+    """And what was typed, which is recorded, stays as it was."""
+    groups = {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
+    the_plan = optimised(plan("llama"), Muon(adamw_lr=0.002, groups=groups), LR)
+    rates = {name: group.lr_scale * LR for group in the_plan.updates for name in group.tensors}
+    for name, rate in rates.items():
+        rest = LR if name.startswith("blk.") and the_plan.tensor(name).decays else 0.002
+        assert rate == pytest.approx(0.03 if name.startswith("blk.1.") else rest, rel=1e-12), name
+    assert groups == {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
+
+
 @pytest.mark.parametrize(
     ("groups", "told"),
     [

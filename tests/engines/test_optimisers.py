@@ -257,6 +257,25 @@ def test_an_own_rate_needs_one_to_be_scaled_with():
         optimised(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_rules_with_equal_numbers_are_two_rules(engine):
+    """Also where their tensors lie behind each other in an engine's memory."""
+    llama = plan("llama")
+    parts = [[t.name for t in llama.trainable if t.decays is decays] for decays in (True, False)]
+    rules = [SGD(nesterov=True), SGD()]
+    the_plan = replace(llama, groups=tuple(Group(r, tuple(p)) for r, p in zip(rules, parts, strict=True)))
+    expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    references = {n: float64.sgd(w, 0.0, nesterov=w.ndim > 1) for n, w in expected.items()}
+    with built(engine, the_plan) as session:
+        for step in range(4):
+            gradients = session.gradients(batches().batch(step))
+            session.step(batches().batch(step), the_plan.numbers(step, 0.1))
+            for name, g in gradients.items():
+                expected[name] = references[name].step(g.astype(np.float64), 0.1)
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 # -- what a session takes -------------------------------------------------------------------------------------------
 
 

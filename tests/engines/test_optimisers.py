@@ -2,14 +2,14 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import float64_optimisers as float64
 import numpy as np
 import pytest
 from tiny import batches, plan, weighted
 
-from toyexp import AdamW, SessionError, Unavailable, UserError
+from toyexp import AdamW, Rule, SessionError, Unavailable, UserError
 from toyexp.commands.line import main
 from toyexp.contract.engine import state_shapes
 from toyexp.contract.optimiser import Group
@@ -273,6 +273,39 @@ def test_two_rules_with_equal_numbers_are_two_rules(engine):
             for name, g in gradients.items():
                 expected[name] = references[name].step(g.astype(np.float64), 0.1)
         for name, wanted in expected.items():
+            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@dataclass
+class Delayed(Rule):
+    """Its new state is worked out from the weights and the state that the step replaces."""
+
+    elementwise = True
+
+    def slots(self, shape):
+        return {"seen": shape, "late": shape}
+
+    def numbers(self, step, lr, weight_decay):
+        return {"lr": lr}
+
+    def update(self, ops, w, g, state, n):
+        new = {"seen": ops.add(w, g), "late": ops.scale(state["seen"], 0.5)}
+        return ops.sub(w, ops.scale(state["late"], n["lr"])), new
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
+    llama = plan("llama")
+    the_plan = replace(llama, groups=(Group(Delayed(), tuple(t.name for t in llama.trainable)),))
+    expected = {t.name: (the_plan.initial(t).astype(np.float64), 0.0, 0.0) for t in the_plan.tensors}
+    with built(engine, the_plan) as session:
+        for step in range(5):
+            gradients = session.gradients(batches().batch(step))
+            session.step(batches().batch(step), the_plan.numbers(step, 0.1))
+            for name, g in gradients.items():
+                w, seen, late = expected[name]
+                expected[name] = w - 0.1 * late, w + g, 0.5 * seen
+        for name, (wanted, _, _) in expected.items():
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 

@@ -331,6 +331,18 @@ def test_a_resumed_run_goes_on_with_the_next_step_and_counts_on(stage):
     assert [hp.tolist()[5:] for hp in it.session.hps] == [AdamW.for_lora().hp(t).tolist()[5:] for t in (4, 5)]
 
 
+def test_a_resumed_run_that_fails_at_once_names_the_step_it_stands_at_and_counts_its_time_on(stage, monkeypatch):
+    it = stage(5, eval_every=3, outcome=resumed())
+
+    def gone(batches):
+        raise ValueError("no such row")
+
+    monkeypatch.setattr(type(it.training.batches), "held_out", gone)
+    with pytest.raises(PluginFailed, match="at step 3: ValueError: no such row"):
+        it.train()
+    assert it.training.outcome.steps == 3 and 100 < it.training.outcome.seconds < 160
+
+
 @pytest.mark.parametrize(("eval_step", "evals"), [(2, [3, 5]), (3, [5])], ids=["stopped before it", "done before"])
 def test_a_look_that_was_due_when_a_run_stopped_is_taken_once(stage, eval_step, evals):
     it = stage(5, eval_every=3, outcome=resumed(eval_step=eval_step))

@@ -14,6 +14,7 @@ from tiny import MODELS, VOCAB, batches, plan, weighted
 from toyexp import AdamW, Setup, ToyexpError
 from toyexp.testing import op_batch, op_plan, reference_adamw, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
+from toyexp_ggml.update import float32_hp
 from toyexp_models.llama import Llama
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
@@ -108,6 +109,12 @@ def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
             results.append((norm, session.download("output.weight")))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-7)
+
+
+def test_a_beta_that_is_1_in_float32_leaves_finite_numbers():
+    """Such a moment stays as it is: there is no share of the gradient to make up for."""
+    adamw = AdamW(beta1=1 - 1e-9, beta2=1 - 1e-9, mode="from_scratch")
+    assert float32_hp(adamw.hp(1)).tolist() == adamw.hp(1).astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)

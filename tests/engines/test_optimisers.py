@@ -183,13 +183,14 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
     """The first pattern that fits counts; what is frozen keeps its values and has no state."""
     groups = {
         "blk.0.attn_q.weight": {"lr": 0.003, "weight_decay": 0.5},
-        "blk.0.*": {"lr": 0.03},
+        "blk.0.*": {"lr": 0.03, "frozen": False},
         "output.weight": {"frozen": True},
         "token_embd.weight": {"weight_decay": 0},
     }
     optimiser = AdamWOptimiser(mode="lora", weight_decay=0.1, groups=groups)
     optimiser.check()
     the_plan = optimised(plan("llama"), optimiser, LR)
+    assert [t.name for t in the_plan.tensors if not t.trainable] == ["output.weight"]
 
     def own(name, w):
         if name == "blk.0.attn_q.weight":

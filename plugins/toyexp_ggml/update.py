@@ -102,6 +102,8 @@ class Update:
                     continue
                 new, new_state = group.rule.update(ops, w, g, state, n)
                 results = [(new, w), *((node, state[slot]) for slot, node in new_state.items())]
+                before = [target for _, target in results]
+                results = [(graph.scale(n, 1.0) if any(n is b for b in before) else n, t) for n, t in results]
                 for node, _ in results:  # all are worked out before the first of them replaces what others read
                     graph.want(node)
                 for node, target in results:

@@ -124,9 +124,10 @@ class Update:
             n = dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
             for w, g, state in self._pieces(stretch):
                 new, new_state = self._formula(rule, w, g, state, n)
-                w.copy_(new)
-                for slot, values in new_state.items():
-                    state[slot].copy_(values)
+                results = [(new, w), *((values, state[slot]) for slot, values in new_state.items())]
+                before = {id(tensor) for _, tensor in results}
+                for values, target in [(v.clone() if id(v) in before else v, target) for v, target in results]:
+                    target.copy_(values)
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
         """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""

@@ -463,3 +463,44 @@ def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsy
     assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]", "optim=muon"]) == 0
     assert main(["resume=run", "steps=4", "optim=adamw"]) == 2
     assert "optim was muon and is adamw" in capsys.readouterr().err
+
+
+@dataclass
+class Remembers(Rule):
+    """Keeps what the weights and its own state were before the step."""
+
+    elementwise = True
+
+    def slots(self, shape):
+        return {"before": shape, "earlier": shape}
+
+    def numbers(self, step, lr, weight_decay):
+        return {"lr": lr}
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.scale(g, n["lr"])), {"before": w, "earlier": state["before"]}
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
+    the_plan = plan("llama")
+    the_plan = replace(the_plan, groups=(Group(Remembers(), tuple(t.name for t in the_plan.trainable)),))
+    seen = []
+    with built(engine, the_plan) as session:
+        for step in range(2):
+            seen.append(session.download("output.weight"))
+            session.step(batches().batch(step), the_plan.numbers(step, 0.1))
+        after = session.snapshot()
+    np.testing.assert_array_equal(after["output.weight@before"], seen[1])
+    np.testing.assert_array_equal(after["output.weight@earlier"], seen[0])
+
+
+def test_a_schedule_scales_only_what_the_formula_reads(tmp_path, monkeypatch, capsys):
+    """What it would not reach is refused."""
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["optim=sgd", "callbacks.linear.scales=grad_clip"],
+        ["optim=adafactor", "callbacks.linear.scales=clip"],
+    ):
+        assert main([*WORDS, "engine=ggml", "steps=2", "callbacks=[linear]", *words]) == 2
+        assert "is no number of this optimiser" in capsys.readouterr().err

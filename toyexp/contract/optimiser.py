@@ -80,9 +80,11 @@ class Group:
 
 
 def scalable(rule: Rule) -> set[str]:
-    """The settings of a rule that a schedule can scale: its fields that hold a number."""
+    """The settings of a rule that a schedule can scale: weight_decay, and those that a step's numbers follow from."""
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
-    return {"weight_decay"} | {k for k, v in values.items() if isinstance(v, float) and k != "lr"}
+    halves = {k: dataclasses.replace(rule, **{k: v / 2}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
+    usual = dict(rule.numbers(3, 0.1, 0.1))
+    return {"weight_decay"} | {k for k, half in halves.items() if dict(half.numbers(3, 0.1, 0.1)) != usual}
 
 
 @dataclass

@@ -144,10 +144,10 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
 def export(options: Options, registry: Registry) -> Written:
     """Writes the file; UserError for what cannot be, before anything is written."""
     form = asked(options.type, options.settings, registry)
-    if options.to is not None and options.to.suffix in {s for s in registry.suffixes() if s != form.suffix}:
-        raise UserError(f"--to {options.to}: --type {options.type} is written as *{form.suffix}")
     with GGUFFile(file_of(options.what, registry=registry)) as file:
         target = choose_target(file, _ending(form, options.type), options.to, options.force, form.contents)
+        if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
+            raise UserError(f"--to {target}: --type {options.type} is written as *{form.suffix}")
         try:
             exported, problems = _write(form, file, target, options.requantize, registry)
         except UserError as error:

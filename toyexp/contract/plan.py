@@ -197,7 +197,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
 
     Raises UserError for patterns that match nothing, and where nothing is left to train.
     """
-    names, own = [t.name for t in plan.trainable], {}
+    rules, names, own = optimiser.rules(), [t.name for t in plan.trainable], {}
     for name in names:
         pattern = next((p for p in optimiser.groups if fnmatchcase(name, p)), None)
         own[name] = dict(optimiser.groups[pattern]) if pattern else {}
@@ -206,7 +206,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
             hint = choose(pattern, names) if len(names) < 20 else f"such as {names[0]}"
             raise UserError(f"optim.groups: {printable(pattern)} is no tensor that trains; {hint}")
     for t in plan.trainable:
-        rule = next((rule for rule in optimiser.rules() if rule.takes(t.name, t.shape)), optimiser)
+        rule = next((rule for rule in rules if rule.takes(t.name, t.shape)), optimiser)
         base = own[t.name].get("lr", optimiser.base_lr(rule))
         if base is not None:
             if not lr:
@@ -217,9 +217,9 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
     trainable = [t for t in tensors if t.trainable]
-    for rule in optimiser.rules():
+    for rule in rules:
         _check_rule(rule, lr)
-    return replace(plan, tensors=tensors, groups=grouped(trainable, optimiser.rules(), optimiser.weight_decay, own))
+    return replace(plan, tensors=tensors, groups=grouped(trainable, rules, optimiser.weight_decay, own))
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

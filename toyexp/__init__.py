@@ -4,7 +4,7 @@ This is what plugin authors import. Each name is loaded when it is first asked f
 on the screen before numpy is there. It loads numpy and pluggy, and no framework.
 """
 
-import toyexp.base.searchpath  # noqa: F401  # isort: skip - before anything else is looked for
+import toyexp.base.searchpath  # isort: skip - before anything else is looked for
 
 from typing import TYPE_CHECKING
 
@@ -54,95 +54,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AUGMENTATIONS",
-    "DEFAULT_BETA2",
-    "FROM_SCRATCH",
-    "IMAGES",
-    "LORA",
-    "MODES",
-    "NORMALISATIONS",
-    "TOKENS",
-    "AdamW",
-    "Adapted",
-    "Arguments",
-    "Arithmetic",
-    "Batch",
-    "Batches",
-    "Bus",
-    "Callback",
-    "Command",
-    "Constant",
-    "Data",
-    "Dataset",
-    "Decoder",
-    "Engine",
-    "Exported",
-    "Format",
-    "FromGGUF",
-    "Given",
-    "Group",
-    "ImageBatches",
-    "ImageDataset",
-    "InputSpec",
-    "Kind",
-    "Lens",
-    "LoraAdapter",
-    "LowRank",
-    "Model",
-    "ModelFile",
-    "Models",
-    "Normal",
-    "NumpyArithmetic",
-    "Ops",
-    "Optimiser",
-    "Params",
-    "Piecewise",
-    "Plan",
-    "PlanTensor",
-    "Planned",
-    "Recipe",
-    "Register",
-    "Rotary",
-    "Rule",
-    "Run",
-    "RunFailed",
-    "Sampling",
-    "Schedule",
-    "Session",
-    "SessionError",
-    "Setup",
-    "State",
-    "StepMetrics",
-    "Tensor",
-    "TensorInfo",
-    "TensorSpec",
-    "TokenBatches",
-    "TokenDataset",
-    "Tokenizer",
-    "ToyexpError",
-    "Traced",
-    "Unavailable",
-    "UserError",
-    "Values",
-    "batch_digest",
-    "changed",
-    "choose",
-    "endless",
-    "file_of",
-    "hookimpl",
-    "listing",
-    "lora_names",
-    "lower_is_better",
-    "nearest",
-    "needed",
-    "printable",
-    "rebuilt",
-    "updated",
-]
-
-# Where each of them lives, once more for the running program; a test holds it against the imports above.
-__getattr__ = lazy(
+# Where each name lives, once more for the running program; a test holds it against the imports above.
+__getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
@@ -178,7 +91,3 @@ __getattr__ = lazy(
         "toyexp.training.checkpoint": "rebuilt",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

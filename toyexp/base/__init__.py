@@ -27,41 +27,7 @@ if TYPE_CHECKING:
     from toyexp.base.words import counted
     from toyexp.base.writing import dump_json, write_synced
 
-__all__ = [
-    "MOST",
-    "MOST_THREADS",
-    "START",
-    "UnknownCharacter",
-    "available_cores",
-    "broken",
-    "calm_threads",
-    "cause",
-    "check_threads",
-    "complain",
-    "counted",
-    "crowding",
-    "drop_output",
-    "dump_json",
-    "for_terminal",
-    "generator",
-    "interruptible",
-    "made_up",
-    "misfit",
-    "not_text",
-    "open_file",
-    "read_file",
-    "read_text",
-    "require",
-    "require_float32",
-    "require_folder",
-    "require_positive",
-    "say",
-    "status",
-    "stream",
-    "write_synced",
-]
-
-__getattr__ = lazy(
+__getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "toyexp.base.bounds": "MOST require_float32 require_positive",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package: `homes` gives, by module, the public names that live in it, parted by blanks."""
+def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """A package's `__getattr__`, `__dir__` and `__all__`; `homes`: by module, its public names, blanks between."""
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
     def get(name: str) -> object:
@@ -18,4 +18,4 @@ def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
         setattr(sys.modules[package], name, value)  # the next time it is simply there
         return value
 
-    return get
+    return get, lambda: sorted({*vars(sys.modules[package]), *home_of}), sorted(home_of)

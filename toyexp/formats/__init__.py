@@ -17,50 +17,7 @@ if TYPE_CHECKING:
     from toyexp.formats.layout import Conversion, Layout, Numbers, Place, layout_of, unchanged
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 
-__all__ = [
-    "FILE_TYPES",
-    "GGUF_TYPES",
-    "HF_FILES",
-    "HF_TO_GGUF",
-    "HF_TYPES",
-    "K_QUANTS",
-    "PROGRAM",
-    "Conversion",
-    "GGUFError",
-    "GGUFFile",
-    "GGUFForm",
-    "Keys",
-    "Layout",
-    "Numbers",
-    "Place",
-    "SafetensorsFile",
-    "architecture_of",
-    "check_keys",
-    "check_type",
-    "decimal",
-    "dequantise",
-    "exported_of",
-    "gguf_form",
-    "has_text",
-    "hf_notes",
-    "in_place",
-    "layout_of",
-    "model_metadata",
-    "opened",
-    "read_chat_template",
-    "read_model",
-    "read_tokenizer",
-    "require_model",
-    "rewrite_gguf",
-    "unchanged",
-    "write_adapter",
-    "write_adapter_folder",
-    "write_folder",
-    "write_model",
-    "write_safetensors",
-]
-
-__getattr__ = lazy(
+__getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "toyexp.formats.gguf.encode": "FILE_TYPES K_QUANTS check_type",

@@ -10,22 +10,7 @@ if TYPE_CHECKING:
     from toyexp.text.pretokenizers import PRE_TOKENIZERS
     from toyexp.text.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
 
-__all__ = [
-    "BPE",
-    "PRE_TOKENIZERS",
-    "REASONING",
-    "BadChat",
-    "Bytes",
-    "Characters",
-    "Rendered",
-    "Template",
-    "check_bpe_vocab",
-    "control_pattern",
-    "cut_up",
-    "encoded",
-]
-
-__getattr__ = lazy(
+__getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "toyexp.text.chat": "BadChat REASONING Rendered Template control_pattern",

@@ -71,6 +71,30 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         assert word in line
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 3\nmodel: {d_model: 8\nlr: 1\n", ["line 4: not valid YAML"]),
+        ("steps: 3\nlr: 1\nsteps: 4\n", ["line 4: not valid YAML", "duplicate key steps"]),
+        ("steps: 3\noptim: muon\n", ["line 3: optim holds settings", "'- override /optim: muon'"]),
+        ("callbacks: [plots]\n", ["line 2: callbacks holds settings", "'- override /callbacks: [plots]'"]),
+        ("defaults: [/optim: muon]\n", ["optim is chosen already", "'- override /optim: muon'"]),
+        ("optim:\n  groups: [a]\n", ["line 3: optim.groups: takes names with values", "optim.groups={name: value}"]),
+        ("optim: {groups: a}\n", ["line 2: optim.groups: takes names with values"]),
+        ("defaults: [override /recipe: lora]\nrecipe: {targets: {q: 1}}\n", ["line 3: recipe.targets: must be a list"]),
+        ("seed: many\n", ["line 2: seed: must be a whole number"]),
+        ("steps: many\n", ["line 2: steps: must be a whole number"]),  # which the command line has right
+        ("seed: 1\nlr: 3\nstepz: 3\n", ["line 4: unknown key stepz; did you mean steps?"]),
+    ],
+)
+def test_what_is_wrong_in_an_experiment_is_told_by_its_file_and_line(refused, text, words):
+    Path("own/experiment/mine.yaml").write_text(HEADER + text)
+    line = refused("--config-dir", "own", "experiment=mine")
+    assert "own/experiment/mine.yaml" in line
+    for word in words:
+        assert word in line
+
+
 def test_a_byte_order_mark_before_an_experiment_is_passed_over(tmp_path):
     Path("own/experiment/mine.yaml").write_text("\ufeff" + HEADER + "seed: 7\n", encoding="utf-8")
     assert main(["--config-dir", "own", "experiment=mine", *TINY, "hydra.run.dir=run"]) == 0

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, printable
-from toyexp.config.schema import Source, load_yaml
+from toyexp.config.schema import Source, load_yaml, read_config
 
 HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
 RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what to go on with is said by who types
@@ -24,19 +25,19 @@ def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> 
     given = {o.key_or_group for o in parsed}
     for key, typed in RESUMES.items():
         if key not in given and _is_set(cfg, key):
-            where = next((path for path in _files(parsed, source) if _holds(load_yaml(path), key)), "the config")
+            where = next((path for path in files(parsed, source) if _holds(load_yaml(path), key)), "the config")
             raise UserError(f"{where}: {key} is not taken from a file; give it on the command line: {typed}")
 
 
 def includes_itself(parsed: Sequence[Override], source: Source) -> UserError:
     """An error about defaults lists that lead in a circle."""
-    path = next(_files(parsed, source))
+    path = next(files(parsed, source))
     return UserError(f"{path}: includes itself; take its own name out of its defaults list, or of a file's named there")
 
 
 def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
     """An error about an experiment whose settings stand under the key `experiment`."""
-    path = next(_files(parsed, source))
+    path = next(files(parsed, source))
     held = load_yaml(path)
     if held is None:
         return UserError(f"{path}: holds no settings, such as steps: 100 below a first line '{HEADER}'")
@@ -47,13 +48,22 @@ def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
     return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")
 
 
-def _files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
+def files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
     """The experiment's file, where one is chosen, and the main one."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     places = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
               for folder in source.directories]  # fmt: skip
     yield from [path for path in places if path.is_file()][:1]
     yield source.directory / f"{source.name}.yaml"
+
+
+def place(path: Path, key: str) -> str:
+    """`path, line 3`: where a file says something of a key, as deep as it does."""
+    node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
+    for part in key.split("."):  # a preset's keys begin where it stands
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        line, node = next(((k.start_mark.line + 1, v) for k, v in pairs if k.value == part), (line, node))
+    return f"{path}, line {line}" if line else str(path)
 
 
 def _is_set(cfg: DictConfig, key: str) -> bool:

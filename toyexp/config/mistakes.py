@@ -6,21 +6,22 @@ Nothing of it is imported by a run that is asked for as it should be.
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, nearest, printable
-from toyexp.config.chosen import includes_itself, misplaced
+from toyexp.base.words import typed
+from toyexp.config.chosen import files, includes_itself, misplaced, place
 from toyexp.config.keys import Keys, choices, names_in, value_of
-from toyexp.config.schema import Source, class_of, compose_raw, yaml_error
+from toyexp.config.schema import Source, class_of, compose_raw, load_yaml
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.registry import NAMES_CODE, Registry
@@ -103,10 +104,10 @@ class _Typed:
 
 def check_override(override: Override, registry: Registry, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
-    typed = _Typed(override, registry, source)
+    setting = _Typed(override, registry, source)
     for applies, words in RULES:
-        if applies(typed):
-            raise UserError(words(typed))
+        if applies(setting):
+            raise UserError(words(setting))
 
 
 # What is wrong when, and how it is told: the first rule that applies counts.
@@ -286,15 +287,42 @@ def _of_the_part(key: str, cfg: DictConfig | None, keys: Keys) -> str:
 
 def explain(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError:
     """A complaint about a configuration that could not be composed, as one of ours."""
-    match error:
-        case HydraException() | OmegaConfBaseException():
-            return _of_a_key(error, given, registry, source) or _of_a_value(error, given)
-        case yaml.YAMLError():
-            return yaml_error(error, source.directory)
-        case RecursionError():
-            return includes_itself(given, source)
-    path = source.directory / f"{source.name}.yaml"
-    return UserError(f"{path}: cannot be composed ({type(error).__name__}: {printable(str(error), 200)})")
+    text = str(error)
+    if isinstance(error, RecursionError):
+        return includes_itself(given, source)
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        main = source.directory / f"{source.name}.yaml"
+        return UserError(f"{main}: cannot be composed ({type(error).__name__}: {printable(text, 200)})")
+    named = re.match(r"In '(\S+)': \w+ raised while", text)
+    paths = [d / f"{named[1]}.yaml" for d in source.directories] if named else []
+    path = next((path for path in paths if path.is_file()), None)
+    key = next(iter(re.findall(r"full_key: (\S+)", f"{text}\n{error.__cause__}")), None)
+    if path is not None and key is None:
+        key, value = next(_misshapen(load_yaml(path), Keys.of(registry)), (None, None))
+        if key in (*PARTS, "callbacks"):
+            return UserError(f"{place(path, key)}: {key} holds settings, and no names; {_choice(key, value)}")
+    found = _of_a_key(error, given, registry, source) or _of_a_value(error, key, [] if path else given, registry)
+    if path is None or str(found).startswith(str(path)):
+        return found
+    return UserError(f"{place(path, key or '')}: {found}")
+
+
+def _choice(kind: str, value: Any) -> str:
+    return f"choose in the file's defaults list: '- override /{kind}: {typed(value)}'"
+
+
+def _misshapen(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
+    """What a file gives one value, or a list, where there are names with values; or names where there is a list."""
+    for key, value in ((f"{where}{name}", value) for name, value in held.items() if value is not None):
+        names = key in keys.classes or key == "callbacks" or _maps(key, keys)
+        if isinstance(value, dict) != names and (names or keys.holds_list(key)):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _misshapen(value, keys, f"{key}.")
+
+
+def _maps(key: str, keys: Keys) -> bool:
+    return any(typing.get_origin(t) is dict for t in keys.types(key))
 
 
 def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
@@ -310,6 +338,8 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
         kind, name = match[1] or "config", match[2]
         hint = f"; {choose(name, choices(kind, registry, source))}" if kind in GROUPS else ""
         return UserError(f"{kind}={name}: there is none of that name{hint}")
+    if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
+        return UserError(f"{next(files(given, source))}: {match[1]} is chosen already; {_choice(match[1], match[2])}")
     dropped = next((o for o in given if o.is_delete() and "Could not delete" in text), None)
     if dropped is None:
         return None
@@ -318,13 +348,14 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
     return UserError(f"{dropped.input_line}: this run has no such callback; {choose(name, there)}")
 
 
-def _of_a_value(error: Exception, given: Sequence[Override]) -> UserError:
-    """Where it is of a value: by the setting that gave it."""
+def _of_a_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:
+    """Where it is of the value of a key: by the setting that gave it."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", str(error))), None)
-    typed = [o for o in given if o.key_or_group == key]  # the same key may be there twice
-    guilty = [o for o in typed if f"'{o.value()}'" in str(cause)] or typed
+    same = [o for o in given if o.key_or_group == key]  # it may be there twice
+    guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
     label = guilty[-1].input_line if guilty else key or "the config"
+    if key and _maps(key, Keys.of(registry)):
+        return UserError(f"{label}: takes names with values, in braces: {key}={{name: value}}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
@@ -341,7 +372,6 @@ def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None
 
 
 _PLAIN_WORDS = {
-    r"Cannot assign \w+ to Dict": "takes names with values, in braces",
     r"could not be converted to Integer": "must be a whole number",
     r"could not be converted to Float": "must be a number",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import typing
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,12 @@ class FileConfigSource(file_config_source.FileConfigSource):
             raise UserError(f"{config_path}: is not taken from {self.path}")
         if not os.path.lexists(path):
             return super().load_config(config_path)  # which says so
-        text = read_config(require(path, str(path)))
-        check_file(path, text, ours, preset="/" in config_path)
-        return ConfigResult(
-            provider=self.provider, path=f"{self.scheme()}://{self.path}",
-            config=OmegaConf.load(io.StringIO(text)), header=self._get_header_dict(text),
-        )  # fmt: skip
+
+        def load(text: str) -> Any:
+            return OmegaConf.load(io.StringIO(text)), self._get_header_dict(text)
+
+        config, header = load_yaml(require(path, str(path)), load, preset="/" in config_path)
+        return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
 
     def is_config(self, config_path: str) -> bool:
         """Whether anything has that name: what is no file is told by `load_config`, not passed over."""
@@ -238,26 +238,19 @@ def _quoted(text: Any) -> str:
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
-def load_yaml(path: Path) -> Any:
+def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: bool = False) -> Any:
     """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
     text = read_config(path)
-    check_file(path, text, path.is_relative_to(conf_dir()))
+    check_file(path, text, path.is_relative_to(conf_dir()), preset)
     try:
-        return yaml.safe_load(text)
+        return load(text)
     except yaml.YAMLError as error:
-        raise yaml_error(error, path) from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}") from None
 
 
 def compose_raw(overrides: list[str], source: Source) -> DictConfig:
     """What Hydra composes, with its own settings under `hydra`; its own errors go through."""
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=overrides, return_hydra_config=True)
-
-
-def yaml_error(error: yaml.YAMLError, where: Path) -> UserError:
-    """What is wrong with a YAML file, and on which line."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    place = (
-        f"{where / mark.name if mark.name.endswith('.yaml') else where}, line {mark.line + 1}" if mark else str(where)
-    )
-    return UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}")

@@ -21,7 +21,7 @@ from toyexp import Decoder, RunFailed
 from toyexp.base.random import stream
 from toyexp.commands.generate import Scribe
 from toyexp.commands.line import main
-from toyexp.commands.table import Generate
+from toyexp.commands.table import COMMANDS
 from toyexp.contract.registry import load
 from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
 from toyexp.formats.file_plan import read_adapter
@@ -437,7 +437,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
 def test_help_names_every_option(capsys):
     assert main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {flag} " in out for flag in (*Generate.switches, *Generate.values))
+    assert all(f"\n  {flag} " in out for flag in (*COMMANDS["generate"].switches, *COMMANDS["generate"].values))
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):

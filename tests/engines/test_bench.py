@@ -14,7 +14,7 @@ from toyexp.commands import bench_stepper as stepper
 from toyexp.commands.bench import read, step_flops, take_turns, warm_up
 from toyexp.commands.bench_stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
 from toyexp.commands.line import main
-from toyexp.commands.table import Bench
+from toyexp.commands.table import COMMANDS
 from toyexp.contract.recipe import start
 from toyexp.testing import DataSuite, token_dataset
 from toyexp_data.noise import Random
@@ -188,7 +188,8 @@ def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys)
 
 
 def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):
-    (tmp_path / "ggml_autodiff.py").write_text((BASELINES / "ggml_autodiff.py").read_text())
+    for name in ("__init__.py", "ggml_autodiff.py"):
+        (tmp_path / name).write_text((BASELINES / name).read_text())
     (tmp_path / "needs_more.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.setattr(stepper, "BASELINES", tmp_path)
     report = json.loads(bench(capsys, "engine=ggml", "model.n_kv_heads=4", "--baseline", "--json"))
@@ -215,9 +216,9 @@ def test_help_names_every_option(capsys):
 
 
 def test_options_are_read_in_both_forms():
-    given = Bench().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
+    given = COMMANDS["bench"]().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
     options = read(given)
-    assert (options.rounds, options.steps, options.memory, options.json) == (2, 3, False, False)
+    assert (options.rounds, options.steps, options.no_memory, options.json) == (2, 3, True, False)
     assert given.rest == ["lr=1"]
 
 

@@ -1,7 +1,8 @@
-"""Numbers and paths as people say them."""
+"""Numbers, paths and tables as people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,23 @@ def typed(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def counted(threads: int) -> str:
+def counted(n: int, what: str = "thread") -> str:
     """`1 thread`, `2 threads`."""
-    return f"{threads} thread{'' if threads == 1 else 's'}"
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def in_bytes(n: int) -> str:
+    """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
+    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= s), (1e3, "kB"))
+    return f"{n / size:.3g} {unit}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
+    table = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  ".join(cells).rstrip() if len(row) > 1 else row[0])
+    return lines

@@ -91,8 +91,8 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, np.generic):  # float32 is no float to json, and would become text
-        value = value.item()
+    if isinstance(value, np.generic | np.ndarray):  # float32 is no float to json, and would become text
+        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,9 @@ import toyexp
 from toyexp.base.errors import UserError
 from toyexp.base.terminal import say
 from toyexp.base.threads import available_cores
-from toyexp.base.words import count
-from toyexp.base.writing import dump_json
-from toyexp.commands.bench_stepper import EngineStepper, Entry, Stepper, alone, baselines
-from toyexp.commands.options import require_settings, whole
+from toyexp.base.words import columns, count
+from toyexp.commands.bench_stepper import FIGURES, EngineStepper, Entry, Stepper, alone, baselines
+from toyexp.commands.options import Answer, options, require_settings
 from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
 from toyexp.config.request import Request
 from toyexp.contract.batch import Batch
@@ -34,6 +33,7 @@ SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
 WARM_UP_STEPS = 3
 BATCHES = 8  # made beforehand, and used over and over
+SECONDS, *OF_THE_PROCESS = FIGURES  # of one alone
 
 HELP = """\
 usage: toyexp bench [key=value ...] [options]
@@ -57,15 +57,18 @@ the start of a process; toyexp's reading of the settings is in it for the baseli
 work on disk. peak is the most memory that process held, beyond import how much of it came after all was imported."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """The flags of the command line."""
 
     rounds: int = 7
     steps: int = 0  # 0: as many as fill a slice
     baseline: bool = False
-    memory: bool = True
+    no_memory: bool = False
     json: bool = False
+
+
+LIMITS = {"--rounds": (1, 10**6), "--steps": (1, 10**6)}
 
 
 def read(arguments: Arguments) -> Options:
@@ -75,20 +78,14 @@ def read(arguments: Arguments) -> Options:
         key, _, value = setting.partition("=")
         if key == "steps":
             raise UserError(f"{setting}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
-    numbers = {flag[2:]: whole(flag, text, 1, 10**6) for flag, text in arguments.values.items()}
-    switches = arguments.switches
-    return Options(
-        **numbers, baseline="--baseline" in switches, memory="--no-memory" not in switches, json="--json" in switches
-    )
+    return options(Options, arguments, LIMITS)
 
 
 def run(arguments: Arguments) -> int:
     """Measures the engines, and shows what came out."""
-    options = read(arguments)
+    asked = read(arguments)
     request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
-    report = measure(request, labels, options, (lambda line: None) if options.json else say)
-    print(dump_json(report.plain(), indent=2) if options.json else "\n".join(table(report)))
-    return 0
+    return measure(request, labels, asked, (lambda line: None) if asked.json else say).show(arguments)
 
 
 # -- what is found --------------------------------------------------------------------------------------------------
@@ -107,60 +104,35 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What was measured of one engine."""
-
-    name: str
-    note: str  # versions, device and threads
-    steps: int  # of a turn
-    seconds: list[float]  # a step took, one of each round
-    memory: Mapping[str, float] = field(default_factory=dict)  # what toyexp.commands.bench_stepper.alone tells
-
-    @property
-    def median(self) -> float:
-        """Seconds of a step."""
-        return statistics.median(self.seconds)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """Seconds of a step, between which the middle half of the rounds lies."""
-        low, high = np.percentile(self.seconds, (25, 75))
-        return float(low), float(high)
-
-
-@dataclass(frozen=True)
-class Report:
-    """All of it; the first result is what the others are compared with."""
+class Report(Answer):
+    """All of it; the first engine is what the others are compared with."""
 
     work: Work
-    results: list[Result]
+    engines: list[dict[str, Any]]  # what was measured of each; seconds, bytes and operations without prefixes
     left_out: dict[str, str]  # baselines, and why
 
     def plain(self) -> dict[str, Any]:
-        """As plain data; seconds, bytes and operations without prefixes."""
-        work = self.work
-        engines = [
-            {
-                "name": r.name,
-                "note": r.note,
-                "steps_per_round": r.steps,
-                "seconds_per_step": r.median,
-                "quartiles": r.quartiles,
-                "rounds": r.seconds,
-                f"{work.unit}_per_second": work.units / r.median,
-                "flops_per_second": work.flops / r.median,
-                "ratio": self.results[0].median / r.median,
-                **r.memory,
-            }
-            for r in self.results
-        ]
-        return {
-            **{name: getattr(work, name) for name in ("machine", "model", "data")},
-            f"{work.unit}_per_step": work.units,
-            "flops_per_step": work.flops,
-            "engines": engines,
-            "left_out": self.left_out,
-        }
+        """What it was given, and what was measured."""
+        work = asdict(self.work)
+        counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
+        return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
+
+    def lines(self) -> list[str]:
+        """A row for each, and below them what each says of itself."""
+        rows, notes = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "ratio"]], []
+        rows[0] += ["first step", "peak", "beyond import"] if SECONDS in self.engines[0] else []
+        for e in self.engines:
+            low, high = (f"{1e3 * seconds:.3g}" for seconds in e["quartiles"])
+            row = [e["name"], f"{1e3 * e['seconds_per_step']:.3g}", f"{low}..{high}"]
+            row += [count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}", f"{e['ratio']:.2f}"]
+            if SECONDS in e:
+                row += [f"{e[SECONDS]:.1f} s", *(f"{e[name] / 1e6:.0f} MB" for name in OF_THE_PROCESS)]
+            rows.append(row)
+            own = [name for name in e if name.endswith("_bytes") and name not in OF_THE_PROCESS]
+            told = [f"{name.removesuffix('_bytes')} memory {e[name] / 1e6:.1f} MB" for name in own]
+            notes.append([e["name"], ", ".join([e["note"], *told])])
+        notes += [[name, f"left out: {reason}"] for name, reason in self.left_out.items()]
+        return ["", *columns(rows, right=range(1, 9)), "", *columns(notes)]
 
 
 def work_of(variant: Variant) -> Work:
@@ -211,12 +183,12 @@ def step_flops(plan: Plan) -> float:
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, labels: Sequence[str], options: Options, watch: Callable[[str], None]) -> Report:
+def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
     """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     variants = prepare_variants(request, labels)
     settings = [str(override.input_line) for override in request.settings]
     entries = [Entry(label, settings, label) for label in labels]
-    added = list(baselines(settings)) if options.baseline else []
+    added = list(baselines(settings)) if asked.baseline else []
     work = work_of(variants[0])
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
@@ -226,25 +198,30 @@ def measure(request: Request, labels: Sequence[str], options: Options, watch: Ca
     left_out: dict[str, str] = {}
     try:
         for variant in variants:
-            ready[variant.label] = warm_up(partial(EngineStepper, variant), batches, options.steps)
+            ready[variant.label] = warm_up(partial(EngineStepper, variant), batches, asked.steps)
         for name, entry in added:
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
-                ready[name] = warm_up(entry.prepare()[1], batches, options.steps)
+                ready[name] = warm_up(entry.prepare()[1], batches, asked.steps)
                 entries.append(entry)
             except Exception as error:  # whatever a baseline lacks here, the engines are measured
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        seconds = take_turns(ready, batches, options.rounds)
+        seconds = take_turns(ready, batches, asked.rounds)
     finally:
         for stepper, _ in ready.values():
             stepper.close()
-    results = []
+    engines = []
     for entry in entries:  # now that the machine's memory is free again
-        stepper, steps = ready[entry.name]
-        memory = alone(entry) if options.memory else {}
-        results.append(Result(entry.name, stepper.note, steps, seconds[entry.name], memory))
-    return Report(work, results, left_out)
+        (stepper, steps), times = ready[entry.name], seconds[entry.name]
+        median = statistics.median(times)
+        engines.append({
+            "name": entry.name, "note": stepper.note, "steps_per_round": steps, "seconds_per_step": median,
+            "quartiles": np.percentile(times, (25, 75)), "rounds": times,
+            f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,
+            "ratio": statistics.median(seconds[entries[0].name]) / median, **({} if asked.no_memory else alone(entry)),
+        })  # fmt: skip
+    return Report(work, engines, left_out)
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
@@ -277,31 +254,3 @@ def take_turns(
                 stepper.step(batches[k % BATCHES])
             seconds[name].append((time.perf_counter() - began) / steps)
     return seconds
-
-
-# -- what a person sees ---------------------------------------------------------------------------------------------
-
-
-def table(report: Report) -> list[str]:
-    """The report as lines."""
-    work, results = report.work, report.results
-    rows = [["engine", "ms/step", "quartiles", f"{work.unit}/s", "GFLOP/s", "ratio"]]
-    rows[0] += ["first step", "peak", "beyond import"] if results[0].memory else []
-    notes = []
-    for r in results:
-        low, high = (f"{1e3 * seconds:.3g}" for seconds in r.quartiles)
-        ratio = results[0].median / r.median
-        row = [r.name, f"{1e3 * r.median:.3g}", f"{low}..{high}", count(work.units / r.median)]
-        row += [f"{work.flops / r.median / 1e9:.3g}", f"{ratio:.2f}"]
-        own = dict(r.memory)
-        if own:
-            row.append(f"{own.pop('first_step_seconds'):.1f} s")
-            row += [f"{own.pop(name) / 1e6:.0f} MB" for name in ("peak_rss_bytes", "beyond_import_bytes")]
-        rows.append(row)
-        told = [f"{name.removesuffix('_bytes')} memory {size / 1e6:.1f} MB" for name, size in own.items()]
-        notes.append((r.name, ", ".join([r.note, *told])))
-    notes += [(name, f"left out: {reason}") for name, reason in report.left_out.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    width = max(len(name) for name, _ in notes)
-    return ["", *lines, "", *(f"{name:<{width}}  {note}" for name, note in notes)]

@@ -6,27 +6,27 @@ Run as a program it opens one of them alone, so that memory and the wait for the
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.threads import available_cores
 from toyexp.base.words import counted
 from toyexp.commands.variants import Variant, prepare_variants
 from toyexp.contract.batch import Batch
-from toyexp.contract.optimiser import AdamW
 from toyexp.contract.recipe import start
 
+FIGURES = ("first_step_seconds", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
@@ -88,47 +88,20 @@ class Entry:
 
         (variant,) = prepare_variants(Request.of(self.settings), [self.engine])
         if not self.file:
-            return variant, lambda: EngineStepper(variant)
-        make = {baseline.name: baseline for baseline in _load_file(Path(self.file)).BASELINES}[self.name]
-        prepared = variant.prepared
-        threads = getattr(prepared.config.engine, "threads", 0) or available_cores()
-        group = prepared.plan.updates[0]
-        if not isinstance(group.rule, AdamW):
-            raise UserError(f"--baseline: the baselines train with AdamW; leave optim={prepared.optim.name} out")
-        adamw = replace(group.rule, lr=prepared.config.settings.lr, weight_decay=group.weight_decay)
-        return variant, lambda: make(prepared.plan, adamw, threads)
+            return variant, partial(EngineStepper, variant)
+        index = runpy.run_path(str(Path(self.file).with_name("__init__.py")))
+        return variant, partial(index["opened"], self, variant)
 
 
-def baselines(settings: Sequence[str]) -> Iterator[tuple[str, Entry | str]]:
-    """The baselines by name, each as an entry or as the reason why there is none.
-
-    Every file in BASELINES lists its classes, whose constructors take (plan, adamw, threads), and names the engine
-    whose library it uses: the process that measures one alone must import no other.
-    """
+def baselines(settings: Sequence[str]) -> Iterable[tuple[str, Entry | str]]:
+    """The baselines by name, each as an entry or as the reason why there is none; UserError outside of a checkout."""
     if not BASELINES.is_dir():
         raise UserError(
             "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
             "where they are tests/benchmarks/baselines/"
         )
-    # Of the engines' settings only the threads mean something to all.
-    kept = [s for s in settings if not s.startswith("engine.") or s.startswith("engine.threads=")]
-    for path in sorted(BASELINES.glob("*.py")):
-        try:
-            module = _load_file(path)
-        except ImportError as error:
-            yield path.stem.replace("_", " "), str(error)
-            continue
-        for baseline in module.BASELINES:
-            yield baseline.name, Entry(baseline.name, kept, module.ENGINE, str(path))
-
-
-def _load_file(path: Path) -> Any:
-    """The module in a file that belongs to no package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    found: Iterable[tuple[str, Entry | str]] = runpy.run_path(str(BASELINES / "__init__.py"))["entries"](settings)
+    return found
 
 
 # -- alone in a process ---------------------------------------------------------------------------------------------
@@ -137,8 +110,8 @@ def _load_file(path: Path) -> Any:
 def alone(entry: Entry) -> dict[str, float]:
     """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
 
-    first_step_seconds count from the process's start; peak_rss_bytes are the most it held, beyond_import_bytes those
-    of them that came after everything was imported; and what the session itself tells.
+    By FIGURES: those until its first step, from the process's start; the most that it held, and those of them that came
+    after everything was imported; and what the session itself tells.
     """
     command = [sys.executable, "-m", "toyexp.commands.bench_stepper", json.dumps(asdict(entry))]
     with tempfile.TemporaryFile("w+") as errors:
@@ -156,7 +129,7 @@ def alone(entry: Entry) -> dict[str, float]:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             raise RunFailed(f"{entry.name}: in a process of its own: {last}; --no-memory leaves this out")
-    return {"first_step_seconds": seconds, **json.loads(told)}
+    return {FIGURES[0]: seconds, **json.loads(told)}
 
 
 def main(words: Sequence[str]) -> None:
@@ -173,7 +146,7 @@ def main(words: Sequence[str]) -> None:
             sys.stdout.flush()
     _, peak = memory_bytes()
     own = stepper.memory() if isinstance(stepper, EngineStepper) else {}
-    json.dump({"peak_rss_bytes": max(peak, before), "beyond_import_bytes": peak - imported, **own}, sys.stdout)
+    json.dump({FIGURES[1]: max(peak, before), FIGURES[2]: peak - imported, **own}, sys.stdout)
     stepper.close()
 
 

@@ -12,15 +12,15 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.words import count
-from toyexp.commands.options import refuse_settings, show
+from toyexp.base.words import columns, count, counted, in_bytes
+from toyexp.commands.options import Answer, refuse_settings
 from toyexp.commands.uses import Offers, Use
 from toyexp.config.restored import ADAPTER, MODEL, file_of, origin
 from toyexp.contract.command import Arguments
@@ -28,7 +28,7 @@ from toyexp.contract.format import TensorInfo
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
-from toyexp.reference.forward_listing import BLOCK, Listing, Traced, columns, inside, listing
+from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing
 from toyexp.text.tokenizer import CONTROL
 
 HELP = """\
@@ -49,6 +49,7 @@ was read, and the numbers of a file of up to 256 MB were looked at.
 In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
 matrix products and attention for one token (or image), with attention looking at all T positions."""
 
+PLACE = ("offset", "bytes")  # of a tensor in the file
 WIDTH = 110  # of a line, where one is broken
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
 
@@ -63,12 +64,11 @@ def run(arguments: Arguments) -> int:
             "toyexp describe model.gguf"
         )
     found = describe(Path(files[0]), load(arguments.modules), "--metadata" in flags, "--tensors" in flags)
-    show(found, "--json" in flags)
-    return 0
+    return found.show(arguments)
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Answer):
     """What the header of a file says."""
 
     file: str
@@ -92,20 +92,23 @@ class Description:
     tensors: list[dict[str, Any]] = field(default_factory=list)  # likewise
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
-        found = asdict(self)
-        found["forward"] = _plain_forward(self.forward) if self.forward else None
-        found["metadata"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.metadata.items()}
-        for name in ("metadata", "tensors"):
-            if not found[name]:
-                del found[name]
-        return found
+        """The keys and the tensors where they were asked for, and the forward pass as a list of ops."""
+        found = asdict(replace(self, forward=None))
+        if self.forward:
+            found["forward"] = [
+                {
+                    "op": op.op, "block": op.block, "tensors": [w.name for w in op.weights], "result": op.result,
+                    "detail": op.detail, "operations": op.operations, "per": op.per,
+                }
+                for op in self.forward.all()
+            ]  # fmt: skip
+        return {name: value for name, value in found.items() if value or name not in ("metadata", "tensors")}
 
     def lines(self) -> list[str]:
-        """For a person."""
-        rows: list[tuple[str, str]] = []
+        """A block for each of them."""
         part = f", part {self.parts['part']} of {self.parts['of']}" if self.parts else ""
-        rows.append(("file", f"{_path(self.file)}, {in_bytes(self.bytes)}{part}, GGUF version {self.version}"))
+        path = self.file if self.file.isprintable() else printable(self.file, 200)
+        rows = [("file", f"{path}, {in_bytes(self.bytes)}{part}, GGUF version {self.version}")]
         if self.adapter:
             rows += self._adapter_rows()
         else:
@@ -123,7 +126,11 @@ class Description:
             what = "" if before and before.what == use.what else use.what
             lines.append(f"  {what:<8}  {use.command or 'no: ' + printable(str(use.reason), 200)}")
         if self.tensors:
-            lines += ["", *self._tensor_table()]
+            table = [
+                [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *PLACE))]
+                for t in self.tensors
+            ]
+            lines += ["", *columns([["tensor", "shape", "type", *PLACE], *table], right=(3, 4))]
         if self.metadata:
             keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
             lines += ["", *columns([["key", "value"], *keys])]
@@ -146,7 +153,7 @@ class Description:
         n = self.parameters
         words = [f"{count(n['total'])} in all"]
         if n["blocks"]:
-            words.append(f"{_many(n['blocks'], 'block')} of {count(n['per_block'])}")
+            words.append(f"{counted(n['blocks'], 'block')} of {count(n['per_block'])}")
         top = sorted(self.outside.items(), key=lambda item: -item[1])
         return words + [f"{printable(name)} {count(size)}" for name, size in top[:6]] + ["..."] * (len(top) > 6)
 
@@ -156,7 +163,7 @@ class Description:
             return []
         words = [printable(t["model"])]
         words += [f"pre-tokenizer {printable(t['pre'])}"] if t["pre"] else []
-        words += [_many(t["size"], "token")] if t["size"] else ["no tokens"]
+        words += [counted(t["size"], "token")] if t["size"] else ["no tokens"]
         words += [f"{t['controls']} of them control"] if t["controls"] else []
         rows = [("tokenizer", ", ".join(words))]
         if t["refused"]:
@@ -168,13 +175,6 @@ class Description:
                 for name in ("bos", "eos")]  # fmt: skip
         rows.append(("", f"{', '.join(adds)}; {'a' if t['chat_template'] else 'no'} chat template"))
         return rows
-
-    def _tensor_table(self) -> list[str]:
-        rows = [
-            [printable(t["name"], 64), " x ".join(map(str, t["shape"])), t["type"], str(t["offset"]), str(t["bytes"])]
-            for t in self.tensors
-        ]
-        return columns([["tensor", "shape", "type", "offset", "bytes"], *rows], right=(3, 4))
 
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
@@ -190,17 +190,22 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
             forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
         except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
-    architecture = _text(file, "general.architecture")
+    architecture, meta = _text(file, "general.architecture"), file.metadata
+    parameters, outside = _parameters(file.tensors.values())
+    number, of = meta.get("split.no"), meta.get("split.count")
+    parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
     return Description(
         file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
-        sizes=model.settings() if model else _sizes(file, architecture),
-        parameters=_parameters(file.tensors.values()), outside=_outside(file.tensors.values()),
+        sizes=model.settings() if model else _sizes(file, architecture), parameters=parameters, outside=outside,
         types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
-        adapter=_adapter(file) if kind == "adapter" else None, parts=_part(file),
-        uses=uses, forward=forward,
-        metadata=dict(file.metadata) if metadata else {},
-        tensors=[_tensor(t) for t in file.tensors.values()] if tensors else [],
+        adapter=_adapter(file) if kind == "adapter" else None,
+        parts=parts, uses=uses, forward=forward,
+        metadata=dict(meta) if metadata else {},
+        tensors=[
+            {"name": t.name, "shape": t.shape, "type": t.type, "offset": t.offset, "bytes": t.nbytes}
+            for t in file.tensors.values() if tensors
+        ],
     )  # fmt: skip
 
 
@@ -216,26 +221,16 @@ def types_of(file: GGUFFile) -> dict[str, dict[str, int]]:
     return {kind: {"tensors": number[kind], "bytes": n} for kind, n in size.most_common()}
 
 
-def _parameters(tensors: Iterable[TensorInfo]) -> dict[str, int]:
-    blocks = Counter[str]()
-    total = embedding = 0
+def _parameters(tensors: Iterable[TensorInfo]) -> tuple[dict[str, int], dict[str, int]]:
+    """How many there are, and those of what stands outside the blocks."""
+    blocks, outside = Counter[str](), Counter[str]()
     for t in tensors:
-        size = math.prod(t.shape)
-        total += size
         found = BLOCK.search(t.name)
-        if found:
-            blocks[found[1]] += size
-        elif "embd" in t.name:
-            embedding += size
-    return {"total": total, "embedding": embedding, "blocks": len(blocks), "per_block": max(blocks.values(), default=0)}
-
-
-def _outside(tensors: Iterable[TensorInfo]) -> dict[str, int]:
-    sizes = Counter[str]()
-    for t in tensors:
-        if not BLOCK.search(t.name):
-            sizes[re.sub(r"\.(weight|bias)$", "", t.name)] += math.prod(t.shape)
-    return dict(sizes)
+        part, name = (blocks, found[1]) if found else (outside, re.sub(r"\.(weight|bias)$", "", t.name))
+        part[name] += math.prod(t.shape)
+    embedding = sum(size for name, size in outside.items() if "embd" in name)
+    total, largest = blocks.total() + outside.total(), max(blocks.values(), default=0)
+    return {"total": total, "embedding": embedding, "blocks": len(blocks), "per_block": largest}, dict(outside)
 
 
 def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
@@ -304,52 +299,12 @@ def _adapter(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _part(file: GGUFFile) -> dict[str, int] | None:
-    number, of = file.metadata.get("split.no"), file.metadata.get("split.count")
-    if not isinstance(number, int) or not isinstance(of, int) or of < 2:
-        return None
-    return {"part": number + 1, "of": of}
-
-
-def _tensor(t: TensorInfo) -> dict[str, Any]:
-    return {"name": t.name, "shape": list(t.shape), "type": t.type, "offset": t.offset, "bytes": t.nbytes}
-
-
-def _plain_forward(forward: Listing) -> list[dict[str, Any]]:
-    return [
-        {
-            "op": line.op,
-            "block": line.block,
-            "tensors": [w.name for w in line.weights],
-            "result": list(line.result),
-            "detail": line.detail,
-            "operations": line.operations,
-            "per": list(line.per),
-        }
-        for line in forward.all()
-    ]
-
-
 def _text(file: GGUFFile, key: str) -> str:
     value = file.metadata.get(key, "")
     return value if isinstance(value, str) else ""
 
 
 # -- how it is shown --------------------------------------------------------------------------------------------------
-
-
-def in_bytes(n: int) -> str:
-    """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
-    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= s), (1e3, "kB"))
-    return f"{n / size:.3g} {unit}"
-
-
-def _many(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _path(text: str) -> str:
-    return text if text.isprintable() else printable(text, 200)
 
 
 def _short(value: Any) -> str:

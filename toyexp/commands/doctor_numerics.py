@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from toyexp.base.errors import Unavailable, UserError, choose
+from toyexp.base.words import columns
 from toyexp.contract.batch import Batch
 from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import AdamW
@@ -97,16 +98,13 @@ def _expected(case: str, adapter: str | None) -> Expected:
 
 def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
     """The loss's gradient by one tensor, number by number, by central differences in float64."""
-    moved = values[name].astype(np.float64)
-    wide = {**values, name: moved}
-    found = np.empty(moved.shape)
-    for i, value in enumerate(moved.flat):
-        moved.flat[i] = value + h
-        above = reference_loss(plan, wide, batch)
-        moved.flat[i] = value - h
-        below = reference_loss(plan, wide, batch)
-        moved.flat[i] = value
-        found.flat[i] = (above - below) / (2 * h)
+    wide = {**values, name: values[name].astype(np.float64)}
+    moved, found = wide[name].reshape(-1), np.empty(wide[name].shape)
+    for i, value in enumerate(moved.copy()):
+        losses = []
+        for moved[i] in (value + h, value - h):
+            losses.append(reference_loss(plan, wide, batch))
+        moved[i], found.flat[i] = value, (losses[0] - losses[1]) / (2 * h)
     return found
 
 
@@ -202,15 +200,10 @@ def worst(*errors: float) -> float:
 def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
     """For a person."""
     passed = sum(line.passed for line in lines)
-    width = max(len(line.name) for line in lines)
-    rows = [
-        f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}",
-        f"  {'op':<{width}}  {'values':>7}  {'at most':>7}  {'gradients':>9}  {'at most':>7}",
-    ]
+    rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:
-        verdict = "PASS" if line.passed else f"FAIL  {line.failure}".rstrip()
-        most = [f"{tolerance:.0e}" for tolerance in line.tolerances]
-        rows.append(
-            f"  {line.name:<{width}}  {line.values:7.1e}  {most[0]:>7}  {line.gradients:9.1e}  {most[1]:>7}  {verdict}"
-        )
-    return rows
+        (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"
+        figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
+        rows.append((line.name, *figures, verdict))
+    head = f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}"
+    return [head, *(f"  {row}" for row in columns(rows, right=range(1, 5)))]

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
-from toyexp.commands.options import show
+from toyexp.commands.options import Answer
 from toyexp.commands.variants import one_experiment
 from toyexp.config.request import Request
 from toyexp.config.restored import file_of, origin
-from toyexp.contract.batch import Batch
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
-from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model
-from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
@@ -57,7 +55,7 @@ TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below th
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Answer):
     """What a model scored."""
 
     file: str
@@ -74,14 +72,13 @@ class Evaluation:
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
 
     def plain(self) -> dict[str, Any]:
-        """As plain data; what is known of text alone is null for others."""
+        """What is known of text alone is null for others."""
         plain = asdict(self)
-        figures, scores = plain.pop("figures"), plain.pop("scores")
-        known = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in figures}
-        return {**plain, **known, "scores": scores}
+        known = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in plain.pop("figures")}
+        return {**plain, **known}
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """What it read, and what it scored."""
         found = [f"loss {self.loss:.4f}", *(figure.shown for figure in self.figures if figure.value is not None)]
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
         named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
@@ -105,7 +102,7 @@ def run(arguments: Arguments) -> int:
         )
     request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
     found = evaluate(Path(files[0]), request, arguments.values.get("--data"))
-    show(found, "--json" in arguments.switches)
+    found.show(arguments)
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
     return 0
@@ -128,7 +125,12 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
-    held_out, loss, scores = _scored(plan, built, batches)
+    check_plan(plan, built.engine, TO_EVALUATE)
+    built.engine.check_plan(plan)
+    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
+        session.build()
+        held_out = batches.held_out()  # made once it is known that they fit
+        loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
@@ -137,16 +139,6 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores,
     )  # fmt: skip
-
-
-def _scored(plan: Plan, built: Config, batches: Batches) -> tuple[Sequence[Batch], float, Mapping[str, float]]:
-    """The held-out batches, made once it is known that they fit, the model's loss on them and what else it reports."""
-    check_plan(plan, built.engine, TO_EVALUATE)
-    built.engine.check_plan(plan)
-    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
-        session.build()
-        held_out = batches.held_out()
-        return held_out, session.evaluate(held_out), plan.model.scores(session.logits, held_out)
 
 
 def _check_taken(request: Request) -> list[str]:

@@ -7,14 +7,14 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed, UserError, choose
 from toyexp.base.writing import bytes_in, in_one_piece, required
-from toyexp.commands.options import show
+from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of, origin
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import Exported, Format
@@ -25,9 +25,9 @@ from toyexp.formats.gguf.rewrite import require_exact
 from toyexp.formats.huggingface import HF_TYPES
 
 
-def help_text(registry: Registry) -> str:
+def help_text(modules: Sequence[str]) -> str:
     """What it takes, with the types of all formats."""
-    listed = []
+    registry, listed = load(modules), []
     for offer in registry.offers["format"].values():
         words = [word for word, (form, _) in registry.types().items() if form is offer.cls]
         listed += textwrap.wrap(f"{', '.join(words)}: {offer.help}", 100, subsequent_indent="  ")
@@ -55,20 +55,11 @@ options
   --json         print what was written as JSON"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was typed."""
-
-    what: Path
-    type: str
-    settings: tuple[str, ...]
-    to: Path | None
-    force: bool
-    requantize: bool
+HELP = help_text
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Answer):
     """What was written."""
 
     source: str
@@ -80,12 +71,8 @@ class Written:
     warnings: list[str]
     notes: list[str]  # who makes something else of it
 
-    def plain(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
-        """For a person."""
+        """What is odd about it, and where it is."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{self.source_bytes / 1e6:.2f} -> {self.bytes / 1e6:.2f} MB"
         told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
@@ -96,17 +83,12 @@ def run(arguments: Arguments) -> int:
     """Writes the file, and tells what it is."""
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files = [word for word in arguments.rest if word not in settings]
-    given, switches = arguments.values, arguments.switches
-    if len(files) != 1 or "--type" not in given:
+    if len(files) != 1 or "--type" not in arguments.values:
         raise UserError(
             f"export {' '.join(arguments.rest)}".rstrip() + ": takes one file or run directory, and a type: "
             "toyexp export model.gguf --type q8_0"
         )
-    to = Path(given["--to"]) if "--to" in given else None
-    flags = ("--force" in switches, "--requantize" in switches)
-    options = Options(Path(files[0]), given["--type"], settings, to, *flags)
-    show(export(options, load(arguments.modules)), "--json" in switches)
-    return 0
+    return export(Path(files[0]), settings, arguments, load(arguments.modules)).show(arguments)
 
 
 def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
@@ -141,29 +123,27 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
     return form
 
 
-def export(options: Options, registry: Registry) -> Written:
+def export(what: Path, settings: Sequence[str], arguments: Arguments, registry: Registry) -> Written:
     """Writes the file; UserError for what cannot be, before anything is written."""
-    form = asked(options.type, options.settings, registry)
-    with GGUFFile(file_of(options.what, registry=registry)) as file:
-        target = choose_target(file, _ending(form, options.type), options.to, options.force, form.contents)
+    word, to = arguments.values["--type"], arguments.values.get("--to")
+    place = None if to is None else Path(to)
+    form = asked(word, settings, registry)
+    # What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16.
+    ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
+    with GGUFFile(file_of(what, registry=registry)) as file:
+        target = choose_target(file, ending, place, "--force" in arguments.switches, form.contents)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
-            raise UserError(f"--to {target}: --type {options.type} is written as *{form.suffix}")
+            raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
         try:
-            exported, problems = _write(form, file, target, options.requantize, registry)
+            exported, problems = _write(form, file, target, "--requantize" in arguments.switches, registry)
         except UserError as error:
             raise error if str(error).startswith(str(file.path)) else file.error(str(error)) from None
-        kinds = _types(target, form, len(file.tensors) if exported is None else len(exported.tensors))
+        kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
+        if target.suffix == ".gguf":
+            with GGUFFile(target) as written:
+                kinds = dict(Counter(t.type for t in written.tensors.values()))
         told = form.notes(exported) if exported is not None else []
-        return Written(
-            str(origin(file.path)), str(target), options.type, file.size, bytes_in(target), kinds, problems, told
-        )
-
-
-def _ending(form: Format, word: str) -> str:
-    """What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16."""
-    if word == form.name:
-        return form.suffix
-    return f"-{word}" if form.contents else f"-{word}{form.suffix}"
+        return Written(str(origin(file.path)), str(target), word, file.size, bytes_in(target), kinds, problems, told)
 
 
 def _write(
@@ -187,14 +167,6 @@ def _write(
             return exported, [*exported.lacks, *form.write(exported, place)]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(place), str(target))) from error
-
-
-def _types(path: Path, form: Format, count: int) -> dict[str, int]:
-    """How many tensors of each type were written."""
-    if path.suffix != ".gguf":
-        return {HF_TYPES.get(form.kind, form.kind.upper()): count}
-    with GGUFFile(path) as written:
-        return dict(Counter(t.type for t in written.tensors.values()))
 
 
 def choose_target(

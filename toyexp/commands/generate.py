@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from toyexp.base.random import stream
 from toyexp.base.terminal import write_text
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.writing import dump_json
-from toyexp.commands.options import real, refuse_settings, whole
+from toyexp.commands.options import options, refuse_settings
 from toyexp.config.restored import file_of, origin
 from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import Setup
@@ -71,7 +70,7 @@ It ends at an end token, after --tokens, or when the model's context is full. Th
 every engine; llama.cpp has its own. seconds count from reading the prompt, with the model in memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """The command line."""
 
@@ -80,67 +79,53 @@ class Options:
     ids: list[int] | None = None
     chat: bool = False
     tokens: int = 64
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.0
+    sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     adapter: str | None = None
     engine: str = "auto"
     json: bool = False
-    plugins: list[str] = field(default_factory=list)  # local modules
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+    plugins: Sequence[str] = ()  # local modules
 
 
 # The least and the most that a number can be.
-WHOLE = {"--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1)}
-REAL = {"--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0)}
+LIMITS = {
+    "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
+    "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
+}  # fmt: skip
 
 
 def run(arguments: Arguments) -> int:
     """Has the model write; how fast that was goes to standard error."""
-    options = read(arguments)
+    asked = read(arguments)
     try:
-        found = generate(options, load(options.plugins), (lambda text: None) if options.json else write_text)
+        found = generate(asked, load(asked.plugins), (lambda text: None) if asked.json else write_text)
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    print(dump_json(found.plain()) if options.json else "", flush=True)
-    if not options.json:
+    print(dump_json(found.plain()) if asked.json else "", flush=True)
+    if not asked.json:
         print(found.line(), file=sys.stderr)
     return 0
 
 
 def read(arguments: Arguments) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    files = arguments.rest
+    files, ids = arguments.rest, arguments.values.get("--ids")
     refuse_settings("generate", files, "options, and plugins=[...]")
     if len(files) != 1:
-        more = f" {files[1]}" if files else ""
-        raise UserError(f"generate{more}: takes one GGUF file or run directory")
-    named = {flag[2:].replace("-", "_"): _value(flag, text) for flag, text in arguments.values.items()}
-    named |= {name: f"--{name}" in arguments.switches for name in ("chat", "json")}
-    options = Options(files[0], plugins=arguments.modules, **named)
-    if (options.prompt is None) == (options.ids is None):
+        second = f" {files[1]}" if files else ""
+        raise UserError(f"generate{second}: takes one GGUF file or run directory")
+    parts = None if ids is None else ids.replace(",", " ").split()
+    if parts is not None and not (parts and all(is_whole(part, 0, 2**31 - 1) for part in parts)):
+        raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
+    numbers = None if parts is None else [int(part) for part in parts]
+    more = {"model": files[0], "ids": numbers, "plugins": arguments.modules}
+    asked = options(Options, arguments, LIMITS, **more, sampling=options(Sampling, arguments, LIMITS))
+    if (asked.prompt is None) == (numbers is None):
         raise UserError("generate: give --prompt TEXT (- reads it from standard input), or --ids 1,2,3 in its place")
-    if options.chat and options.ids is not None:
+    if asked.chat and numbers is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
-    return options
-
-
-def _value(flag: str, text: str) -> Any:
-    if flag == "--ids":
-        parts = text.replace(",", " ").split()
-        if not parts or not all(is_whole(part, 0, 2**31 - 1) for part in parts):
-            raise UserError(f"--ids {text}: takes token ids with commas between them, such as 1,2,3")
-        return [int(part) for part in parts]
-    if flag in WHOLE:
-        return whole(flag, text, *WHOLE[flag])
-    return real(flag, text, *REAL[flag]) if flag in REAL else text
+    return asked
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------
@@ -212,23 +197,23 @@ class Scribe:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def generate(options: Options, registry: Registry, write: Callable[[str], None]) -> Generated:
+def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -> Generated:
     """Lets the model write; `write` gets the text as it comes. UserError for whatever does not fit together."""
     from toyexp.config.engines import read_label
     from toyexp.config.request import Request
 
-    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, options.engine.partition(":")[0]
+    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
     if name not in engines:
-        raise UserError(f"--engine {options.engine}: {choose(name, engines)}")
-    _, own = read_label(options.engine, f"--engine {options.engine}")
-    path, prompt = file_of(Path(options.model), registry=registry), _read_prompt(options.prompt)
+        raise UserError(f"--engine {asked.engine}: {choose(name, engines)}")
+    _, own = read_label(asked.engine, f"--engine {asked.engine}")
+    path, asked = file_of(Path(asked.model), registry=registry), replace(asked, prompt=_read_prompt(asked.prompt))
     file = opened(str(path))
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
     if name == LLAMA_CPP:
-        return _by_llama_cpp(path, prompt, options, own, write)
-    (request,) = Request([], registry, options.plugins).on_engines([options.engine]).values()
-    return _by_engine(path, prompt, options, request, write)
+        return _by_llama_cpp(path, asked, own, write)
+    (request,) = Request([], registry, asked.plugins).on_engines([asked.engine]).values()
+    return _by_engine(path, asked, request, write)
 
 
 def _read_prompt(given: str | None) -> str | None:
@@ -239,55 +224,44 @@ def _read_prompt(given: str | None) -> str | None:
         raise UserError(f"--prompt: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
 
 
-def _by_engine(
-    path: Path, prompt: str | None, options: Options, request: Request, write: Callable[[str], None]
-) -> Generated:
+def _by_engine(path: Path, asked: Options, request: Request, write: Callable[[str], None]) -> Generated:
     model: Any = model_of(path, request.registry)
     if not model.reads.sequence:
         raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
-    tokenizer, template = _language(path, options), chat_template(path, options)
-    ids = _prompt_ids(path, prompt, options, tokenizer, template)
+    tokenizer, template = _language(path, asked), chat_template(path, asked)
+    ids = _prompt_ids(path, asked, tokenizer, template)
     vocab = min(tokenizer.vocab, model.vocab) if tokenizer else model.vocab
     beyond = [i for i in ids if i >= vocab]
     if beyond:
         raise UserError(f"{path}: the prompt's id {beyond[0]} is not one of its 0..{vocab - 1}")
     _require_room(path, len(ids), model.context)
     # The window holds what is asked for and no more: an engine of static graphs computes all of it for every token.
-    inputs, name = model.reads.inputs(min(model.context, len(ids) + options.tokens)), model.reads.sequence
-    inputs[name] = dataclasses.replace(inputs[name], below=model.vocab)
-    plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(options.adapter) if options.adapter else None)
-    built = request.parts()
-    scribe, last = Scribe(tokenizer, write), tokenizer.ends if tokenizer else frozenset[int]()
+    inputs, name = model.reads.inputs(min(model.context, len(ids) + asked.tokens)), model.reads.sequence
+    inputs[name] = replace(inputs[name], below=model.vocab)
+    plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(asked.adapter) if asked.adapter else None)
+    built, scribe, reason = request.parts(), Scribe(tokenizer, write), FULL
     check_plan(plan, built.engine, LESS)
     built.engine.check_plan(plan)
     with running_out(LESS), built.engine.realize(plan) as session:
         session.build()
-        decoder, words, began = session.decoder(), stream(options.seed, "generate"), time.perf_counter()
-        tokens = continuation(decoder, ids, options.sampling, words, vocab)
-        reason = _write(tokens, last, options.tokens, scribe)
+        decoder, words, began = session.decoder(), stream(asked.seed, "generate"), time.perf_counter()
+        for token in continuation(decoder, ids, asked.sampling, words, vocab):
+            if tokenizer and token in tokenizer.ends:
+                reason = END
+                break
+            scribe.add(token)
+            if len(scribe.ids) == asked.tokens:
+                reason = LIMIT
+                break
+        scribe.finish()
         seconds = time.perf_counter() - began
     return Generated(
-        str(origin(path)), built.engine_note, prompt, ids, scribe.text if tokenizer else None, scribe.ids,
-        len(scribe.ids), reason, seconds, options.seed, template and template.file,
+        str(origin(path)), built.engine_note, asked.prompt, ids, scribe.text if tokenizer else None, scribe.ids,
+        len(scribe.ids), reason, seconds, asked.seed, template and template.file,
     )  # fmt: skip
 
 
-def _write(tokens: Iterator[int], last: frozenset[int], limit: int, scribe: Scribe) -> str:
-    """Writes the tokens down, up to one of `last` or the limit; returns why they end."""
-    reason = FULL
-    for token in tokens:
-        if token in last:
-            reason = END
-            break
-        scribe.add(token)
-        if len(scribe.ids) == limit:
-            reason = LIMIT
-            break
-    scribe.finish()
-    return reason
-
-
-def _language(path: Path, options: Options) -> Tokenizer | None:
+def _language(path: Path, asked: Options) -> Tokenizer | None:
     """The file's tokenizer, if it has one and it is needed."""
     file = opened(str(path))
     if not has_text(file):
@@ -295,7 +269,7 @@ def _language(path: Path, options: Options) -> Tokenizer | None:
     try:
         return read_tokenizer(file)
     except GGUFError:
-        if options.ids is None:
+        if asked.ids is None:
             raise
         return None
 
@@ -307,31 +281,29 @@ class ChatTemplate(NamedTuple):
     file: str
 
 
-def chat_template(path: Path, options: Options) -> ChatTemplate | None:
+def chat_template(path: Path, asked: Options) -> ChatTemplate | None:
     """What writes a chat's prompt: the template that the adapter was trained with, or the model's.
 
     None without --chat; UserError where there is none.
     """
-    if not options.chat:
+    if not asked.chat:
         return None
-    for asked in filter(None, (options.adapter, str(path))):
-        with GGUFFile(asked) as file:
+    for name in filter(None, (asked.adapter, str(path))):
+        with GGUFFile(name) as file:
             if text := read_chat_template(file):
-                return ChatTemplate(text, asked)
+                return ChatTemplate(text, name)
     raise UserError(f"{path}: has no chat template; leave --chat out")
 
 
-def _prompt_ids(
-    path: Path, prompt: str | None, options: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
-) -> list[int]:
-    if options.ids is not None:
-        return options.ids
+def _prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> list[int]:
+    if asked.ids is not None:
+        return asked.ids
     if tokenizer is None:
         raise UserError(f"{path}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
-    assert prompt is not None
+    assert asked.prompt is not None
     if template is None:
-        return tokenizer.prompt(prompt).tolist()
-    question = [{"role": "user", "content": prompt}]
+        return tokenizer.prompt(asked.prompt).tolist()
+    question = [{"role": "user", "content": asked.prompt}]
     text = Template(template.text, tokenizer, template.file).render(question, answer=True).text
     begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
@@ -342,22 +314,29 @@ def _require_room(path: Path, count: int, context: int) -> None:
         raise UserError(f"{path}: the prompt has {count} tokens, the model's context is {context}")
 
 
-def _by_llama_cpp(
-    path: Path, prompt: str | None, options: Options, settings: Mapping[str, str], write: Callable[[str], None]
-) -> Generated:
+def _by_llama_cpp(path: Path, asked: Options, own: Mapping[str, str], write: Callable[[str], None]) -> Generated:
     from toyexp.commands import llamacpp
 
-    threads, context = _threads(options, settings), _context_of_text(path)
-    if options.adapter:
-        GGUFFile(options.adapter).close()  # which says what is wrong with a file that is none
-    template, asked = chat_template(path, options), options.ids
+    threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
+    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS):
+        usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+        raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
+    with GGUFFile(path) as file:
+        context = file.metadata.get(f"{file.architecture}.context_length")
+        if not isinstance(context, int):
+            raise file.error("holds no language model")
+        if not has_text(file):
+            raise file.error("has no tokenizer, and llama.cpp does not write without one")
+    if asked.adapter:
+        GGUFFile(asked.adapter).close()  # which says what is wrong with a file that is none
+    template, ids, prompt = chat_template(path, asked), asked.ids, asked.prompt or ""
     if template and template.file != str(path):  # which llama.cpp does not know of
-        asked = _prompt_ids(path, prompt, options, _language(path, options), template)
-    most = len(asked) if asked is not None else len((prompt or "").encode()) + llamacpp.MARGIN
+        ids = _prompt_ids(path, asked, _language(path, asked), template)
+    most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
     task = llamacpp.Task(
-        llamacpp.installed(), str(path), options.adapter, threads, asked, prompt or "", options.chat, context,
-        n_ctx=min(context, most + options.tokens), tokens=options.tokens,
-        sampling={**asdict(options.sampling), "seed": options.seed % (2**32 - 1)}, stream=not options.json,
+        llamacpp.installed(), str(path), asked.adapter, int(threads), ids, prompt, asked.chat, context,
+        n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
+        sampling={**asdict(asked.sampling), "seed": asked.seed % (2**32 - 1)}, stream=not asked.json,
     )  # fmt: skip
     text, prompt_ids, began = "", list[int](), time.perf_counter()
     for answer in llamacpp.stream(task):
@@ -368,30 +347,8 @@ def _by_llama_cpp(
             text += answer.text
             write(answer.text)
     count = answer.count or 0
-    reason = END if answer.stopped == "eos" else LIMIT if count >= options.tokens else FULL
+    reason = END if answer.stopped == "eos" else LIMIT if count >= asked.tokens else FULL
     return Generated(
-        str(path), f"{LLAMA_CPP} ({task.package})", prompt, prompt_ids, text, answer.ids, count, reason,
-        time.perf_counter() - began, options.seed, template and template.file,
+        str(path), f"{LLAMA_CPP} ({task.package})", asked.prompt, prompt_ids, text, answer.ids, count, reason,
+        time.perf_counter() - began, asked.seed, template and template.file,
     )  # fmt: skip
-
-
-def _threads(options: Options, settings: Mapping[str, str]) -> int:
-    """Those that llama.cpp is to use, 0 for its own choice; UserError for any other setting."""
-    threads = 0
-    for key, value in settings.items():
-        if key != "threads" or not is_whole(value, 0, MOST_THREADS):
-            usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
-            raise UserError(f"--engine {options.engine}: {LLAMA_CPP} takes {usage}")
-        threads = int(value)
-    return threads
-
-
-def _context_of_text(path: Path) -> int:
-    """The context of a language model's file; UserError for one that llama.cpp writes no text with."""
-    with GGUFFile(path) as file:
-        context = file.metadata.get(f"{file.architecture}.context_length")
-        if not isinstance(context, int):
-            raise file.error("holds no language model")
-        if not has_text(file):
-            raise file.error("has no tokenizer, and llama.cpp does not write without one")
-    return context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
@@ -37,21 +37,18 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def page() -> str:
+def page(modules: Sequence[str] = ()) -> str:
     """All of it."""
-    registry = load()
+    registry = load(modules)
+    commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
     keys = [f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
     return "\n".join([
-        HEAD, "commands", *_commands(registry), EXAMPLES, "choices", *_choices(registry), "",
+        HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
         "top-level keys (conf/config.yaml)", *keys, TAIL,
     ])  # fmt: skip
 
 
-def _commands(registry: Registry) -> Iterator[str]:
-    """toyexp's own, then those of plugins."""
-    for name, offer in registry.offers["command"].items():
-        origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
-        yield f"  {name:<12} {offer.help.removesuffix('.')}{origin}"
+HELP = page
 
 
 def _choices(registry: Registry) -> Iterator[str]:

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.words import count
-from toyexp.commands.describe import in_bytes, types_of
-from toyexp.commands.options import refuse_settings, show
+from toyexp.base.words import columns, count, counted, in_bytes
+from toyexp.commands.describe import types_of
+from toyexp.commands.options import Answer, refuse_settings
 from toyexp.commands.uses import Offers, pasted
 from toyexp.contract.command import Arguments
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
-from toyexp.reference.forward_listing import columns
 
 HELP = """\
 usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]
@@ -78,7 +77,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Models:
+class Models(Answer):
     """All that was found, and where was looked."""
 
     files: list[Found]
@@ -86,43 +85,33 @@ class Models:
     places: list[Place]
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
+        """The files, those that cannot be read, and the places with what could not be looked at there."""
         looked = [{"name": p.name, "path": str(p.root), "files": p.found, "notes": p.notes} for p in self.places]
-        return {
-            "models": [asdict(f) for f in self.files],
-            "unreadable": [asdict(f) for f in self.unreadable],
-            "places": looked,
-        }
+        models, unreadable = ([asdict(f) for f in files] for files in (self.files, self.unreadable))
+        return {"models": models, "unreadable": unreadable, "places": looked}
 
     def lines(self) -> list[str]:
-        """For a person."""
-        lines: list[str] = []
+        """A table of the files, and what cannot be read; where was looked, if nothing was found."""
+        blocks: list[list[str]] = []
         if self.files:
-            rows = [
+            rows = [["name", "architecture", "parameters", "types", "size", "here", "path"]]
+            rows += [
                 [
                     _shown(f.name, 50), printable(f.architecture, 20) or "none", count(f.parameters),
                     "+".join(f.types), in_bytes(f.bytes), printable(f.here, 44), pasted(Path(f.path)),
                 ]
                 for f in self.files
             ]  # fmt: skip
-            lines += columns(
-                [["name", "architecture", "parameters", "types", "size", "here", "path"], *rows], right=(2, 4)
-            )
-            total = in_bytes(sum(f.bytes for f in self.files))
-            many = "1 model" if len(self.files) == 1 else f"{len(self.files)} models"
-            lines += ["", f"{many}, {total}; more about one: toyexp describe PATH"]
+            total = f"{counted(len(self.files), 'model')}, {in_bytes(sum(f.bytes for f in self.files))}"
+            blocks += [columns(rows, right=(2, 4)), [f"{total}; more about one: toyexp describe PATH"]]
         if self.unreadable:
-            lines += ["", "cannot be read:"] if lines else ["cannot be read:"]
-            lines += [f"  {_shown(f.path)}: {f.error}" for f in self.unreadable]
+            blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
-            lines += ["", "no GGUF models found; looked in:"] if lines else ["no GGUF models found; looked in:"]
-            width = max(len(p.name) for p in self.places)
-            lines += [
-                f"  {p.name:<{width}}  {_shown(str(p.root))}{'' if p.there else ' (not there)'}" for p in self.places
-            ]
-            lines.append("look elsewhere: toyexp models DIR")
-        lines += [f"note: {_shown(note)}" for p in self.places for note in p.notes]
-        return lines
+            places = [[p.name, _shown(str(p.root)) + ("" if p.there else " (not there)")] for p in self.places]
+            looked = [f"  {line}" for line in columns(places)]
+            blocks.append(["no GGUF models found; looked in:", *looked, "look elsewhere: toyexp models DIR"])
+        lines = [line for block in blocks for line in ("", *block)][1:]
+        return lines + [f"note: {_shown(note)}" for p in self.places for note in p.notes]
 
 
 def run(arguments: Arguments) -> int:
@@ -134,8 +123,7 @@ def run(arguments: Arguments) -> int:
             there = os.path.exists(path)  # noqa: PTH110 - likewise
             what = "is no directory; about one file: toyexp describe" if there else "not found"
             raise UserError(f"models {path}: {what}")
-    show(find(load(arguments.modules), directories), "--json" in arguments.switches)
-    return 0
+    return find(load(arguments.modules), directories).show(arguments)
 
 
 def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
 
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError
 from toyexp.base.writing import dump_json
+from toyexp.contract.command import Arguments
+
+T = TypeVar("T")
 
 
-def show(found: Any, as_json: bool) -> None:
-    """What a command found out, in lines or as JSON."""
-    print(dump_json(found.plain(), indent=2) if as_json else "\n".join(found.lines()))
+class Answer(ABC):
+    """A dataclass of what a command found out."""
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data, for --json."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """For a person."""
+
+    def show(self, arguments: Arguments) -> int:
+        """Prints it in lines, or with --json as that; returns the exit code of what was done."""
+        print(dump_json(self.plain(), indent=2) if "--json" in arguments.switches else "\n".join(self.lines()))
+        return 0
 
 
 def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:
@@ -33,20 +50,32 @@ def require_settings(command: str, words: Sequence[str]) -> None:
             raise UserError(f"{command} {word}: is no setting; write key=value; see toyexp {command} --help")
 
 
-def whole(flag: str, text: str, least: int, most: int) -> int:
-    """The whole number that an option was given; UserError outside of least to most."""
-    if not is_whole(text, least, most):
-        raise UserError(f"{flag} {text}: takes a whole number from {least} to {most}")
-    return int(text)
+def options(cls: type[T], arguments: Arguments, limits: Mapping[str, tuple[float, float]], **more: Any) -> T:
+    """A dataclass of options as they were typed, each by its field: `--top-k 4` is top_k, a number within its limits.
+
+    `more` are fields that no option gives.
+    """
+    for f in fields(cls):  # type: ignore[arg-type]
+        flag = f"--{f.name.replace('_', '-')}"
+        if flag in arguments.switches:
+            more[f.name] = True
+        if flag in arguments.values and f.name not in more:
+            text = arguments.values[flag]
+            more[f.name] = number(flag, text, *limits[flag], whole=f.type == "int") if flag in limits else text
+    return cls(**more)
 
 
-def real(flag: str, text: str, low: float, high: float = math.inf) -> float:
+def number(flag: str, text: str, low: float, high: float, whole: bool = False) -> float:
     """The number that an option was given; UserError outside of low to high, and for one that is not finite."""
+    if whole:
+        if not is_whole(text, int(low), int(high)):
+            raise UserError(f"{flag} {text}: takes a whole number from {low} to {high}")
+        return int(text)
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and low <= number <= high):
+        value = math.nan
+    if not (math.isfinite(value) and low <= value <= high):
         asked = f" from {low:g} to {high:g}" if math.isfinite(high) else f", {low:g} or above"
         raise UserError(f"{flag} {text}: takes a number{asked}")
-    return number
+    return value

@@ -13,8 +13,9 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.terminal import say
+from toyexp.base.words import columns
 from toyexp.base.writing import dump_json
-from toyexp.commands.options import real, require_settings
+from toyexp.commands.options import options, require_settings
 from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
 from toyexp.config.request import Request
 from toyexp.contract.command import Arguments
@@ -132,9 +133,13 @@ def compare(variants: Sequence[Variant], tolerances: Tolerances, watch: Callable
     engines = []
     for variant in others:
         watch(f"engine  {variant.label}: {_note(variant)}")
-        _require_same_plan(first, variant)
+        plans = [[(t.name, t.shape, t.trainable) for t in v.prepared.plan.tensors] for v in (first, variant)]
+        if plans[0] != plans[1]:
+            raise RunFailed(f"{variant.label}: its plan has other tensors than that of {first.label}")
         measured = measure(variant.prepared, batches)
-        _require_same_start(reference, measured, variant.label)
+        for name, array in reference.start.items():
+            if array.tobytes() != measured.start[name].tobytes():
+                raise RunFailed(f"{variant.label}: {name} does not start from the bytes that the reference starts from")
         engines.append(_against(reference, measured, variant, tolerances))
     steps = first.prepared.config.settings.steps
     return Report(first.label, _note(first), reference.losses, steps, tolerances, engines)
@@ -157,18 +162,6 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
             numbers = plan.numbers(step, prepared.bus.lr(run, step), prepared.bus.factors(run, step))
             losses.append(float(session.step(batches.batch(step), numbers).loss))
         return Measured(began, gradients, losses, {t.name: session.download(t.name) for t in plan.trainable})
-
-
-def _require_same_plan(first: Variant, variant: Variant) -> None:
-    plans = [[(t.name, t.shape, t.trainable) for t in v.prepared.plan.tensors] for v in (first, variant)]
-    if plans[0] != plans[1]:
-        raise RunFailed(f"{variant.label}: its plan has other tensors than that of {first.label}")
-
-
-def _require_same_start(reference: Measured, measured: Measured, label: str) -> None:
-    for name, array in reference.start.items():
-        if array.tobytes() != measured.start[name].tobytes():
-            raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
 
 
 def _against(reference: Measured, measured: Measured, variant: Variant, tolerances: Tolerances) -> EngineReport:
@@ -264,7 +257,7 @@ def _ratio(difference: float, scale: float) -> float:
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     require_settings("parity", arguments.rest)
-    tolerances = Tolerances(**{flag.removeprefix("--"): real(flag, v, 0) for flag, v in arguments.values.items()})
+    tolerances = options(Tolerances, arguments, dict.fromkeys(arguments.values, (0, math.inf)))
     as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
     request, labels = on_engines("parity", arguments, ALONE)
     _require_schedules(request)
@@ -298,22 +291,21 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-_LIMITS = [f"  {f'--{s.name} {s.default:g}':<18} {s.comment}" for s in settings_of(Tolerances)]
-HELP = "\n".join([
-    "usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]",
-    "",
-    "Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.",
-    "engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.",
-    f"All other settings are those of a run; steps={STEPS} unless given. Nothing is written.",
-    "An experiment that sweeps, such as parity_all, is compared job by job.",
-    "",
-    "options, with their defaults",
-    *_LIMITS,
-    f"  {'--all':<18} list every tensor, not the {SHOWN} that differ most",
-    f"  {'--json':<18} print the whole report as JSON",
-    "",
-    "Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input.",
-])  # fmt: skip
+_LIMITS = "\n".join(f"  {f'--{s.name} {s.default:g}':<18} {s.comment}" for s in settings_of(Tolerances))
+HELP = f"""\
+usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
+
+Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.
+engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.
+All other settings are those of a run; steps={STEPS} unless given. Nothing is written.
+An experiment that sweeps, such as parity_all, is compared job by job.
+
+options, with their defaults
+{_LIMITS}
+  --all              list every tensor, not the {SHOWN} that differ most
+  --json             print the whole report as JSON
+
+Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input."""
 
 
 def summary(report: Report, every_tensor: bool = False) -> list[str]:
@@ -325,20 +317,15 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
         rows.append((engine.engine, *(f"{n:.1e}" for n in (*astuple(engine.loss), *worst))))
     loss, gradient, weights = (f"{n:.1e}" for n in astuple(report.tolerances))
     rows.append(("tolerance", loss, "", "", "", gradient, weights, ""))
-    lines = ["", *_aligned(rows)]
+    lines = ["", *columns(rows, right=range(1, 8))]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:SHOWN]
         of = f"{len(shown)} of {len(engine.tensors)} tensors"
         rows = [(f"{engine.engine}, {of}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:
             rows.append((t.name, f"{t.gradient:.1e}", f"{t.cosine:.6f}", f"{t.weights:.1e}", f"{t.of_norm:.1e}"))
-        lines += ["", *_aligned(rows)]
+        lines += ["", *columns(rows, right=range(1, 8))]
     lines.append("")
     if report.within:
         return [*lines, f"within the tolerances, {report.steps} steps"]
     return lines + [f"{engine.engine} exceeds {words}" for engine in report.engines for words in engine.exceeded]
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

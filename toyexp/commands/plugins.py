@@ -47,13 +47,9 @@ def _list(registry: Registry) -> None:
         if kind == "engine":
             print(f"  {'auto':<{width}} The best engine that works here.")
         for name, offer in sorted(offers.items()):
-            origin = "" if offer.package.startswith("toyexp ") else f"  [{offer.plugin}, {offer.package}]"
-            print(f"  {name:<{width}} {offer.help}{origin}")
+            print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print(
-        "\nSettings of one of them, or of a preset: toyexp plugins NAME; what goes with what: --matrix",
-        flush=True,
-    )
+    say("\nSettings of one of them, or of a preset: toyexp plugins NAME; what goes with what: --matrix")
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
         say(f"not here: {line}")

@@ -6,7 +6,7 @@ They are offered as those of plugins are, and nobody can take over their names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
@@ -14,7 +14,6 @@ from toyexp.contract.command import Arguments, Command, modules_in
 from toyexp.contract.hooks import Register, hookimpl
 
 
-@dataclass
 class Shipped(Command):
     """One of them: a module of toyexp/commands/ says how it is used, HELP, and does it, run."""
 
@@ -24,152 +23,74 @@ class Shipped(Command):
         return import_module(f"toyexp.commands.{self.module}")
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """What `toyexp NAME --help` prints."""
-        return str(self._load().HELP)
+        """What `toyexp NAME --help` prints; a HELP that tells of plugins is a function of the local ones."""
+        told = self._load().HELP
+        return str(told(modules) if callable(told) else told)
+
+    def read(self, words: Sequence[str]) -> Arguments:
+        """Tells the words apart; those that a shell hands over for completion are another command line's, and stay."""
+        return Arguments(set(), {}, list(words), []) if self.takes == "shells" else super().read(words)
 
     def run(self, arguments: Arguments) -> int:
         """Does it; returns the exit code."""
-        code: int = self._load().run(arguments)
-        return code
+        return int(self._load().run(arguments))
 
 
-@dataclass
-class Plugins(Shipped):
-    """What can be asked for, and which plugins and engines are broken."""
-
-    name: ClassVar[str] = "plugins"
-    module: ClassVar[str] = "plugins"
-    switches: ClassVar[Sequence[str]] = ("--matrix",)
-    takes: ClassVar[str] = "names"
-
-
-@dataclass
-class Doctor(Shipped):
-    """Which engines work here, and why the others do not."""
-
-    name: ClassVar[str] = "doctor"
-    module: ClassVar[str] = "doctor"
-    switches: ClassVar[Sequence[str]] = ("--graph", "--numerics")
-    takes: ClassVar[str] = "settings"
+def _shipped(
+    name: str, about: str, switches: str = "", values: Mapping[str, str] | None = None, takes: str = "",
+    module: str = "",
+) -> type[Command]:  # fmt: skip
+    told = {"switches": tuple(switches.split()), "values": values or {}, "takes": takes, "module": module or name}
+    space = {"name": name, "__doc__": about, "__module__": __name__, **told}
+    return cast("type[Command]", make_dataclass(name.title(), [], bases=(Shipped,), namespace=space))
 
 
-@dataclass
-class Parity(Shipped):
-    """Whether several engines compute the same numbers, within tolerances."""
-
-    name: ClassVar[str] = "parity"
-    module: ClassVar[str] = "parity"
-    switches: ClassVar[Sequence[str]] = ("--all", "--json")
-    values: ClassVar[Mapping[str, str]] = {"--loss": "1e-3", "--gradient": "1e-3", "--weights": "1e-3"}
-    takes: ClassVar[str] = "settings"
-
-
-@dataclass
-class Bench(Shipped):
-    """Engines side by side on this machine: their speed, and their memory."""
-
-    name: ClassVar[str] = "bench"
-    module: ClassVar[str] = "bench"
-    switches: ClassVar[Sequence[str]] = ("--baseline", "--no-memory", "--json")
-    values: ClassVar[Mapping[str, str]] = {"--rounds": "7", "--steps": "100"}
-    takes: ClassVar[str] = "settings"
-
-
-@dataclass
-class Eval(Shipped):
-    """The held-out loss of a model in a file."""
-
-    name: ClassVar[str] = "eval"
-    module: ClassVar[str] = "evaluate"
-    switches: ClassVar[Sequence[str]] = ("--json",)
-    values: ClassVar[Mapping[str, str]] = {"--data": "book.txt"}
-
-
-@dataclass
-class Describe(Shipped):
-    """What is in a GGUF file, and what can be done with it here."""
-
-    name: ClassVar[str] = "describe"
-    module: ClassVar[str] = "describe"
-    switches: ClassVar[Sequence[str]] = ("--metadata", "--tensors", "--json")
-    takes: ClassVar[str] = "file"
-
-
-@dataclass
-class Models(Shipped):
-    """The GGUF files on this machine, and what each is good for here."""
-
-    name: ClassVar[str] = "models"
-    module: ClassVar[str] = "models"
-    switches: ClassVar[Sequence[str]] = ("--json",)
-    takes: ClassVar[str] = "directory"
-
-
-@dataclass
-class Generate(Shipped):
-    """Text from a model in a file, as it comes."""
-
-    name: ClassVar[str] = "generate"
-    module: ClassVar[str] = "generate"
-    switches: ClassVar[Sequence[str]] = ("--chat", "--json")
-    values: ClassVar[Mapping[str, str]] = {
-        "--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3",
-        "--tokens": "1", "--top-k": "1", "--seed": "1", "--temperature": "1", "--top-p": "1", "--min-p": "1",
-    }  # fmt: skip
-    takes: ClassVar[str] = "file"
-
-
-@dataclass
-class Export(Shipped):
-    """A model's file again in another type."""
-
-    name: ClassVar[str] = "export"
-    module: ClassVar[str] = "export"
-    switches: ClassVar[Sequence[str]] = ("--force", "--requantize", "--json")
-    values: ClassVar[Mapping[str, str]] = {"--type": "q8_0", "--to": "small.gguf"}
-    takes: ClassVar[str] = "file"
-
-    def usage(self, modules: Sequence[str] = ()) -> str:
-        """With the types of all formats."""
-        from toyexp.contract.registry import load
-
-        return str(self._load().help_text(load(modules)))
-
-
-@dataclass
-class Completion(Shipped):
-    """What makes a shell complete command lines."""
-
-    name: ClassVar[str] = "completion"
-    module: ClassVar[str] = "shells"
-    takes: ClassVar[str] = "shells"
-
-    def read(self, words: Sequence[str]) -> Arguments:
-        """The words as they are: they may be those of another command line."""
-        return Arguments(set(), {}, list(words), [])
-
-
-@dataclass
-class Help(Shipped):
-    """How to use the command line."""
-
-    name: ClassVar[str] = "help"
-    module: ClassVar[str] = "help"
-    takes: ClassVar[str] = ""
-
-    def usage(self, modules: Sequence[str] = ()) -> str:
-        """The page itself."""
-        return str(self._load().page())
-
-
-OWN = (Plugins, Doctor, Parity, Bench, Eval, Describe, Models, Generate, Export, Completion, Help)
+OWN = (
+    _shipped(
+        "plugins", "What can be asked for, and which plugins and engines are broken.", "--matrix", takes="names"
+    ),
+    _shipped(
+        "doctor", "Which engines work here, and why the others do not.", "--graph --numerics", takes="settings"
+    ),
+    _shipped(
+        "parity", "Whether several engines compute the same numbers, within tolerances.", "--all --json",
+        {"--loss": "1e-3", "--gradient": "1e-3", "--weights": "1e-3"}, "settings",
+    ),
+    _shipped(
+        "bench", "Engines side by side on this machine: their speed, and their memory.",
+        "--baseline --no-memory --json", {"--rounds": "7", "--steps": "100"}, "settings",
+    ),
+    _shipped(
+        "eval", "The held-out loss of a model in a file.", "--json", {"--data": "book.txt"}, "file settings",
+        module="evaluate",
+    ),
+    _shipped(
+        "describe", "What is in a GGUF file, and what can be done with it here.", "--metadata --tensors --json",
+        takes="file",
+    ),
+    _shipped("models", "The GGUF files on this machine, and what each is good for here.", "--json", takes="directory"),
+    _shipped(
+        "generate", "Text from a model in a file, as it comes.", "--chat --json",
+        {
+            "--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3",
+            "--tokens": "1", "--top-k": "1", "--seed": "1", "--temperature": "1", "--top-p": "1", "--min-p": "1",
+        },
+        "file",
+    ),
+    _shipped(
+        "export", "A model's file again in another type.", "--force --requantize --json",
+        {"--type": "q8_0", "--to": "small.gguf"}, "file",
+    ),
+    _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
+    _shipped("help", "How to use the command line."),
+)  # fmt: skip
 COMMANDS: Mapping[str, type[Command]] = {command.name: command for command in OWN}
 
 
 @hookimpl
 def register_commands(register: Register) -> None:
     """Offers all of them."""
-    for command in COMMANDS.values():
+    for command in OWN:
         register(command)
 
 

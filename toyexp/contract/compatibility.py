@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from toyexp.base.errors import UserError
+from toyexp.base.words import columns
 from toyexp.contract.data import Data
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
@@ -107,6 +108,4 @@ def table(registry: Registry) -> list[str]:
             reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
     lines = [("recipe", *next(iter(rows.values()), {}))]
     lines += [(recipe, *marks.values()) for recipe, marks in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return [*shown, "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]
+    return [*columns(lines), "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]

@@ -76,6 +76,11 @@ class Offer:
         """The first line of its docstring."""
         return (self.cls.__doc__ or "").strip().splitlines()[0]
 
+    @property
+    def origin(self) -> str:
+        """What stands behind that in a list: where it comes from, if that is not toyexp itself."""
+        return "" if self.package.startswith(f"{OWN} ") else f"  [{self.plugin}, {self.package}]"
+
 
 @dataclass(frozen=True)
 class Problem:

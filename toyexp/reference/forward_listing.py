@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toyexp.base.words import count
+from toyexp.base.words import columns, count
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Ops, Params, Rotary, Tensor
 
@@ -147,17 +147,6 @@ class Listing:
         for letter in self.once.intersection(left):  # what reads tensors alone is done once for all of them
             left.remove(letter)
         return left
-
-
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
-    table = [row for row in rows if len(row) > 1]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
-        lines.append("  ".join(cells).rstrip() if len(row) > 1 else row[0])
-    return lines
 
 
 def listing(model: Model, weights: Iterable[Traced]) -> Listing:

@@ -48,12 +48,14 @@ class Inputs:
         self._memories: list[Memory] = []
         self._known: dict[Any, Node] = {}
         self._from_batch: list[tuple[Node, Callable[[Batch], np.ndarray]]] = []
-        self._below: dict[str, int] = {}
+        self._held: dict[str, int] = {}  # what every session holds the batch's ids below
+        self._below: dict[str, int] = {}  # where that is not enough for a table
         self.batch: dict[str, Any] = {}  # a Node, or Ids
 
     def add(self, name: str, spec: InputSpec, rows: int) -> None:
         """Makes the tensor of one array of the batch."""
         shape = (rows, *spec.shape)
+        self._held[name] = spec.below or 2**31
         if spec.dtype == "int32":
             node = self._make((math.prod(shape),), np.int32)
             self.batch[name] = Ids(name, node, shape)
@@ -122,7 +124,8 @@ class Inputs:
 
     def _keep_below(self, name: str, below: int) -> None:
         # ggml ends the process at an id that is out of range.
-        self._below[name] = min(below, self._below.get(name, below))
+        if below < self._held[name]:
+            self._below[name] = min(below, self._below.get(name, below))
 
     def places(self, n: int, classes: int) -> Node:
         """Where each target's entry lies in logits [n, classes] laid out flat."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from toyexp.base.errors import PluginFailed, RunFailed, ToyexpError
+from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError
 from toyexp.base.memory import running_out
 from toyexp.base.packages import broken_requirement
 from toyexp.base.signals import hidden_interrupt
 from toyexp.base.words import short
 
+T = TypeVar("T")
 LIMIT = 300  # characters of what an exception says
 
 
@@ -61,8 +63,28 @@ def blamed(who: str, when: str, log: Path | None = None, **others: object) -> It
         raise failure(guilty, when, error, log) from error.__cause__ if told(error) else error
 
 
+def asked(who: str, when: str, wanted: type, call: Callable[[], T], log: Path | None = None, **others: object) -> T:
+    """What a plugin answers, `blamed` for what it raises, and for what is nothing of the `wanted` class."""
+    with blamed(who, when, log, **others):
+        found = call()
+    if not isinstance(found, wanted):
+        raise PluginFailed(f"{who} failed {when}: it gave {type(found).__name__}, expected a {wanted.__name__}")
+    return found
+
+
+@contextlib.contextmanager
+def batches_of(data: str, when: str) -> Iterator[None]:
+    """Names the data whose batch a session refuses."""
+    try:
+        yield
+    except BadBatch as error:
+        raise PluginFailed(f"data.{data} {when}: {error}") from error
+
+
 def _guilty(error: BaseException, others: dict[str, object]) -> str | None:
     """The kind and name of whichever of `others` has the innermost frame of all in its module."""
-    modules = {type(part).__module__: f"{kind}.{getattr(part, 'name', '?')}" for kind, part in others.items()}
+    modules = {
+        type(part).__module__: f"{kind}.{getattr(part, 'name', type(part).__name__)}" for kind, part in others.items()
+    }
     frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return modules.get(str(frames[-1])) if frames else None

@@ -42,6 +42,10 @@ class SessionError(ToyexpError):
     """A session used out of order or with a wrong tensor: names what was expected and what came."""
 
 
+class BadBatch(SessionError):
+    """A batch that is not what its plan says: whoever knows whose data it is names them."""
+
+
 class RunFailed(ToyexpError):
     """A run that started and could not go on, such as one whose loss became NaN."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from toyexp.base.blame import asked
 from toyexp.base.errors import UserError, choose
 from toyexp.config.restored import is_checkpoint
 from toyexp.config.trust import require_plugins
@@ -62,7 +64,10 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
 def kind_of(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
     classes = [cast("type[Data]", offer.cls) for offer in registry.offers["data"].values()]
-    fits = {cls: cls.recognises(path) for cls in classes}
+    fits: dict[type[Data], int] = {
+        cls: asked(f"data.{cls.name}", f"while it looked at {path}", int, partial(cls.recognises, path))
+        for cls in classes
+    }
     readable = of_kind(model.reads, registry)
     best = max(classes, key=lambda cls: (fits[cls] > 0, cls.name in readable, fits[cls]))
     if not fits[best]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toyexp.base.blame import batches_of
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
@@ -18,6 +19,7 @@ from toyexp.config.request import Request
 from toyexp.config.restored import file_of, origin
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
+from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model
@@ -124,10 +126,12 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     dataset = _opened(built, model, path)
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
-    plan = frozen_plan(model, path, Setup(batches.inputs, built.settings.batch_size))
+    inputs = model.reads.held(batches.inputs, dataset.vocab)
+    plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size))
     check_plan(plan, built.engine, TO_EVALUATE)
     built.engine.check_plan(plan)
-    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
+    naming = batches_of(built.data.name, "was refused")
+    with naming, running_out(TO_EVALUATE), built.engine.realize(plan) as session:
         session.build()
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
@@ -174,7 +178,7 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
     """The data; UserError for what the file's model cannot read."""
     if reason := unread(str(path), model.reads, built.data):
         raise UserError(reason)
-    dataset = built.data.open(path if model.reads.text else None)
+    dataset = open_data(built.data, path if model.reads.text else None)
     if model.reads.text and dataset.vocab > model.settings().get("vocab", dataset.vocab):
         raise UserError(f"{path}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
     metadata = opened(str(path)).metadata

@@ -19,6 +19,7 @@ import numpy as np
 
 from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError, printable
+from toyexp.contract.data import open_data
 from toyexp.contract.format import Format
 from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.recipe import Setup, start
@@ -116,8 +117,7 @@ def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]
 
     model, data, recipe = saved_parts(plain, registry)
     base = recipe.base_file()
-    with blamed(f"data.{data.name}", "while it was opened"):
-        dataset = data.open(recipe.vocabulary())
+    dataset = open_data(data, recipe.vocabulary())
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
     whole = model_of(base, registry, recipe.reads) if base else fitted

@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toyexp.base.blame import asked
+from toyexp.base.errors import PluginFailed
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Kind
 from toyexp.contract.planned import Planned
@@ -46,3 +49,12 @@ class Data(ABC):
     def warnings(self, planned: Planned) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
+
+
+def open_data(data: Data, vocabulary: Path | None) -> Dataset:
+    """The opened data; PluginFailed for what is none, or has no ids."""
+    who = f"data.{data.name}"
+    dataset = asked(who, "while it was opened", Dataset, lambda: data.open(vocabulary))
+    if not isinstance(dataset.vocab, Integral) or dataset.vocab < 1:
+        raise PluginFailed(f"{who}: its vocab is {dataset.vocab!r}; ids run from 0 to vocab - 1, so it is 1 or above")
+    return dataset

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self, final
 
 import numpy as np
 
-from toyexp.base.errors import SessionError, choose, printable
+from toyexp.base.errors import BadBatch, SessionError, choose, printable
 from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.optimiser import AdamW
@@ -180,7 +180,7 @@ class Session(ABC):
         numbers = _for_groups(self.plan, numbers)
         micros = self._micro_batches(batch)
         if len(micros) != self.plan.accumulate:
-            raise SessionError(
+            raise BadBatch(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
         self._prepare_state()
@@ -197,7 +197,7 @@ class Session(ABC):
                 total += self.do_loss(micro)
                 weight += float(micro["weights"].sum(dtype=np.float64))
         if not 0 < weight < math.inf:
-            raise SessionError(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
+            raise BadBatch(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
         return total / weight
 
     @final
@@ -373,11 +373,13 @@ class Session(ABC):
         micros = self._cut(batch)
         total = batch["weights"].sum(dtype=np.float64)
         if not 0 < total < math.inf:
-            raise SessionError(f"a batch whose targets weigh {total:g} in all has no loss")
+            raise BadBatch(f"a batch whose targets weigh {total:g} in all has no loss")
         return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows = self.plan.rows
+        if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
+            raise BadBatch("a batch is a mapping of names to numpy's arrays, and this is none")
         missing = {n: s for n, s in self.plan.inputs.items() if s.optional and n not in batch}
         if missing and "targets" in batch:
             count = len(batch["targets"])
@@ -385,25 +387,27 @@ class Session(ABC):
         self._check_batch(batch)
         count = len(batch["targets"])
         if count % rows:
-            raise SessionError(f"a batch of {count} rows does not divide into micro-batches of {rows}")
+            raise BadBatch(f"a batch of {count} rows does not divide into micro-batches of {rows}")
         return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)]
 
     def _check_batch(self, batch: Batch) -> None:
         for name in self.plan.inputs:
             if name not in batch:
-                raise SessionError(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+                raise BadBatch(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
         for name, spec in self.plan.inputs.items():
             array = batch[name]
             if array.shape[1:] != spec.shape or array.dtype != spec.dtype:
-                raise SessionError(
+                raise BadBatch(
                     f"batch[{name!r}]: expected [rows, {', '.join(map(str, spec.shape))}] {spec.dtype}, "
                     f"got {list(array.shape)} {array.dtype}"
                 )
             if len(array) != len(batch["targets"]):
-                raise SessionError(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
+                raise BadBatch(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
             if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
                 wrong = array[(array < 0) | (array >= spec.below)][0]
-                raise SessionError(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
+                raise BadBatch(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
+            if not spec.optional and array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise BadBatch(f"batch[{name!r}] holds numbers that are NaN or infinite")
 
     def _padded_logits(self, batch: Batch) -> np.ndarray:
         padded, kept = self._pad(batch)

@@ -6,8 +6,8 @@ Whatever depends on the kind asks it here, so that a plugin can bring another on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,11 @@ class Kind:
         """The arrays of a batch of sequences, each [context] a row: ids, the targets after them, their weights."""
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
+
+    def held(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
+        """The arrays of a batch, whose ids and targets are below `vocab` or what they say themselves."""
+        ids = self.sequence, "targets"
+        return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 
     def figures(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[Figure]:
         """What else follows from a held-out loss, in nats a target; a model's own scores stand beside it."""

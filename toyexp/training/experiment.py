@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from toyexp.base.blame import blamed
+from toyexp.base.blame import asked, blamed
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
 from toyexp.contract.compatibility import refusal, unread
+from toyexp.contract.data import open_data
+from toyexp.contract.dataset import Batches
 from toyexp.contract.engine import Session
-from toyexp.contract.plan import optimised
+from toyexp.contract.model import Model
+from toyexp.contract.plan import Plan, optimised
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.run import Best, Run
@@ -43,8 +47,7 @@ def prepare(config: Config) -> Prepared:
     bus = Bus(config.callbacks, config.by_default)
     with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
         vocabulary = recipe.vocabulary()
-    with blamed(f"data.{config.data.name}", "while it was opened"):
-        dataset = config.data.open(vocabulary)
+    dataset = open_data(config.data, vocabulary)
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
@@ -56,18 +59,19 @@ def prepare(config: Config) -> Prepared:
             f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
             "leave data.tokenizer out, which is then the base's own"
         )
-    with blamed(f"model.{config.model.name}", "while it was fitted to the data", data=config.data):
-        fitted = config.model.fit(dataset)
-        batches = fitted.batches(dataset, settings.batch_size, settings.seed)
+    who, when = f"model.{config.model.name}", "while it was fitted to the data"
+    fitted = asked(who, when, Model, lambda: config.model.fit(dataset), data=config.data)
+    make = partial(fitted.batches, dataset, settings.batch_size, settings.seed)
+    batches = asked(who, when, Batches, make, data=config.data)
     model = config.base or fitted
     if settings.checkpoint_best is not None:
         model.require_metric("checkpoint_best", settings.checkpoint_best)
     setup = Setup(
-        batches.inputs, settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
+        model.reads.held(batches.inputs, dataset.vocab),
+        settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
-    with blamed(f"recipe.{recipe.name}", "while it planned", model=model):
-        plan = recipe.plan(model, setup)
+    plan = asked(f"recipe.{recipe.name}", "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
     optim = optim.settled(model.optim_mode or recipe.optim_mode)
     with blamed(f"optim.{optim.name}", "while it took its tensors"):
         plan = optimised(plan, optim, settings.lr)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toyexp.base.blame import blamed
+from toyexp.base.blame import batches_of, blamed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
 from toyexp.contract.run import Run
@@ -53,6 +53,7 @@ class Training:
         try:
             with self._blamed("data"):
                 self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
+                len(self._held_out)  # what has no length is no sequence
             yield from self._steps(before, began)
         except Exception:
             outcome.seconds = before + time.perf_counter() - began
@@ -89,12 +90,15 @@ class Training:
         except Exception as error:
             log.error("what was trained could not be saved: %s", error)
 
-    def _blamed(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Tells what goes wrong inside as an error of the run's data, or of its engine or model."""
-        run = self.run
-        name = run.engine if kind == "engine" else dict(run.config.get(kind, {})).get("name", "?")
-        others = {"model": run.plan.model} if kind == "engine" else {}
-        return blamed(f"{kind}.{name}", f"at step {self.bus.step}", self.bus.log, **others)
+    @contextlib.contextmanager
+    def _blamed(self, kind: str) -> Iterator[None]:
+        """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
+        run, plan, when = self.run, self.run.plan, f"at step {self.bus.step}"
+        names = {"engine": run.engine} | {k: dict(run.config.get(k, {})).get("name", "?") for k in ("data", "optim")}
+        rule = next((group.rule for group in plan.updates), None)
+        others = {"model": plan.model, "optim": rule} if kind == "engine" else {}
+        with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
+            yield
 
     def _step(self) -> Asks[tuple[dict[str, float], Batch]]:
         run, step = self.run, self.outcome.steps

@@ -1,0 +1,175 @@
+"""What a plugin answers and should not: one line that names the plugin, whatever the engine, and no traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from toyexp.commands.line import main
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import TOKENS, Batches, Data, TokenDataset, hookimpl
+from toyexp_data.digits import Digits
+
+WRONG = {
+    "negative": lambda b: b["tokens"].__setitem__((0, 0), -1),
+    "beyond": lambda b: b["targets"].__setitem__((0, 0), 50),
+    "shape": lambda b: b.update(targets=b["targets"][:, 1:]),
+    "rows": lambda b: b.update({k: v[1:] for k, v in b.items()}),
+    "weights": lambda b: b["weights"].__setitem__((0, 0), np.nan),
+    "list": lambda b: b.update(tokens=b["tokens"].tolist()),
+    "pixels": lambda b: b["images"].__setitem__((0, 0, 0, 0), np.nan),
+}
+
+
+class Wrong(Batches):
+    def __init__(self, batches, at, late):
+        self._batches, self._at, self._late, self.inputs = batches, at, late, batches.inputs
+
+    def _spoilt(self, batch):
+        WRONG[self._at](batch)
+        return batch
+
+    def batch(self, k):
+        batch = self._batches.batch(k)
+        return self._spoilt(batch) if k == 2 and not self._late else batch
+
+    def held_out(self):
+        if self._at == "nothing":
+            return None
+        return [self._spoilt(b) for b in self._batches.held_out()] if self._late else self._batches.held_out()
+
+
+def spoil(dataset, data):
+    make = dataset.batches
+    if data.at in WRONG or data.at == "nothing":
+        dataset.batches = lambda *given: Wrong(make(*given), data.at, data.late)
+    elif data.at == "batches":
+        dataset.batches = lambda *given: None
+    return dataset
+
+
+@dataclass
+class Odd(Data):
+    "Data that answers something else."
+    name: ClassVar[str] = "odd"
+    gives: ClassVar = TOKENS
+
+    at: str = ""
+    late: bool = False
+    vocab: int = 50
+
+    @classmethod
+    def recognises(cls, path):
+        raise KeyError("no such")
+
+    def check(self):
+        pass
+
+    def open(self, vocabulary):
+        ids = np.random.default_rng(0).integers(0, 50, 5000).astype(np.int32)
+        return None if self.at == "open" else spoil(TokenDataset(ids[500:], ids[:500], None, self.vocab, 4, {}), self)
+
+
+@dataclass
+class OddDigits(Digits):
+    "Images that are none."
+    name: ClassVar[str] = "odd_digits"
+
+    at: str = ""
+    late: bool = False
+
+    def open(self, vocabulary):
+        return spoil(super().open(vocabulary), self)
+
+
+@hookimpl
+def register_data(register):
+    register(Odd)
+    register(OddDigits)
+"""
+NOOP = ["plugins=[toyexp.testing.null,odd_plugin]", "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16",
+        "model.n_layers=1", "model.context=16", "steps=6", "eval_every=4", "callbacks=[gguf_export]",
+        "hydra.run.dir=run"]  # fmt: skip
+IMAGES = ["experiment=vit_digits", "data=odd_digits"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("odd_plugin.py").write_text(PLUGIN)
+
+
+def told(capsys, *words):
+    """The one line with which a command line fails."""
+    capsys.readouterr()
+    assert main(list(words)) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("toyexp: error: ")
+
+
+def run_told(capsys, *words):
+    """The same of a run that computes nothing."""
+    given = {word.partition("=")[0]: word for word in [*NOOP, *words]}
+    return told(capsys, *(word for word in given.values() if "experiment" not in given or "model." not in word))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["data.at=open"], ["while it was opened", "NoneType", "Dataset"]),
+        (["data.vocab=0"], ["vocab is 0", "1 or above"]),
+        (["data.vocab=-3"], ["vocab is -3"]),
+    ],
+)
+def test_data_that_are_none_are_named_before_anything_is_made(words, wanted, capsys):
+    line = run_told(capsys, "data=odd", *words)
+    assert line.startswith("data.odd") and all(word in line for word in wanted)
+    assert not Path("run").exists()
+
+
+def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
+    line = run_told(capsys, "data=odd", "data.at=batches")
+    assert "model.llama failed while it was fitted to the data" in line and "Batches" in line
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ("negative", "batch['tokens']: -1 is not one of 0..49"),
+        ("beyond", "batch['targets']: 50 is not one of 0..49"),
+        ("shape", "batch['targets']: expected [rows, 16] int32, got [8, 15]"),
+        ("rows", "7 rows"),
+        ("weights", "batch['weights'] holds numbers that are NaN"),
+        ("list", "arrays"),
+    ],
+)
+def test_a_wrong_batch_is_its_datas_fault_and_not_the_engines(at, wanted, late, capsys):
+    line = run_told(capsys, "data=odd", f"data.at={at}", f"data.late={late}")
+    assert line.startswith(f"data.odd at step {0 if late else 3}: ") and wanted in line
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pixels_that_are_no_numbers_are_their_datas_fault(late, capsys):
+    line = run_told(capsys, *IMAGES, "data.at=pixels", f"data.late={late}")
+    assert line.startswith(f"data.odd_digits at step {0 if late else 3}: batch['patches'] holds numbers that are NaN")
+
+
+def test_held_out_batches_that_are_no_sequence_are_told(capsys):
+    assert run_told(capsys, "data=odd", "data.at=nothing").startswith("data.odd failed at step 0: TypeError")
+
+
+def test_eval_names_the_data_too(capsys):
+    assert main([*NOOP, "steps=1"]) == 0
+    Path("x.txt").write_text("words")
+    given = ["eval", "run", "plugins=[toyexp.testing.null,odd_plugin]", "engine=noop"]
+    assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed while it looked at x.txt: KeyError")
+    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd failed while it was opened")
+    line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
+    assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line

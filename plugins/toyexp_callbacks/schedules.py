@@ -32,7 +32,8 @@ class WarmupSchedule(Schedule):
             raise UserError(f"callbacks.{self.name}.warmup={self.warmup}: must be 0 or above")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That the run ends in its warm-up."""
+        """That the run ends in its warm-up, beside what any schedule warns of."""
+        yield from super().warnings(planned)
         if self.scales == "lr" and self.warmup >= planned.steps:
             yield (
                 f"callbacks.{self.name}.warmup={self.warmup}: the run has {planned.steps} steps, in which the learning "

@@ -122,5 +122,5 @@ class Watch(Callback):
             self._diverging(run, step, "held-out loss", metrics["loss"], self._held_out)
 
     def _diverging(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:
-        text = f"step {step}: the {what} has climbed from {climb.best:.4f} to {loss:.4f}; try a lower lr"
+        text = f"step {step}: the {what} has climbed from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
         run.emit("warning", about="divergence", step=step, loss=loss, best=climb.best, text=text)

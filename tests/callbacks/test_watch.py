@@ -19,6 +19,8 @@ class TestWatch(CallbackSuite):
 class Told:
     """A run that notes what it is warned of."""
 
+    remedy = "try a lower lr"
+
     def __init__(self, watch=None):
         self.watch, self.warnings, self.step = watch or Watch(), [], 0
 

@@ -184,6 +184,20 @@ def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, c
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
 
 
+def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys):
+    """So that the first pattern that fits is the one that was typed; a file's setting of the same name is kept."""
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    groups = "optim: {groups: {'*attn*': {lr: 1}, '*': {weight_decay: 0.5}}}\n"
+    (tmp_path / "own/experiment/mine.yaml").write_text("# @package _global_\n" + groups)
+    words = ["--config-dir", "own", "experiment=mine", "optim.groups={*: {lr: 0.5}, blk.0.*: {frozen: true}}"]
+    run, _ = run_once(*words, *SMALL, "steps=1", "engine=cpu", "callbacks=[]")
+    capsys.readouterr()
+    assert main(["--cfg", "job", "--package", "optim.groups", *words]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    for found in (yaml.safe_load((run / "config.yaml").read_text())["optim"]["groups"], shown):
+        assert list(found) == ["*", "blk.0.*", "*attn*"] and found["*"] == {"weight_decay": 0.5, "lr": 0.5}
+
+
 def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_path, capsys):
     line = ["-m", "sweep.isolate=false", *SMALL, "engine=cpu", "steps=1", "callbacks=[]"]
     assert main([*line, "model.n_layers=1,2", "seed=3,4"]) == 0

@@ -67,6 +67,20 @@ IDLE = {
     "no more than a warm-up by default": (
         "steps=5 eval_every=5", ["callbacks.cosine.warmup=5: the run has 5 steps"], "steps=6 eval_every=5",
     ),
+    "groups that change nothing": (
+        "optim.groups={*attn_q*:{frozen:true,lr:1},*attn*:{lr:1},*attn_k*:{lr:2},*norm*:{weight_decay:1}} "
+        "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
+        ["callbacks.linear.scales=weight_decay: scales optim.weight_decay=0",
+         "optim.groups: *attn_q*: lr=1: they are frozen", "optim.groups: *attn_k*: *attn* takes all its tensors",
+         "optim.groups: *norm*: weight_decay=1: norms"],
+        "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
+        "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
+    ),
+    "a momentum that is none": (
+        "optim=sgd optim.momentum=0 callbacks=[default,linear] callbacks.linear.scales=momentum",
+        ["callbacks.linear.scales=momentum: scales optim.momentum=0"],
+        "optim=sgd callbacks=[default,linear] callbacks.linear.scales=momentum",
+    ),
     "no plateau, no adapter, no draw": (
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
         "callbacks.sample.temperature=0 callbacks.sample.top_p=0.5",

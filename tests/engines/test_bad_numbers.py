@@ -70,6 +70,14 @@ def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_
         assert step < last["step"], "what was saved came before it"
 
 
+@pytest.mark.parametrize(("key", "usual"), [("lr", "0.003"), ("weight_decay", "0")])
+def test_what_a_group_has_higher_than_the_run_is_named_where_numbers_go_bad(key, usual, capsys, tmp_path):
+    groups = f"optim.groups={{*norm*: {{{key}: {usual}}}, *: {{{key}: 1e30}}}}"
+    code, _, err, _ = run(capsys, "ggml", *SMALL, "steps=5", "eval_every=0", "checkpoint_every=0", groups)
+    assert code == 1
+    assert f"; try a lower {key} of optim.groups: * (it was 1e+30), lr (it was 0.003), optim.grad_clip=1" in err
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """A reader that takes weights as they are: a model whose numbers went bad in another way than its file's."""

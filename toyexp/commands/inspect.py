@@ -1,4 +1,4 @@
-"""What Hydra knows, shown without running: --cfg, --info and --hydra-help."""
+"""A configuration, and what Hydra knows of it, shown without running: --cfg, --info and --hydra-help."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
 
 
-def inspect(flags: Mapping[str, str], settings: Sequence[str], request: Request) -> int:
-    """Has Hydra show what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
+def inspect(flags: Mapping[str, str], request: Request) -> int:
+    """Shows what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
     import hydra
 
     from toyexp.config.build import in_plain_words
 
+    settings: Sequence[str] = ()
     if "--hydra-help" not in flags:
         composed = request.compose()
-        if "--package" in flags:
-            _require_node(composed, flags["--package"])
-    words = [w for f, v in flags.items() if not f.startswith(("--config", "--multirun"))
-             for w in ([f] if FLAGS[f] is None else [f, v])]  # fmt: skip
+        if "--cfg" in flags:
+            print(_composed(composed, flags), end="")
+            return 0
+        settings = composed.every.in_lists(composed.given)
+    words = [w for f, v in flags.items() if not f.startswith("--config") for w in ([f] if FLAGS[f] is None else [f, v])]
     source = request.source
     show = hydra.main(version_base="1.3", config_path=str(source.directory), config_name=source.name)(lambda cfg: None)
     try:
@@ -56,15 +58,23 @@ def _as_command_line(words: Sequence[str]) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _require_node(composed: Composed, key: str) -> None:
-    """Raises UserError when the config has no part of that name."""
-    from omegaconf import OmegaConf
+def _composed(composed: Composed, flags: Mapping[str, str]) -> str:
+    """The configuration, or the part that --package names, as Hydra shows it; UserError where there is no such part."""
+    from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from toyexp.config.build import in_plain_words
+
+    cfg, package = composed.cfg, flags.get("--package")
+    shown = {"job": set(cfg) - {"hydra"}, "hydra": {"hydra"}, "all": set(cfg)}[flags["--cfg"]]
+    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key in shown])
     try:
-        found = OmegaConf.select(composed.cfg, key)
-    except OmegaConfBaseException:
-        found = None
-    if found is None:
-        known = map(str, composed.cfg)
-        raise UserError(f"--package {key}: the config has no such part; {choose(key, known)}")
+        node = OmegaConf.select(cfg, package) if package not in (None, "_global_") else cfg
+        if "--resolve" in flags:
+            OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise in_plain_words(f"--cfg {flags['--cfg']}", error) from None
+    if node is None:
+        raise UserError(f"--package {package}: the config has no such part; {choose(str(package), map(str, cfg))}")
+    head = "" if node is cfg else f"# @package {package}\n"
+    return head + OmegaConf.to_yaml(node) if isinstance(node, Container) else f"{node}\n"

@@ -90,7 +90,7 @@ def run(words: Sequence[str]) -> int:
     check_flags(flags, resume)
     if flags.keys() & SHOWING:
         status("")
-        return inspect(flags, settings, request)
+        return inspect(flags, request)
     if "--multirun" in flags or "sweep.resume" in request.values:
         return sweep(flags, request)
     _require_one_run(request)

@@ -58,13 +58,16 @@ class Keys:
         """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
         return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))
 
+    def holds_names(self, key: str) -> bool:
+        """Whether a setting holds names with values: optim.groups={token_embd.weight: {lr: 0.001}}."""
+        return any(typing.get_origin(t) is dict for t in self.types(key))
+
     def in_lists(self, typed: Sequence[Override]) -> list[str]:
         """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
         words = []
         for override in typed:
             key, equals, value = str(override.input_line).partition("=")
-            held = self.types(override.key_or_group) if equals else set()
-            if "." in key and any(typing.get_origin(t) is dict for t in held) and key[0] != "+":
+            if equals and "." in key and self.holds_names(override.key_or_group) and key[0] != "+":
                 key = f"++{key}"
             elif isinstance(value_of(override), str | int | float) and self.holds_list(override.key_or_group):
                 value = f"[{value}]"

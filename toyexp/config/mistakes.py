@@ -6,7 +6,6 @@ Nothing of it is imported by a run that is asked for as it should be.
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -314,15 +313,11 @@ def _choice(kind: str, value: Any) -> str:
 def _misshapen(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
     """What a file gives one value, or a list, where there are names with values; or names where there is a list."""
     for key, value in ((f"{where}{name}", value) for name, value in held.items() if value is not None):
-        names = key in keys.classes or key == "callbacks" or _maps(key, keys)
+        names = key in keys.classes or key == "callbacks" or keys.holds_names(key)
         if isinstance(value, dict) != names and (names or keys.holds_list(key)):
             yield key, value
         elif isinstance(value, dict):
             yield from _misshapen(value, keys, f"{key}.")
-
-
-def _maps(key: str, keys: Keys) -> bool:
-    return any(typing.get_origin(t) is dict for t in keys.types(key))
 
 
 def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
@@ -354,7 +349,7 @@ def _of_a_value(error: Exception, key: str | None, given: Sequence[Override], re
     same = [o for o in given if o.key_or_group == key]  # it may be there twice
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
     label = guilty[-1].input_line if guilty else key or "the config"
-    if key and _maps(key, Keys.of(registry)):
+    if key and Keys.of(registry).holds_names(key):
         return UserError(f"{label}: takes names with values, in braces: {key}={{name: value}}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)

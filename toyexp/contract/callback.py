@@ -80,6 +80,13 @@ class Schedule(Callback):
                 f"{choose(self.scales, known)}"
             )
 
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That what it scales is 0."""
+        groups = planned.plan.updates
+        values = [getattr(g if self.scales == "weight_decay" else g.rule, self.scales, 0) for g in groups]
+        if self.scales != "lr" and not any(values):
+            yield f"callbacks.{self.name}.scales={self.scales}: scales optim.{self.scales}=0, which stays 0"
+
     @hookimpl
     def lr(self, run: Run, step: int, steps: int) -> float | None:
         """The base learning rate times `factor`."""

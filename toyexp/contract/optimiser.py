@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -82,9 +83,9 @@ class Group:
 def scalable(rule: Rule) -> set[str]:
     """The settings of a rule that a schedule can scale: weight_decay, and those that a step's numbers follow from."""
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
-    halves = {k: dataclasses.replace(rule, **{k: v / 2}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
+    others = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
     usual = dict(rule.numbers(3, 0.1, 0.1))
-    return {"weight_decay"} | {k for k, half in halves.items() if dict(half.numbers(3, 0.1, 0.1)) != usual}
+    return {"weight_decay"} | {k for k, other in others.items() if dict(other.numbers(3, 0.1, 0.1)) != usual}
 
 
 @dataclass
@@ -204,6 +205,10 @@ class Optimiser(Rule):
             raise UserError(f"optim.accumulate={self.accumulate}: must be at least 1")
         for pattern, own in self.groups.items():
             _check_group(pattern, own)
+
+    def group_of(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
+        """The first pattern of `groups` that fits a tensor, and what it gives it; nothing where none does."""
+        return next(((p, own) for p, own in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def require(self, name: str, low: float, below: float = math.inf) -> None:
         """Raises UserError unless the named setting is a number from `low`, and below `below`."""

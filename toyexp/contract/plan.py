@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -199,8 +199,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     """
     rules, names, own = optimiser.rules(), [t.name for t in plan.trainable], {}
     for name in names:
-        pattern = next((p for p in optimiser.groups if fnmatchcase(name, p)), None)
-        own[name] = dict(optimiser.groups[pattern]) if pattern else {}
+        own[name] = dict(optimiser.group_of(name)[1])
     for pattern in optimiser.groups:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             hint = choose(pattern, names) if len(names) < 20 else f"such as {names[0]}"
@@ -220,6 +219,21 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     for rule in rules:
         _check_rule(rule, lr)
     return replace(plan, tensors=tensors, groups=grouped(trainable, rules, optimiser.weight_decay, own))
+
+
+def idle_groups(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
+    """A sentence for each part of `optim.groups` that changes nothing in the plan which was `optimised` by them."""
+    trained = [t for t in plan.tensors if t.trainable or optimiser.group_of(t.name)[1].get("frozen")]
+    for pattern, own in optimiser.groups.items():
+        key = f"optim.groups: {printable(pattern)}"
+        tensors = [t for t in trained if fnmatchcase(t.name, pattern)]
+        takers = [optimiser.group_of(t.name)[0] for t in tensors]
+        if takers and pattern not in takers:
+            yield f"{key}: {printable(takers[0])} takes all its tensors; the first that fits counts: put it before that"
+        elif own.get("frozen"):
+            yield from (f"{key}: {name}={value}: they are frozen" for name, value in own.items() if name != "frozen")
+        elif own.get("weight_decay") and not any(t.decays for t in tensors):
+            yield f"{key}: weight_decay={own['weight_decay']}: norms and biases never decay"
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -76,6 +76,15 @@ class Run:
             except RunFailed as error:
                 raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
 
+    @property
+    def remedy(self) -> str:
+        """What to try where the loss blows up: a lower lr, after what `optim.groups` has higher than the run."""
+        optim = self.config.get("optim", {})
+        usual = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
+        own = [(p, name, v) for p, mine in optim.get("groups", {}).items() for name, v in mine.items() if name in usual]
+        higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in own if v > usual[name]]
+        return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
+
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""
         if self.bus is not None:

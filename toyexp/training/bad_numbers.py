@@ -10,12 +10,12 @@ from toyexp.contract.engine import Session
 from toyexp.contract.run import Run
 
 
-def gave_up(run: Run, place: str, what: str, lr: float, batch: Batch, in_a_row: int) -> RunFailed:
+def gave_up(run: Run, place: str, what: str, batch: Batch, in_a_row: int) -> RunFailed:
     """The error of the run's last step, with the first tensor that is no number and what may help."""
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
     skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
     first = first_bad_tensor(run.session, batch)
-    return RunFailed(f"{place}: {what}{skipped}; {first}; try a lower lr (it was {lr:g}), optim.grad_clip=1{skip}")
+    return RunFailed(f"{place}: {what}{skipped}; {first}; {run.remedy}, optim.grad_clip=1{skip}")
 
 
 def first_bad_tensor(session: Session, batch: Batch) -> str:

@@ -158,7 +158,7 @@ def _live(
             run, bus, prepared.batches, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).train()  # fmt: skip
-        reason, bad = outcome.reason, bad_end(outcome)
+        reason, bad = outcome.reason, bad_end(run, outcome)
     except BaseException as caught:
         error, reason = caught, reason_of(caught)
         raise

@@ -178,7 +178,7 @@ class Training:
             run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
         self._whole = False
-        raise gave_up(run, place, what, metrics["lr"], batch, in_a_row)
+        raise gave_up(run, place, what, batch, in_a_row)
 
 
 class _Stopped(BaseException):

@@ -13,7 +13,7 @@ from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
-from toyexp.contract.plan import Plan
+from toyexp.contract.plan import Plan, idle_groups
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.run import Best
@@ -45,7 +45,8 @@ class Config:
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
-        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned))]
+        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned)),
+                *idle_groups(planned.plan, self.optim)]  # fmt: skip
 
 
 FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change

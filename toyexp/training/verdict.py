@@ -16,6 +16,7 @@ from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
 from toyexp.base.words import count, short
 from toyexp.base.writing import bytes_in
+from toyexp.contract.run import Run
 from toyexp.training.checkpoint import steps
 from toyexp.training.outcome import Outcome
 from toyexp.training.parts import Prepared, Result
@@ -24,13 +25,13 @@ from toyexp.training.rundir import RunDir
 log = logging.getLogger("toyexp")
 
 
-def bad_end(outcome: Outcome) -> RunFailed | None:
+def bad_end(run: Run, outcome: Outcome) -> RunFailed | None:
     """What is wrong with a model whose last eval gave no number."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     return RunFailed(
         f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
-        "try a lower lr, or optim.grad_clip=1"
+        f"{run.remedy}, or optim.grad_clip=1"
     )
 
 

@@ -100,13 +100,10 @@ class Update:
                 if fused:
                     graph.want(fused(graph, w, g, state, numbers))
                     continue
-                new, new_state = group.rule.update(ops, w, g, state, n)
-                results = [(new, w), *((node, state[slot]) for slot, node in new_state.items())]
-                before = [target for _, target in results]
-                results = [(graph.scale(n, 1.0) if any(n is b for b in before) else n, t) for n, t in results]
-                for node, _ in results:  # all are worked out before the first of them replaces what others read
+                results = group.rule.results(ops, w, g, state, n)
+                for node in results:  # all are worked out before the first of them replaces what others read
                     graph.want(node)
-                for node, target in results:
+                for node, target in zip(results, (w, *state.values()), strict=True):
                     graph.want(graph.copy_into(node, target))
 
 

@@ -23,24 +23,6 @@ State = Mapping[str, Tensor]
 class TorchArithmetic(Arithmetic):
     """On tensors of any device; a number is a tensor of no axes."""
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
-
-    def sub(self, a: Tensor, b: Tensor) -> Tensor:
-        return a - b
-
-    def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        return a * b
-
-    def div(self, a: Tensor, b: Tensor) -> Tensor:
-        return a / b
-
-    def scale(self, x: Tensor, factor: Tensor | float) -> Tensor:
-        return x * factor
-
-    def shift(self, x: Tensor, amount: Tensor | float) -> Tensor:
-        return x + amount
-
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()
 
@@ -55,12 +37,6 @@ class TorchArithmetic(Arithmetic):
 
     def sum_last(self, x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
-
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.T
-
-    def transpose(self, x: Tensor) -> Tensor:
-        return x.T
 
 
 @dataclass
@@ -123,10 +99,8 @@ class Update:
                 continue
             n = dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
             for w, g, state in self._pieces(stretch):
-                new, new_state = self._formula(rule, w, g, state, n)
-                results = [(new, w), *((values, state[slot]) for slot, values in new_state.items())]
-                before = {id(tensor) for _, tensor in results}
-                for values, target in [(v.clone() if id(v) in before else v, target) for v, target in results]:
+                results = self._formula(rule, w, g, state, n)
+                for target, values in zip((w, *state.values()), results, strict=True):
                     target.copy_(values)
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
@@ -154,8 +128,8 @@ class Update:
             yield self._flat[here], self._grad[here], {slot: v[own] for slot, v in stretch.state.items()}
 
 
-def _formula(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return rule.update(TorchArithmetic(), w, g, state, n)
+def _formula(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
+    return rule.results(TorchArithmetic(), w, g, state, n)
 
 
 def adamw(w: Tensor, g: Tensor, state: State, hp: Sequence[float]) -> None:

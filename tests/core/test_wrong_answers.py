@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batches, Data, TokenDataset, hookimpl
+from toyexp import TOKENS, Batches, Data, Optimiser, TokenDataset, hookimpl
 from toyexp_data.digits import Digits
 
 WRONG = {
@@ -87,10 +87,60 @@ class OddDigits(Digits):
         return spoil(super().open(vocabulary), self)
 
 
+@dataclass
+class OddOptim(Optimiser):
+    "A formula that is none."
+    name: ClassVar[str] = "odd_optim"
+
+    at: str = ""
+
+    def slots(self, shape):
+        return {"m": shape}
+
+    def numbers(self, step, lr, weight_decay):
+        return {"lr": lr}
+
+    def update(self, ops, w, g, state, n):
+        m = ops.blend(g, state["m"], 0.9)
+        new = ops.sub(w, ops.scale(m, n["lr"]))
+        if self.at == "later" and "contract" not in type(w).__module__:
+            raise KeyError("later")
+        answers = {
+            "shape": lambda: (ops.sum(new), {"m": m}),
+            "slot": lambda: (new, {"m": ops.sum_last(m)}),
+            "scalar": lambda: (0.0, {"m": m}),
+            "operators": lambda: (w - 0.1 * g, {"m": m}),
+            "number": lambda: (ops.mul(w, 0.5), {"m": m}),
+            "lost": lambda: (new, {}),
+            "more": lambda: (new, {"m": m, "q": m}),
+            "alone": lambda: new,
+            "backwards": lambda: (ops.add(ops.sum(w), w), {"m": m}),
+            "unknown": lambda: (ops.exp(w), {"m": m}),
+            "raises": lambda: (w, {})[2],
+        }
+        return answers.get(self.at, lambda: (new, {"m": m}))()
+
+
+@dataclass
+class Whole(OddOptim):
+    "Says that each number is by itself, and looks at all."
+    name: ClassVar[str] = "whole"
+    elementwise: ClassVar[bool] = True
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.div(g, ops.mean(w))), dict(state)
+
+
 @hookimpl
 def register_data(register):
     register(Odd)
     register(OddDigits)
+
+
+@hookimpl
+def register_optimisers(register):
+    register(OddOptim)
+    register(Whole)
 """
 NOOP = ["plugins=[toyexp.testing.null,odd_plugin]", "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16",
         "model.n_layers=1", "model.context=16", "steps=6", "eval_every=4", "callbacks=[gguf_export]",
@@ -173,3 +223,35 @@ def test_eval_names_the_data_too(capsys):
     assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd failed while it was opened")
     line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
     assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ("shape", ["gives [1] for the tensor, expected [50, 16]"]),
+        ("slot", ["gives [50, 1] for slot m"]),
+        ("scalar", ["no tensor for the tensor"]),
+        ("operators", ["operator", "ops.scale"]),
+        ("number", ["ops.scale"]),
+        ("lost", ["no tensor for slot m"]),
+        ("more", ["slot q"]),
+        ("alone", ["two things"]),
+        ("backwards", ["[1]", "does not fit"]),
+        ("unknown", ["has no attribute 'exp' (odd_plugin.py, line "]),
+        ("raises", ["IndexError", "(odd_plugin.py, line "]),
+    ],
+)
+def test_an_update_that_no_engine_could_take_is_refused_at_the_plan(at, wanted, capsys):
+    line = run_told(capsys, "data=odd", "model.d_ff=50", "optim=odd_optim", f"optim.at={at}")
+    assert line.startswith("optim.odd_optim") and all(word in line for word in wanted)
+    assert not Path("run").exists()
+
+
+def test_an_elementwise_update_that_looks_at_a_whole_tensor_is_refused(capsys):
+    assert "it says that it is elementwise" in run_told(capsys, "optim=whole")
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine, capsys):
+    line = run_told(capsys, "optim=odd_optim", "optim.at=later", f"engine={engine}")
+    assert line.startswith("optim.odd_optim failed ") and "KeyError: 'later'" in line

@@ -443,8 +443,8 @@ def register_optimisers(register):
     ("at", "code", "told"),
     [
         ("slots", 1, ["optim.raises failed", "KeyError: 'boom'"]),
-        ("list", 2, ["Raises.slots", "must give a shape by name"]),
-        ("nan", 2, ["Raises.numbers", "must be finite numbers"]),
+        ("list", 2, ["optim.raises: ", "must give a shape by name"]),
+        ("nan", 2, ["optim.raises: ", "must be finite numbers"]),
         ("late", 1, ["optim.raises failed at step 3", "KeyError: 'boom'"]),
     ],
 )

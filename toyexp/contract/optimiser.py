@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
 from toyexp.base.bounds import require_float32
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.contract.arithmetic import Arithmetic
+from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes
 from toyexp.contract.ops import Tensor
 
 FROM_SCRATCH = "from_scratch"
@@ -51,6 +51,16 @@ class Rule(ABC):
         """The names of its numbers."""
         return tuple(self.numbers(0, 0.0, 0.0))
 
+    @final
+    def results(
+        self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        """The values of `w` after a step, then those of each slot in order; none is what another of them replaces."""
+        new, new_state = self.update(ops, w, g, state, n)
+        before = (w, *state.values())
+        found = [new, *(new_state[slot] for slot in state)]
+        return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in found]
+
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether it is for that tensor; one that is not goes to the optimiser's next rule."""
         return True
@@ -78,6 +88,28 @@ class Group:
             own = {k: getattr(rule, k) * f for k, f in factors.items() if k != "weight_decay" and k in scalable(rule)}
             rule = dataclasses.replace(rule, **own)  # type: ignore[type-var]
         return np.array([*rule.numbers(step, lr * self.lr_scale, decay).values()])
+
+
+def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
+    """Raises UserError for a rule whose state or update of a tensor of that shape is not what every engine can take."""
+    slots = rule.slots(shape)
+    if not isinstance(slots, Mapping) or any(not s or min(s) < 1 for s in slots.values()):
+        raise UserError(f"its slots of {list(shape)} are {slots!r}; it must give a shape by name")
+    if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
+        raise UserError(f"its slots of {list(shape)} are {slots!r}, and it says that it is elementwise")
+    state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
+    n = dict.fromkeys(rule.names(), Shaped((1,)))
+    found = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise UserError("its update must give two things, the tensor and its state by name")
+    wanted = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
+    given = {"the tensor": found[0], **{f"slot {slot}": x for slot, x in found[1].items()}}
+    for name in wanted | given:
+        there = list(x.shape) if isinstance(x := given.get(name), Shaped) else "no tensor"
+        if (expected := wanted.get(name, ())) != tuple(there):
+            raise UserError(
+                f"its update of {list(shape)} gives {there} for {name}, expected {list(expected) or 'none'}"
+            )
 
 
 def scalable(rule: Rule) -> set[str]:

@@ -15,7 +15,7 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.batch import InputSpec
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Adapted, LowRank, Params, Tensor
-from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule
+from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.contract.values import Values
 
 
@@ -120,6 +120,11 @@ class Plan:
         """The groups of the tensors that train, in the order in which a step's numbers come."""
         return self.groups or grouped(self.trainable, (AdamW(),))
 
+    @property
+    def parts(self) -> dict[str, object]:
+        """Whose code an engine runs beside its own, for `blamed`."""
+        return {"model": self.model, "optim": next((group.rule for group in self.updates), None)}
+
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
         """Each group's numbers for the 0-based `step`; `factors` scale settings of their rules by name."""
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
@@ -216,9 +221,13 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
     trainable = [t for t in tensors if t.trainable]
-    for rule in rules:
-        _check_rule(rule, lr)
-    return replace(plan, tensors=tensors, groups=grouped(trainable, rules, optimiser.weight_decay, own))
+    groups, shapes = grouped(trainable, rules, optimiser.weight_decay, own), {t.name: t.shape for t in trainable}
+    try:
+        for group in groups:
+            _check_group(group, shapes, lr)
+    except UserError as error:
+        raise UserError(f"optim.{optimiser.name}: {error}") from error
+    return replace(plan, tensors=tensors, groups=groups)
 
 
 def idle_groups(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
@@ -258,15 +267,13 @@ def inherited(plan: Plan) -> Mapping[str, Any]:
     return told[0] if told and all(other == told[0] for other in told) else {}
 
 
-def _check_rule(rule: Rule, lr: float) -> None:
-    """Raises UserError for a rule whose slots or numbers are not what a session can hold."""
-    for shape in ((2,), (3, 2)):
-        slots = rule.slots(shape) if rule.takes("blk.0.w", shape) else {}
-        if not isinstance(slots, Mapping) or any(not s or min(s) < 1 for s in slots.values()):
-            raise UserError(f"{type(rule).__name__}.slots({shape}) is {slots!r}; it must give a shape by name")
-    numbers = rule.numbers(0, lr, 0.0)
+def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float) -> None:
+    """Raises UserError for a rule whose numbers, slots or update are not what a session can take."""
+    numbers = group.rule.numbers(0, lr, 0.0)
     if not numbers or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers.values()):
-        raise UserError(f"{type(rule).__name__}.numbers gives {dict(numbers)!r}; they must be finite numbers by name")
+        raise UserError(f"its numbers are {dict(numbers)!r}; they must be finite numbers by name")
+    for shape in {shapes[name] for name in group.tensors}:
+        check_rule(group.rule, shape)
 
 
 def lora_names(target: str) -> list[str]:

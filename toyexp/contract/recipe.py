@@ -96,12 +96,12 @@ def start(
     Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
     """
     log = directory / "log.txt" if directory else None
-    with blamed(f"engine.{engine.name}", "while it realized the plan", log, model=plan.model):
+    with blamed(f"engine.{engine.name}", "while it realized the plan", log, **plan.parts):
         session = engine.realize(plan)
     try:
         with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)
-        with blamed(f"engine.{engine.name}", "while it built the training step", log, model=plan.model):
+        with blamed(f"engine.{engine.name}", "while it built the training step", log, **plan.parts):
             session.build()
         if state is not None:
             with blamed(f"engine.{engine.name}", "while it took the checkpoint", log):

@@ -15,30 +15,6 @@ Array = np.ndarray
 class NumpyArithmetic(Arithmetic):
     """On arrays; a number is a Python float."""
 
-    def add(self, a: Array, b: Array) -> Array:
-        """See Arithmetic.add."""
-        return a + b
-
-    def sub(self, a: Array, b: Array) -> Array:
-        """See Arithmetic.sub."""
-        return a - b
-
-    def mul(self, a: Array, b: Array) -> Array:
-        """See Arithmetic.mul."""
-        return a * b
-
-    def div(self, a: Array, b: Array) -> Array:
-        """See Arithmetic.div."""
-        return a / b
-
-    def scale(self, x: Array, factor: float) -> Array:
-        """See Arithmetic.scale."""
-        return x * factor
-
-    def shift(self, x: Array, amount: float) -> Array:
-        """See Arithmetic.shift."""
-        return x + amount
-
     def sqrt(self, x: Array) -> Array:
         """See Arithmetic.sqrt."""
         return np.sqrt(x)
@@ -58,14 +34,6 @@ class NumpyArithmetic(Arithmetic):
     def sum_last(self, x: Array) -> Array:
         """See Arithmetic.sum_last."""
         return x.sum(-1, keepdims=True)
-
-    def matmul(self, a: Array, b: Array) -> Array:
-        """See Arithmetic.matmul."""
-        return a @ b.T
-
-    def transpose(self, x: Array) -> Array:
-        """See Arithmetic.transpose."""
-        return x.T
 
 
 def updated(

@@ -95,8 +95,7 @@ class Training:
         """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
         run, plan, when = self.run, self.run.plan, f"at step {self.bus.step}"
         names = {"engine": run.engine} | {k: dict(run.config.get(k, {})).get("name", "?") for k in ("data", "optim")}
-        rule = next((group.rule for group in plan.updates), None)
-        others = {"model": plan.model, "optim": rule} if kind == "engine" else {}
+        others = plan.parts if kind == "engine" else {}
         with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
             yield
 

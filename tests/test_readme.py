@@ -77,12 +77,16 @@ def test_the_plugins_sub_command_is_one_like_any_other(environment):
     root, _ = environment
     words = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
         "all": "--help", "own": "losses --help", "none": "losses nowhere", "typo": "losses --tob 1", "near": "lossse",
+        "many": "losses --top many",
     }.items()}  # fmt: skip
     assert "The last held-out loss of every run below a folder, the best first  [demo, toyexp-demo 0.1]" in (
         words["all"].stdout
     )
     assert words["own"].returncode == 0 and "usage: toyexp losses [--top 5]" in words["own"].stdout
-    for name, part in (("none", "losses nowhere: holds no run"), ("typo", "--top?"), ("near", "did you mean losses?")):
+    for name, part in (
+        ("none", "losses nowhere: holds no run"), ("typo", "--top?"), ("near", "did you mean losses?"),
+        ("many", "--top many: must be a whole number"),
+    ):  # fmt: skip
         assert words[name].returncode == 2 and len(words[name].stderr.splitlines()) == 1
         assert part in words[name].stderr
     for name, loss in (("good", 1.5), ("bad", 3.0), ("better", 1.25)):
@@ -204,6 +208,10 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     exports = [["--type", "npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
     assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
     assert main(["export", "small.npz", "--type", "gguf", "--to", "back.gguf", "plugins=[npz_format]"]) == 0
+    np.savez("other.npz", a=np.zeros(3))
+    capsys.readouterr()
+    assert main(["export", "other.npz", "--type", "gguf", "plugins=[npz_format]"]) == 2
+    assert capsys.readouterr().err == "toyexp: error: other.npz: holds no model that is known here\n"
     assert main(["plugins", "npz", "plugins=[npz_format]"]) == 0
     assert "compressed=false" in capsys.readouterr().out
     with GGUFFile("run/model.gguf") as file, np.load("run/model.npz") as plain, np.load("small.npz") as small:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ class Progress(Callback):
 
     def __post_init__(self) -> None:
         self._bar: Any = None
+        self._skipped = 0  # steps in a row up to now
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
@@ -53,6 +55,10 @@ class Progress(Callback):
         """Moves the bar, at most ten times a second, or prints a line when it is time."""
         now = time.monotonic()
         self._note_speed(step, metrics, now)
+        if self._skipped and math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            if self._skipped > 1:
+                self._print(f"{_place(run, step - 1)}  skipped: {self._skipped} steps in a row")
+            self._skipped = 0
         last = step == run.steps
         if self._bar is not None:
             if last or now - self._redrawn >= REDRAW_SECONDS:
@@ -102,9 +108,11 @@ class Progress(Callback):
             self._print(f"{_place(run, fields['step'])}  sample{text}")
         elif kind == "note":
             self._print(str(fields["text"]))
-        elif kind == "skipped":
-            what = f"loss {fields['loss']:g}, gradient norm {fields['grad_norm']:g}"
-            self._print(f"{_place(run, fields['step'])}  skipped: {what}")
+        elif kind == "skipped":  # the first of a row; how many there were is told when it is over
+            self._skipped += 1
+            if self._skipped == 1:
+                what = f"loss {fields['loss']:g}, gradient norm {fields['grad_norm']:g}"
+                self._print(f"{_place(run, fields['step'])}  skipped: {what}")
 
     def _print(self, line: str) -> None:
         if self._bar is not None:

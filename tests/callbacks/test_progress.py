@@ -1,15 +1,17 @@
 import fcntl
+import math
 import os
 import re
 import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
 from toyexp.training import loop
-from toyexp_callbacks.progress import Bar, duration
+from toyexp_callbacks.progress import Bar, Progress, duration
 
 NUMBER = r"\d+\.\d{4}"
 SPEED = r"[\d.]+[kM]? tokens/s"
@@ -164,3 +166,16 @@ def test_a_negative_interval_is_refused(train):
     run = train("callbacks.progress.every=-1")
     assert run.code == 2 and "callbacks.progress.every=-1: must be 0" in run.err
     assert not run.dir.exists()
+
+
+def test_skipped_steps_in_a_row_are_a_line_for_the_first_and_one_that_counts_them(capsys):
+    model = SimpleNamespace(reads=SimpleNamespace(units="tokens"))
+    run, bar = SimpleNamespace(steps=9, resumed=0, plan=SimpleNamespace(model=model)), Progress(every=100)
+    bar.on_start(run)
+    for step in range(1, 10):
+        loss = math.nan if step in (2, 4, 5, 6, 9) else 1.5
+        bar.on_step(run, step, {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "wall_us": 1.0})
+        if math.isnan(loss):
+            bar.on_event(run, "skipped", {"step": step, "loss": loss, "grad_norm": 1.0})
+    told = re.findall(r"step (\d)/9  skipped: (\d?)", capsys.readouterr().out)
+    assert told == [("2", ""), ("4", ""), ("6", "3"), ("9", "")]

@@ -60,6 +60,7 @@ def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
     [
         ("return 1 / 0", "command.greet failed while it ran: ZeroDivisionError: division by zero (strange.py, line"),
         ("import sys; sys.exit(7)", "command.greet failed while it ran: SystemExit: 7 (strange.py, line"),
+        *((f"return {it}", f"command.greet gave {it}; an exit code is") for it in ("None", "True", "1.0", "300", "-1")),
     ],
 )
 def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told):
@@ -67,6 +68,22 @@ def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told)
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert told in line
+
+
+def test_one_that_cannot_say_how_it_is_used_is_told_in_one_line(toyexp):
+    done = toyexp(["greet", "--help"], more="\nGreet.usage = lambda self: 'anyhow'\n")
+    assert done.returncode == 1 and done.stderr.startswith("toyexp: error: command.greet failed while it ran: TypeErr")
+    for name, wrong in (("switches", "'--loud'"), ("switches", "('loud',)"), ("values", "['--top']")):
+        done = toyexp(["greet"], more=f"\nGreet.{name} = {wrong}\n")
+        assert done.returncode == 2 and f"which is broken: Greet.{name} is {wrong}; it is " in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["two words", "Loud"])
+def test_a_name_that_cannot_be_typed_is_told_where_plugins_are(toyexp, name):
+    listed = toyexp(["plugins"], name=name)
+    assert f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must be lower-case letters" in listed.stdout
+    assert listed.returncode == 0 and toyexp([name], name=name).returncode == 2
 
 
 def test_a_shipped_name_cannot_be_taken_over(toyexp):

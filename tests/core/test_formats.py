@@ -126,6 +126,7 @@ def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
         ("tall digits=0", "digits=0: must be above 0"),
         ("tall digits=many", "digits=many"),
         ("tall digit=1", "export digit=1: --type tall has no such setting; did you mean digits?"),
+        ("q8_0 type=f16", "export type=f16: --type q8_0 means type=q8_0; leave one out"),
         ("safetensors digits=1", "--type safetensors has no such setting; it has none"),
         ("tal", "did you mean tall?"),
         ("hf-f8", "did you mean hf-f16?"),

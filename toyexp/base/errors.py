@@ -55,8 +55,10 @@ class PluginFailed(RunFailed):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or None when nothing is close."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    """The choice most like `word`, or that has all parts of it (batch: batch_size); None when nothing is close."""
+    others, parts = [c for c in choices if c != word], set(word.split("_"))
+    wider = [choice for choice in others if parts <= set(choice.split("_"))]
+    found = difflib.get_close_matches(word, others, 1, cutoff=0.72) or difflib.get_close_matches(word, wider, 1, 0.0)
     return found[0] if found else None
 
 

@@ -115,6 +115,8 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
         if key not in names:
             there = choose(key, names) if names else "it has none"
             raise UserError(f"export {override.input_line}: --type {word} has no such setting; {there}")
+        if key in values:
+            raise UserError(f"export {override.input_line}: --type {word} means {key}={values[key]}; leave one out")
         given[key] = override.value()
     try:
         form: Format = made(cls, typed(cls, given, cls.name))

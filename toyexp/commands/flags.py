@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, choose
 from toyexp.commands.habits import no_option, no_setting
+from toyexp.contract.command import modules_in
 from toyexp.contract.registry import load
 
 SHORT = {
@@ -37,7 +38,7 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         word = left.pop(0)
         if not word.startswith("-"):
             if "=" not in word and word[:1] not in "~+":
-                raise no_setting(word, settings, left, load().offers["command"])
+                raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
             settings.append(word)
             continue
         given, equals, value = word.partition("=")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Sequence
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, choose, nearest
 
 VERBS = ("train", "run", "fit", "start", "sweep")
 # What other tools call our settings, where the value means the same.
@@ -38,8 +37,10 @@ def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands:
         hint = f"did you mean {before[-1]}{word}? there is no space around ="
     elif setting := _setting(*word.split(":", 1)) if ":" in word else _setting(word, _value(after)):
         hint = f"did you mean {setting}?"
-    elif near := difflib.get_close_matches(word, commands, n=1):
-        hint = f"did you mean {near[0]}?"
+    elif word in commands:
+        hint = f"a command comes first: toyexp {word} ..."
+    elif near := nearest(word, commands):
+        hint = f"did you mean {near}?"
     else:
         hint = f"commands: {', '.join(commands)}; settings: key=value"
     return UserError(f"{word!r} is neither a command nor a setting; {hint}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import toyexp
 from toyexp.base.blame import blamed
 from toyexp.base.ending import exit_code_of
-from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.home import with_home, with_quotes
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
@@ -57,14 +57,22 @@ def answer(typed: Sequence[str]) -> int:
 
 def _call(command: Command, words: Sequence[str]) -> int:
     """Runs a sub-command; what one of a plugin raises without meaning to is told as its failure."""
-    if "-h" in words or "--help" in words:
+
+    def do() -> int:
+        if "-h" not in words and "--help" not in words:
+            return command.run(command.read(words))
         print(command.usage(modules_in(words)))
         return 0
+
     if command.name in COMMANDS:
-        return command.run(command.read(words))
+        return do()
     try:
         with blamed(f"command.{command.name}", "while it ran"):
-            return command.run(command.read(words))
+            code = do()
+        if type(code) is not int or not 0 <= code < 256:
+            what = f"{printable(repr(code))}; an exit code is a number from 0, which is done, to 255"
+            raise PluginFailed(f"command.{command.name} gave {what}")
+        return code
     except RunFailed as error:
         if isinstance(error.__cause__, BrokenPipeError):  # whoever reads what it prints has gone
             raise error.__cause__ from None

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, nearest, printable
 from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine, conf_dir
 from toyexp.config.top_level import GROUPS
@@ -20,7 +20,9 @@ def lines_about(name: str, registry: Registry) -> list[str]:
     if not found:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (conf_dir() / kind).glob("*.yaml")}
-        raise UserError(f"plugins {name}: there is nothing of that name; {choose(name, known | presets)}")
+        best = nearest(name, known | presets)
+        hint = f"did you mean {best}?" if best else "what there is: toyexp plugins"
+        raise UserError(f"plugins {printable(name)}: there is nothing of that name; {hint}")
     return [line for block in found for line in block]
 
 

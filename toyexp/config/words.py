@@ -45,9 +45,14 @@ def setting(key: str, value: object) -> str:
 
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
+    engine, *own = value.split(":")
     for wrong, words in (
         (not equals, "cannot be read; a setting is key=value, such as steps=100"),
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
+        (
+            key == "engine" and own,
+            f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
+        ),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (key[:1] in ("'", '"'), 'the quotes belong around the value alone: key="value"'),
         (value[:1] == "{" and set(value) & set("'\""), f"in braces names stand without quotes: {key}={{name: value}}"),

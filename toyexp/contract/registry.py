@@ -270,6 +270,12 @@ def check_class(cls: type, kind: str, base: type) -> None:
         _check_callback(cls, label)
     if issubclass(cls, Recipe) and cls.starts_from and cls.starts_from not in cls.__dataclass_fields__:
         raise UserError(f"{label}.starts_from is {cls.starts_from!r}, which is no setting of it")
+    if issubclass(cls, Command):
+        for field_name, kind_of in (("switches", (tuple, list)), ("values", dict)):
+            options = getattr(cls, field_name)
+            if not isinstance(options, kind_of) or not all(str(o).startswith("-") for o in options):
+                what = "options with an example each" if kind_of is dict else "a tuple of options"
+                raise UserError(f"{label}.{field_name} is {options!r}; it is {what}, such as --json")
     if issubclass(cls, (Data, Model, Recipe)):
         _check_data_kinds(cls, label)
 

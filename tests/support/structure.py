@@ -121,19 +121,21 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 class Walk:
-    """Which files a call goes through, in their order: of this project alone, without the bodies of classes.
+    """Which files a call goes through, in their order: of this project alone, without what is done to load a module.
 
-    `until` is the name of a function where it ends.
+    That happens once in a process, to whoever comes first. `until` is the name of a function where the walk ends.
     """
 
     def __init__(self, until: str = "") -> None:
         self.files: list[str] = []
         self._until, self._over = until, False
+        self._loading = 0  # modules that are being executed
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         path = frame.f_code.co_filename
-        body = frame.f_code.co_name == "<module>" or "__module__" in frame.f_code.co_names[:2]
-        ours = event == "call" and not body and path.startswith(OURS)
+        if frame.f_code.co_name == "<module>":
+            self._loading += {"call": 1, "return": -1}.get(event, 0)
+        ours = event == "call" and not self._loading and path.startswith(OURS)
         self._over = self._over or (ours and frame.f_code.co_name == self._until)
         if ours and not self._over and self.files[-1:] != [path]:
             self.files.append(path)

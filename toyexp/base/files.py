@@ -82,33 +82,34 @@ def require_folder(path: str | Path, asked: str) -> Path:
 
 def open_file(path: Path) -> BinaryIO:
     """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
+    require(path, str(path))
     try:
-        reason = misfit(path.stat().st_mode)
-        descriptor = -1 if reason else os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {cause(error)}") from None
-    if descriptor >= 0:
-        reason = misfit(os.fstat(descriptor).st_mode)  # of what was opened, whatever has happened in between
-        if not reason:
-            return open(descriptor, "rb")
+    if reason := misfit(os.fstat(descriptor).st_mode):  # of what was opened, whatever has happened in between
         os.close(descriptor)
-    raise UserError(f"{path}: {reason}")
+        raise UserError(f"{path}: {reason}")
+    return open(descriptor, "rb")
 
 
-def read_file(path: Path) -> bytes:
-    """The bytes of a file, no more than it says it has; UserError for what is none, or cannot be read."""
+def read_file(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a file, no more than it says it has; UserError for what is none, cannot be read, or has too many."""
     with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise UserError(f"{path}: has more than {most >> 10} KiB, which is too long for what it is read as")
         try:
-            return file.read(os.fstat(file.fileno()).st_size)
+            return file.read(size)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {cause(error)}") from None
         except MemoryError:
             raise UserError(f"{path}: is larger than the memory that there is") from None
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 text file; raises UserError naming the file and the byte that is not UTF-8, or NUL."""
-    raw = read_file(path)
+def read_text(path: Path, most: int | None = None) -> str:
+    """A UTF-8 text file; UserError for one of more than `most` bytes, and for a byte that is not UTF-8, or NUL."""
+    raw = read_file(path, most)
     text, nul, _ = raw.partition(b"\0")
     try:
         decoded = text.decode("utf-8")

@@ -22,10 +22,10 @@ def available_cores() -> int:
 
     Raises UserError where it says anything else.
     """
-    given = os.environ.get(CORES, "") or "0"
-    if not is_whole(given, 0, MOST):
+    given = os.environ.get(CORES, "")
+    if given and not is_whole(given, 0, MOST):
         raise UserError(f"{CORES}={given}: takes how many cores to use, from 1; 0, or nothing, for all")
-    return min(int(given) or MOST, machine_cores())
+    return min(int(given or 0) or MOST, machine_cores())
 
 
 def machine_cores() -> int:

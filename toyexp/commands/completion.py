@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from toyexp.commands.flags import FLAGS, SHORT
@@ -38,19 +39,11 @@ def complete(words: Sequence[str]) -> list[Candidate]:
     """What the last of the words behind `toyexp` may become; it may be empty."""
     *before, word = words
     command = find(before[0], before) if before and before[0].isidentifier() else None
-    line = Line(before, word)
-    found = line.of_command(command) if command else line.of_run()
     unique: dict[str, Candidate] = {}
-    for candidate in found:
+    for candidate in Line(before, word).candidates(command):
         if candidate.text.startswith(word):
             unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run is a directory that is wanted itself
     return sorted(unique.values(), key=lambda c: c.text)
-
-
-def flags() -> tuple[set[str], dict[str, tuple[str, ...]]]:
-    """The flags of a run that take nothing, and those that take a value, with its choices."""
-    values = {flag: takes for flag, takes in FLAGS.items() if takes is not None}
-    return {*(FLAGS.keys() - values.keys()), "--help", "--version"}, values
 
 
 class Line:
@@ -58,53 +51,41 @@ class Line:
 
     def __init__(self, before: Sequence[str], word: str):
         self.before, self.word = before, word
-        self._registry: Registry | None = None
 
-    @property
+    @cached_property
     def registry(self) -> Registry:
         """All plugins that are installed."""
-        self._registry = self._registry or load()
-        return self._registry
+        return load()
 
     # -- which kind of word ------------------------------------------------------------------------------------------
 
-    def of_run(self) -> Iterator[Candidate]:
-        """A run or sweep: flags, settings, and at first the commands."""
-        switches, values = flags()
-        last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
+    def candidates(self, command: Command | None) -> Iterator[Candidate]:
+        """What a sub-command takes, or a run or sweep: options, what stands behind one of them, or another word."""
+        options: dict[str, Sequence[str] | None] = {**FLAGS, "--version": None}  # None takes nothing
+        kinds = ["settings"] if self.before else ["settings", "commands"]
+        if command:
+            options, kinds = {**dict.fromkeys(command.switches), **command.values}, command.takes.split()
         flag, equals, value = self.word.partition("=")
-        if last in values:
-            yield from self._flag_value(last, values[last], self.word)
-        elif equals and flag in values:
-            yield from (replace(c, text=f"{flag}={c.text}") for c in self._flag_value(flag, values[flag], value))
+        last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
+        if (takes := options.get(last)) is not None:
+            yield from self._behind(last, takes, self.word)
+        elif equals and (takes := options.get(flag)) is not None:
+            yield from (replace(c, text=f"{flag}={c.text}") for c in self._behind(flag, takes, value))
         elif self.word.startswith("-"):
-            yield from map(Candidate, (*switches, *values))
+            yield from map(Candidate, (*options, "--help"))
         else:
-            if not self.before:
-                yield from (Candidate(name, o.help) for name, o in self.registry.offers["command"].items())
-            yield from self.settings()
+            for kind in kinds:
+                yield from self._words(kind)
 
-    def of_command(self, command: Command) -> Iterator[Candidate]:
-        """A sub-command: its options, and what it takes beside them."""
-        flag, equals, _ = self.word.partition("=")
-        last = self.before[-1]
-        if last in command.values:
-            yield from self._option_value(last, command.values[last], self.word)
-        elif equals and flag in command.values:
-            given = self._option_value(flag, command.values[flag], self.word[len(flag) + 1 :])
-            yield from (replace(c, text=f"{flag}={c.text}") for c in given)
-        elif self.word.startswith("-"):
-            yield from map(Candidate, (*command.switches, *command.values, "--help"))
-        else:
-            for kind in command.takes.split():
-                yield from self._rest(kind)
-
-    def _rest(self, kind: str) -> Iterator[Candidate]:
+    def _words(self, kind: str) -> Iterator[Candidate]:
         match kind:
             case "settings":
                 yield from self.settings()
+            case "commands":
+                yield from self._offered("command")
             case "names":
-                yield from (Candidate(n, o.help) for offers in self.registry.offers.values() for n, o in offers.items())
+                for offered in self.registry.offers:
+                    yield from self._offered(offered)
             case "shells":
                 yield from map(Candidate, SHELLS)
             case "directory":
@@ -113,26 +94,28 @@ class Line:
                 yield from runs()
                 yield from paths(self.word, (".gguf",))
 
-    def _flag_value(self, flag: str, choices: Iterable[str], word: str) -> Iterator[Candidate]:
-        if choices:
-            yield from map(Candidate, choices)
-        elif flag == "--config-name":
-            yield from (Candidate(p.stem) for d in self._config_dirs() for p in d.glob("*.yaml"))
-        elif flag == "--package":
-            yield from (Candidate(key) for key in (*self._top_level(), *self._groups()))
-        else:
-            yield from paths(word, ("/",))
+    def _offered(self, kind: str, form: str = "{}") -> Iterator[Candidate]:
+        return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
 
-    def _option_value(self, flag: str, example: str, word: str) -> Iterator[Candidate]:
-        """What an option takes, told by its example in the table: a file has a suffix."""
-        if flag == "--engine":
-            from toyexp.commands.generate import LLAMA_CPP
+    def _behind(self, flag: str, takes: Sequence[str], word: str) -> Iterator[Candidate]:
+        """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
+        match flag:
+            case "--engine":
+                from toyexp.commands.generate import LLAMA_CPP
 
-            yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
-        elif flag == "--type":
-            yield from map(Candidate, self.registry.types())
-        elif Path(example).suffix and not example[0].isdigit():
-            yield from paths(word)
+                yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
+            case "--type":
+                yield from map(Candidate, self.registry.types())
+            case "--config-name":
+                yield from (Candidate(p.stem) for d in self._config_dirs() for p in d.glob("*.yaml"))
+            case "--package":
+                yield from map(Candidate, (*self._top_level(), *GROUPS))
+            case "--config-dir" | "--config-path":
+                yield from paths(word, ("/",))
+            case _ if not isinstance(takes, str):
+                yield from map(Candidate, takes)
+            case _ if Path(takes).suffix and not takes[0].isdigit():
+                yield from paths(word)
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
@@ -144,21 +127,22 @@ class Line:
                 yield replace(c, text=f"{key}={c.text}")
             return
         prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
-        found = self._dropped() if prefix == "~" else self._keys(self.word[len(prefix) :])
+        dropped = prefix == "~"
+        found = self._offered("callbacks", "callbacks.{}") if dropped else self._keys(self.word[len(prefix) :])
         yield from (replace(c, text=prefix + c.text) for c in found)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
         """Keys, and of those with a dot only what the part before it holds."""
         group, dot, rest = word.partition(".")
         if not dot:
-            for name in self._groups():
+            for name in GROUPS:
                 yield Candidate(f"{name}=", more=True)
                 if name != "experiment":
                     yield Candidate(f"{name}.", more=True)
             top = self._top_level()
             yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items() if "." not in key)
             yield from (Candidate(f"{key.partition('.')[0]}.", more=True) for key in top if "." in key)
-        elif group not in self._groups():
+        elif group not in GROUPS:
             top = self._top_level()
             yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items())
         elif group == "callbacks" and "." not in rest:
@@ -168,11 +152,8 @@ class Line:
             found = self._settings_in(word.rpartition(".")[0])
             yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in found)
 
-    def _dropped(self) -> Iterator[Candidate]:
-        return (Candidate(f"callbacks.{name}", offer.help) for name, offer in self.registry.offers["callbacks"].items())
-
     def _values(self, key: str, value: str) -> Iterator[Candidate]:
-        if key in self._groups():
+        if key in GROUPS:
             yield from self._named(key, value)
             return
         for known, setting in (*self._top_level().items(), *self._settings_in(key.rpartition(".")[0])):
@@ -200,9 +181,6 @@ class Line:
 
     # -- the tables --------------------------------------------------------------------------------------------------
 
-    def _groups(self) -> list[str]:
-        return [*GROUPS]
-
     def _config_dirs(self) -> list[Path]:
         pairs = zip(self.before, self.before[1:], strict=False)
         given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
@@ -210,11 +188,10 @@ class Line:
 
     def _choices(self, kind: str) -> list[Candidate]:
         """What a group may be: plugins, and the presets of the config directories."""
-        offers = {name: offer.help for name, offer in self.registry.offers.get(kind, {}).items()}
-        extra = {"engine": {"auto": "The best engine that works here."}}.get(kind, {})
         roots = [d / kind for d in self._config_dirs()]
-        presets = {p.relative_to(root).with_suffix("").as_posix(): "" for root in roots for p in root.rglob("*.yaml")}
-        return [Candidate(name, text) for name, text in {**presets, **extra, **offers}.items()]
+        found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
+        found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
+        return list({c.text: c for c in (*found, *self._offered(kind))}.values())
 
     def _top_level(self) -> dict[str, Setting]:
         """The keys that are no part's, and where Hydra has runs and sweeps go."""

@@ -27,6 +27,24 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--hydra-help": None,
 }
 SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
+# What people know from Hydra, in our words.
+HYDRA = {
+    "hydra/launcher=basic": ["sweep.launcher=serial"],
+    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
+    "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
+    "hydra/sweeper=basic": [],
+}
+
+
+def read(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
+    """The flags, the settings, and what to go on with; UserError for what cannot be read, or has no effect."""
+    flags, settings = split(words)
+    resume = None
+    if "--multirun" not in flags:
+        settings, resume = take_resume(settings)
+    check_flags(flags, resume)
+    return flags, settings, resume
 
 
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -39,7 +57,7 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if not word.startswith("-"):
             if "=" not in word and word[:1] not in "~+":
                 raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
-            settings.append(word)
+            settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
             continue
         given, equals, value = word.partition("=")
         flag = SHORT.get(given, given)

@@ -17,11 +17,11 @@ from toyexp.base.home import with_home, with_quotes
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.commands.flags import SHOWING, check_flags, split, take_resume
+from toyexp.commands.flags import SHOWING, read
 from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
-from toyexp.sweep.combinations import follow_the_sweep, in_our_words
+from toyexp.sweep.combinations import follow_the_sweep
 from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
@@ -85,17 +85,12 @@ def _call(command: Command, words: Sequence[str]) -> int:
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
-    flags, settings = split(words)
-    settings = in_our_words(settings)
-    resume = None
-    if "--multirun" not in flags:
-        settings, resume = take_resume(settings)
+    flags, settings, resume = read(words)
     from toyexp.config.request import Request
     from toyexp.config.schema import Source
 
-    places = (flags.get(flag) for flag in ("--config-path", "--config-name", "--config-dir"))
+    places = map(flags.get, ("--config-path", "--config-name", "--config-dir"))
     request = Request.of(settings, Source.of(*places))
-    check_flags(flags, resume)
     if flags.keys() & SHOWING:
         status("")
         return inspect(flags, request)

@@ -55,7 +55,7 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     keys = Keys.of(registry)
     check_settings(given, keys, source)
     try:
-        cfg = compose_raw([*source.overrides(), *keys.in_lists(given)], source)
+        cfg = compose_raw(keys.in_lists(given), source)
     except UserError:  # of `trust`, in its own words
         raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
@@ -140,7 +140,7 @@ class Composed:
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
             **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
-            suited=suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
+            suited=lambda: suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
             left_out=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
                 *_replaced(self.given),

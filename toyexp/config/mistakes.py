@@ -361,7 +361,7 @@ def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None
     """The config with the choices of the command line alone, to know which model's keys to suggest."""
     chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
     try:
-        return compose_raw([*source.overrides(), *chosen], source)
+        return compose_raw(chosen, source)
     except (HydraException, OmegaConfBaseException):
         return None
 

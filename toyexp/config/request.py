@@ -51,7 +51,8 @@ class Request:
 
     def compose(self, *more: str) -> Composed:
         """The configuration of one run."""
-        return compose([*self.settings, *parse(more)], self.registry, self.source, self.modules)
+        settings = [*self.settings, *parse(more)] if more else self.settings
+        return compose(settings, self.registry, self.source, self.modules)
 
     def parts(self, *more: str) -> Config:
         """A run's parts, checked."""

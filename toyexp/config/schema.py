@@ -75,7 +75,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         def load(text: str) -> Any:
             return OmegaConf.load(io.StringIO(text)), self._get_header_dict(text)
 
-        config, header = load_yaml(require(path, str(path)), load, preset="/" in config_path)
+        config, header = load_yaml(path, load, preset="/" in config_path)
         return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
 
     def is_config(self, config_path: str) -> bool:
@@ -85,9 +85,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 def read_config(path: Path) -> str:
     """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
-    if path.stat().st_size > SIZE_LIMIT:
-        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
-    return read_text(path).removeprefix("\ufeff")  # with which editors on Windows begin a file
+    return read_text(path, SIZE_LIMIT).removeprefix("\ufeff")  # with which editors on Windows begin a file
 
 
 def store_schemas(registry: Registry) -> None:
@@ -250,7 +248,7 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
         raise UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}") from None
 
 
-def compose_raw(overrides: list[str], source: Source) -> DictConfig:
-    """What Hydra composes, with its own settings under `hydra`; its own errors go through."""
+def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
+    """What Hydra composes of these and of the source's own, with its settings under `hydra`; its errors go through."""
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
-        return hydra.compose(source.name, overrides=overrides, return_hydra_config=True)
+        return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

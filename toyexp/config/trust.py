@@ -30,8 +30,6 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
 
     A `preset` is a choice of a group, such as an experiment, which one takes from elsewhere.
     """
-    if len(text) > SIZE_LIMIT:
-        raise UserError(f"{path}: has more than {SIZE_LIMIT >> 10} KiB, which is no configuration")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:

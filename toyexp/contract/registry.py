@@ -215,6 +215,9 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         for kind, (base, hook) in KINDS.items():
             for impl in getattr(manager.hook, hook).get_hookimpls():
                 impl.function(_registrar(registry, staged, kind, base, plugin, package))
+        take = _registrar(registry, staged, "callbacks", Callback, plugin, package)
+        for cls in [exporter(offer.cls) for offer in staged if offer.kind == "format"]:
+            take(cls)  # a run writes each format with a callback that has its settings
         if not staged:
             raise UserError(f"{plugin} offers nothing; a plugin calls register(...) in @hookimpl functions")
     except KeyboardInterrupt:
@@ -239,9 +242,8 @@ def _registrar(
             raise UserError(f"{kind}={offer.name} is already offered by {taken.plugin} ({taken.package})")
         if sum((o.kind, o.name) == (kind, offer.name) for o in staged) > 1:
             raise UserError(f"{kind}={offer.name} is registered twice")
-        if issubclass(cls, Format):  # a run writes it with a callback that has its settings
+        if issubclass(cls, Format):
             _check_format(cls, registry)
-            _registrar(registry, staged, "callbacks", Callback, plugin, package)(exporter(cls))
 
     return register
 

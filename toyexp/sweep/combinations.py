@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
 MOST_JOBS = 100_000
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
-# What people know from Hydra, in our words.
-HYDRA = {
-    "hydra/launcher=basic": ["sweep.launcher=serial"],
-    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
-    "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
-    "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
-    "hydra/sweeper=basic": [],
-}
-
-
-def in_our_words(settings: Sequence[str]) -> list[str]:
-    """The settings, with Hydra's launchers and how many jobs they run at once replaced by ours."""
-    ours = (HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)]) for word in settings)
-    return [word for words in ours for word in words]
 
 
 def own_sweep(request: Request) -> list[Override]:

@@ -41,9 +41,9 @@ def prepare(config: Config) -> Prepared:
     settings, recipe, optim = config.settings, config.recipe, config.optim
     reason = refusal(recipe, config.model)
     if reason:
-        raise UserError(reason + (config.suited if config.model.reads not in recipe.reads else ""))
+        raise UserError(reason + (config.suited() if config.model.reads not in recipe.reads else ""))
     if reason := unread(f"model={config.model.name}", config.model.reads, config.data):
-        raise UserError(reason + config.suited)
+        raise UserError(reason + config.suited())
     bus = Bus(config.callbacks, config.by_default)
     with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
         vocabulary = recipe.vocabulary()

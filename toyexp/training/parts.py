@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Config:
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
     by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
-    suited: str = ""  # how an error about a model or data of another kind ends: what to type
+    suited: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
     left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
 
     def warnings(self, planned: Planned) -> list[str]:

@@ -434,12 +434,13 @@ class _Cursor:
         """Refuses more things of at least `smallest` bytes than the file has bytes for, or than fit into memory."""
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {what}, more than fit into the file")
-        self.spend(count * memory, f"{count} {what}")
+        self.spend(count * memory, count, what)
 
-    def spend(self, memory: int, what: str | _Of) -> None:
+    def spend(self, memory: int, *what: object) -> None:
         self.part.spent += memory
         if self.part.spent > HEADER_LIMIT:
-            raise self.part.error(f"{what}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
+            told = " ".join(map(str, what))
+            raise self.part.error(f"{told}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
 
     def string(self, what: str | _Of, limit: int) -> str:
         length = self.number("<Q", what)

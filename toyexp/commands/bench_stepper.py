@@ -6,10 +6,10 @@ Run as a program it opens one of them alone, so that memory and the wait for the
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
 import resource
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -89,8 +89,8 @@ class Entry:
         (variant,) = prepare_variants(Request.of(self.settings), [self.engine])
         if not self.file:
             return variant, partial(EngineStepper, variant)
-        index = runpy.run_path(str(Path(self.file).with_name("__init__.py")))
-        return variant, partial(index["opened"], self, variant)
+        index = _index(Path(self.file).parent)
+        return variant, partial(index.opened, self, variant)
 
 
 def baselines(settings: Sequence[str]) -> Iterable[tuple[str, Entry | str]]:
@@ -100,8 +100,17 @@ def baselines(settings: Sequence[str]) -> Iterable[tuple[str, Entry | str]]:
             "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
             "where they are tests/benchmarks/baselines/"
         )
-    found: Iterable[tuple[str, Entry | str]] = runpy.run_path(str(BASELINES / "__init__.py"))["entries"](settings)
+    found: Iterable[tuple[str, Entry | str]] = _index(BASELINES).entries(settings)
     return found
+
+
+def _index(folder: Path) -> Any:
+    """The module that says which baselines lie in a folder, and opens them; it belongs to no package."""
+    spec = importlib.util.spec_from_file_location("baselines", folder / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # -- alone in a process ---------------------------------------------------------------------------------------------

@@ -52,10 +52,13 @@ def execute(cfg, directory, resume=False):
 
 
 class Camera:
-    """Copies a run's directory at the moments when its files change, one in so many, as a kill would leave it."""
+    """Copies a run's directory at the moments when its files change, one in so many, as a kill would leave it.
 
-    def __init__(self, monkeypatch, directory, wanted):
-        self.images, self._directory, self._wanted = [], directory, wanted
+    A wanted moment waits until `ready`: how far checkpoints are behind the log differs from run to run.
+    """
+
+    def __init__(self, monkeypatch, directory, wanted, ready=lambda: True):
+        self.images, self._directory, self._wanted, self._ready = [], directory, sorted(wanted), ready
         self.moments = 0
         self._still = threading.RLock()  # nothing is renamed or removed while it is copied
         for place, name in ((run.os, "fsync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
@@ -73,7 +76,8 @@ class Camera:
     def moment(self):
         with self._still:
             if self._directory.is_dir():
-                if self.moments in self._wanted:
+                if self._wanted and self.moments >= self._wanted[0] and self._ready():
+                    self._wanted.pop(0)
                     image = self._directory.with_name(f"image-{self.moments:03}")
                     shutil.copytree(self._directory, image)
                     self.images.append(image)
@@ -118,7 +122,7 @@ def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configur
     directory = root / f"{recipe}-{model}-{engine}" / "run"
     moment = random.Random(f"{recipe}-{model}-{engine}").randint(20, 47)
     with monkeypatch.context() as patch:
-        camera = Camera(patch, directory, {moment})
+        camera = Camera(patch, directory, {moment}, lambda: checkpoint.steps(directory / "checkpoints"))
         execute(cfg, directory)
     assert camera.moments > 47
     wanted = Trace.of(directory)

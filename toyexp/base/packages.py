@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from toyexp.base.errors import Broken, Unavailable, UserError, printable
-from toyexp.base.signals import held, hidden_interrupt
+from toyexp.base.signals import hidden_interrupt
 
 # Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
 _broken: dict[str, str] = {}
@@ -33,8 +33,7 @@ def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
     if package in _broken:
         raise broken(title, _broken[package])
     try:
-        with held():
-            yield
+        yield
         _require_whole(package)
     except ModuleNotFoundError as error:
         if error.name == package:

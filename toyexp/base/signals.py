@@ -38,22 +38,39 @@ def ending() -> list[signal.Signals]:
 class Signals:
     """The first signal that ends: raised as Interrupted, or once steps are taken, noted until the step is done.
 
-    A second one acts at once.
+    One that comes in the middle of an import is raised when that is over: Python would lose it there and keep a lock
+    for ever, and native code that is being loaded end the process. A second one acts at once.
     """
 
     def __init__(self) -> None:
         self._number = 0
         self._count = 0
         self._patient = False
+        self._sent_again = False
+        self._over = threading.Event()  # nobody handles signals with this any more
         self._asked_to_save = False
         self._last_word: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls."""
         self._number = self._number or number
-        self._count += 1
-        if self._count > 1 or not self._patient:
-            raise Interrupted(number)
+        again, self._sent_again = self._sent_again, False
+        self._count += not again
+        if self._count == 1 and self._patient:
+            return
+        if self._count == 1 and _importing(frame):
+            threading.Thread(target=self._send_again, args=(number,), daemon=True).start()
+            return
+        raise Interrupted(number)
+
+    def _send_again(self, number: int) -> None:
+        if not self._over.wait(0.02):
+            self._sent_again = True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def close(self) -> None:
+        """What waits for the end of an import is not raised any more."""
+        self._over.set()
 
     def ask_to_save(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls on SIGUSR1."""
@@ -100,40 +117,16 @@ def stop_signals() -> Iterator[Signals]:
     try:
         yield signals
     finally:
+        signals.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Holds a signal that ends back until the block is left; a second one acts at once.
-
-    Native code that is being loaded runs Python code in between, and may end the process where that raises.
-    """
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
-            handlers[number](number, frame)
-
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    try:
-        for number in ending():
-            handler = signal.getsignal(number)
-            if callable(handler):
-                signal.signal(number, note)
-                handlers[number] = handler
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        for noted, handler in handlers.items():
-            signal.signal(noted, handler)
-        if came:
-            handlers[came[0]](came[0], None)
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being loaded in the middle of what this frame belongs to."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 class Interrupted(KeyboardInterrupt):

@@ -23,11 +23,12 @@ from toyexp.base.threads import available_cores
 from toyexp.base.words import columns, count
 from toyexp.commands.bench_stepper import FIGURES, EngineStepper, Entry, Stepper, alone, baselines
 from toyexp.commands.options import Answer, options, require_settings
-from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
 from toyexp.contract.batch import Batch
 from toyexp.contract.command import Arguments
 from toyexp.contract.plan import Plan
+from toyexp.training.parts import Prepared
 
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
@@ -135,10 +136,9 @@ class Report(Answer):
         return ["", *columns(rows, right=range(1, 9)), "", *columns(notes)]
 
 
-def work_of(variant: Variant) -> Work:
-    """What a variant computes, and where."""
-    prepared, cores = variant.prepared, available_cores()
-    plan, flops = prepared.plan, step_flops(prepared.plan)
+def work_of(prepared: Prepared) -> Work:
+    """What an engine computes, and where."""
+    plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
     size = count(sum(t.size for t in plan.tensors))
@@ -185,20 +185,21 @@ def step_flops(plan: Plan) -> float:
 
 def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
     """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
-    variants = prepare_variants(request, labels)
+    runs = prepared_on(request, labels)
+    first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
     entries = [Entry(label, settings, label) for label in labels]
     added = list(baselines(settings)) if asked.baseline else []
-    work = work_of(variants[0])
+    work = work_of(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
-    batches = [variants[0].prepared.batches.batch(k) for k in range(BATCHES)]
+    batches = [first.batches.batch(k) for k in range(BATCHES)]
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}
     try:
-        for variant in variants:
-            ready[variant.label] = warm_up(partial(EngineStepper, variant), batches, asked.steps)
+        for label, prepared in runs.items():
+            ready[label] = warm_up(partial(EngineStepper, prepared), batches, asked.steps)
         for name, entry in added:
             try:
                 if isinstance(entry, str):

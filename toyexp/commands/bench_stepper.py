@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
-from toyexp.commands.variants import Variant, prepare_variants
+from toyexp.commands.variants import prepared_on
 from toyexp.contract.batch import Batch
 from toyexp.contract.recipe import start
+from toyexp.training.parts import Prepared
 
 FIGURES = ("first_step_seconds", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
@@ -46,8 +47,7 @@ class Stepper(Protocol):
 class EngineStepper:
     """An engine's session."""
 
-    def __init__(self, variant: Variant):
-        prepared = variant.prepared
+    def __init__(self, prepared: Prepared):
         self._session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
@@ -82,15 +82,15 @@ class Entry:
     engine: str  # by its label
     file: str = ""  # of a baseline
 
-    def prepare(self) -> tuple[Variant, Callable[[], Stepper]]:
-        """Reads the settings and imports what they need; what is returned beside the variant opens it."""
+    def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
+        """Reads the settings and imports what they need; what is returned beside the experiment opens it."""
         from toyexp.config.request import Request
 
-        (variant,) = prepare_variants(Request.of(self.settings), [self.engine])
+        prepared = prepared_on(Request.of(self.settings), [self.engine])[self.engine]
         if not self.file:
-            return variant, partial(EngineStepper, variant)
+            return prepared, partial(EngineStepper, prepared)
         index = _index(Path(self.file).parent)
-        return variant, partial(index.opened, self, variant)
+        return prepared, partial(index.opened, self, prepared)
 
 
 def baselines(settings: Sequence[str]) -> Iterable[tuple[str, Entry | str]]:
@@ -144,12 +144,12 @@ def alone(entry: Entry) -> dict[str, float]:
 def main(words: Sequence[str]) -> None:
     """Opens the one entry in `words`, writes a line after its first step, and its memory at the end."""
     entry = Entry(**json.loads(words[0]))
-    variant, open_stepper = entry.prepare()
+    prepared, open_stepper = entry.prepare()
     imported, before = memory_bytes()
     forget_peak()
     stepper = open_stepper()
     for k in range(STEPS_ALONE):
-        stepper.step(variant.prepared.batches.batch(k))
+        stepper.step(prepared.batches.batch(k))
         if k == 0:
             sys.stdout.write("first step\n")
             sys.stdout.flush()

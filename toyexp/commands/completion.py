@@ -127,38 +127,23 @@ class Line:
                 yield replace(c, text=f"{key}={c.text}")
             return
         prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
-        dropped = prefix == "~"
-        found = self._offered("callbacks", "callbacks.{}") if dropped else self._keys(self.word[len(prefix) :])
+        found = self._offered("callbacks", "callbacks.{}") if prefix == "~" else self._keys(self.word[len(prefix) :])
         yield from (replace(c, text=prefix + c.text) for c in found)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
-        """Keys, and of those with a dot only what the part before it holds."""
-        group, dot, rest = word.partition(".")
-        if not dot:
-            for name in GROUPS:
-                yield Candidate(f"{name}=", more=True)
-                if name != "experiment":
-                    yield Candidate(f"{name}.", more=True)
-            top = self._top_level()
-            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items() if "." not in key)
-            yield from (Candidate(f"{key.partition('.')[0]}.", more=True) for key in top if "." in key)
-        elif group not in GROUPS:
-            top = self._top_level()
-            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in top.items())
-        elif group == "callbacks" and "." not in rest:
-            offers = self.registry.offers["callbacks"]
-            yield from (Candidate(f"callbacks.{n}.", o.help, True) for n, o in offers.items() if settings_of(o.cls))
-        else:
-            found = self._settings_in(word.rpartition(".")[0])
-            yield from (Candidate(f"{key}=", s.comment, more=True) for key, s in found)
+        """Keys: what stands before their first dot until that is typed, then all of them, of callbacks by name."""
+        short = "." not in word
+        keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
+        keys += [(key, s.comment) for key, s in self._settings(word)]
+        for key, comment in keys:
+            dot = key.find(".", len(word)) + 1 if short or word.startswith("callbacks.") else 0
+            yield Candidate(key[:dot], more=True) if dot else Candidate(f"{key}=", comment, more=True)
 
     def _values(self, key: str, value: str) -> Iterator[Candidate]:
         if key in GROUPS:
             yield from self._named(key, value)
             return
-        for known, setting in (*self._top_level().items(), *self._settings_in(key.rpartition(".")[0])):
-            if known != key:
-                continue
+        for setting in [setting for known, setting in self._settings(key) if known == key]:
             choices, suffixes = values_of(setting)
             yield from map(Candidate, choices)
             if "run's directory" in setting.comment:
@@ -197,13 +182,16 @@ class Line:
         """The keys that are no part's, and where Hydra has runs and sweeps go."""
         return {**dict(top_level()), **{key: Setting("dir", "str", "", "") for key in HYDRA_KEYS[:3]}}
 
-    def _settings_in(self, where: str) -> list[tuple[str, Setting]]:
-        """A group's settings, of what is chosen on this line or of all that could be, by their whole keys."""
-        kind, _, name = where.partition(".")
-        offers = self.registry.offers.get(kind, {})
-        chosen = name or next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
-        classes = [offers[chosen].cls] if chosen in offers else [] if name else [o.cls for o in offers.values()]
-        return [(f"{where}.{s.name}", s) for cls in classes for s in settings_of(cls)]
+    def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
+        """The top-level keys, and those of the key's group: of what is chosen on this line, or of all that could be."""
+        yield from self._top_level().items()
+        kind = key.partition(".")[0]
+        offers = self.registry.offers.get(kind, {}) if "." in key else {}
+        chosen = next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
+        for name, offer in offers.items():
+            where = f"{kind}.{name}" if kind == "callbacks" else kind
+            if where != kind or name == chosen or chosen not in offers:
+                yield from ((f"{where}.{s.name}", s) for s in settings_of(offer.cls))
 
 
 def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:

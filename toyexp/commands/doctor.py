@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import toyexp
 from toyexp.base.errors import UserError
 from toyexp.base.terminal import say
 from toyexp.commands.here import not_here, verdict
-from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import start
 from toyexp.contract.registry import load
+from toyexp.training.parts import Prepared
 
 HELP = """\
 usage: toyexp doctor [--numerics [engine=NAME,...]] [--graph [key=value ...]]
@@ -29,7 +30,7 @@ def run(arguments: Arguments) -> int:
     """Tells of the engines, of their numbers, or of their graphs."""
     if "--graph" in arguments.switches:
         request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
-        print("\n".join(report(prepare_variants(request, labels))))
+        print("\n".join(report(prepared_on(request, labels))))
         return 0
     if "--numerics" in arguments.switches:
         return _numerics(arguments)
@@ -67,19 +68,18 @@ def _numerics(arguments: Arguments) -> int:
     return 0 if passed else 1
 
 
-def report(variants: Iterable[Variant]) -> list[str]:
+def report(runs: Mapping[str, Prepared]) -> list[str]:
     """For each engine, on which device the nodes of its training step run, and which ops they are."""
     lines = []
-    for variant in variants:
-        prepared = variant.prepared
+    for label, prepared in runs.items():
         with start(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
             facts = session.describe()
         where = facts.get("residency")
         if where is None:
-            lines.append(f"{variant.label}: builds no graph of its own, so there is nothing to place")
+            lines.append(f"{label}: builds no graph of its own, so there is nothing to place")
             continue
         size = f"{facts['nodes']} nodes, {facts['off_device']} off the device, {facts['compute_bytes'] / 1e6:.1f} MB"
-        lines.append(f"{variant.label}: {facts['profile']}'s graph, {size}")
+        lines.append(f"{label}: {facts['profile']}'s graph, {size}")
         for device, ops in where.items():
             named = ", ".join(f"{op} {n}" for op, n in sorted(ops.items(), key=lambda item: -item[1]))
             lines.append(f"  {device:<8} {sum(ops.values()):>5}  {named}")

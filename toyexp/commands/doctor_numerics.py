@@ -85,15 +85,14 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
 
 def expectations() -> list[Expected]:
     """Of every op, and of the adapters."""
-    return [_expected(case, adapter) for case, adapter in [*((c, None) for c in CASES), *ADAPTED]]
-
-
-def _expected(case: str, adapter: str | None) -> Expected:
-    plan, batch = op_plan(case, adapter), op_batch(case=case)
-    values = {t.name: plan.initial(t) for t in plan.tensors}
-    gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
-    loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
-    return Expected(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients)
+    found = []
+    for case, adapter in [*((case, None) for case in CASES), *ADAPTED]:
+        plan, batch = op_plan(case, adapter), op_batch(case=case)
+        values = {t.name: plan.initial(t) for t in plan.tensors}
+        gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
+        loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
+        found.append(Expected(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
+    return found
 
 
 def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -154,9 +153,11 @@ def look(name: str, place: str, path: Path, registry: Registry) -> Found:
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
         file = opened(str(path))
         kinds = types_of(file)
+        own = file.metadata.get("general.name")  # of a run, whose files are called the same in all of them
+        own = own if name in ("model", "adapter") and isinstance(own, str) else ""
         heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
         return Found(
-            name=_run_name(name, file), place=place, path=str(path), bytes=size,
+            name=own or name, place=place, path=str(path), bytes=size,
             architecture=str(file.metadata.get("general.architecture", "")),
             parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
             here=good_for(file, registry), parts=len(parts),
@@ -269,8 +270,10 @@ def _walk(place: Place, root: Path, depth: int, suffix: str = ".gguf") -> Iterat
             if _is_directory(entry):
                 if level < depth and not entry.name.startswith(".") and entry.name not in PASSED_OVER:
                     todo.append((Path(entry.path), level + 1))
-            elif entry.name.lower().endswith(suffix) and not entry.name.startswith(".") and not _is_special(entry):
-                yield Path(entry.path)
+            elif entry.name.lower().endswith(suffix) and not entry.name.startswith("."):
+                path = Path(entry.path)
+                if path.is_file() or not os.path.exists(path):  # noqa: PTH110 - a link that leads nowhere is told
+                    yield path
 
 
 def _entries(place: Place, folder: Path) -> list[os.DirEntry[str]]:
@@ -290,14 +293,6 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # a link that leads nowhere, or round and round
-        return False
-
-
-def _is_special(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a device, a pipe or a socket; a broken link is a file that cannot be read."""
-    try:
-        return not stat.S_ISREG(entry.stat().st_mode)
-    except OSError:
         return False
 
 
@@ -328,12 +323,6 @@ def _parts(path: Path) -> list[Path]:
     if not found or not 1 < int(found[3]) <= 1000:
         return [path]
     return [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}{path.suffix}") for i in range(1, int(found[3]) + 1)]
-
-
-def _run_name(name: str, file: GGUFFile) -> str:
-    """A run's own name for the files that all runs call the same."""
-    own = file.metadata.get("general.name")
-    return own if name in ("model", "adapter") and isinstance(own, str) and own else name
 
 
 def _shown(text: str, limit: int = 400) -> str:

@@ -16,7 +16,7 @@ from toyexp.base.terminal import say
 from toyexp.base.words import columns
 from toyexp.base.writing import dump_json
 from toyexp.commands.options import options, require_settings
-from toyexp.commands.variants import ALONE, Variant, on_engines, prepare_variants
+from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
 from toyexp.contract.command import Arguments
 from toyexp.contract.dataset import Batches
@@ -117,36 +117,33 @@ class Measured:
     weights: Arrays  # the trainable tensors after the last step
 
 
-def compare(variants: Sequence[Variant], tolerances: Tolerances, watch: Callable[[str], None]) -> Report:
+def compare(runs: Mapping[str, Prepared], tolerances: Tolerances, watch: Callable[[str], None]) -> Report:
     """Trains on one engine after another and compares each with the first; `watch` gets a line as each starts.
 
     Raises UserError for fewer than two engines, RunFailed when they do not start from the same bytes.
     """
-    if len(variants) < 2:
-        raise UserError(f"engine={','.join(v.label for v in variants)}: parity takes two or more: engine=cpu,ggml")
-    first, *others = variants
-    for line in introduction(first.prepared)[1:]:
+    if len(runs) < 2:
+        raise UserError(f"engine={','.join(runs)}: parity takes two or more: engine=cpu,ggml")
+    notes = {label: run.config.engine_note.removeprefix(f"{label.partition(':')[0]}: ") for label, run in runs.items()}
+    plans = {label: [(t.name, t.shape, t.trainable) for t in run.plan.tensors] for label, run in runs.items()}
+    (first, prepared), *others = runs.items()
+    for line in [*introduction(prepared)[1:], f"engine  {first}: {notes[first]}"]:
         watch(line)
-    watch(f"engine  {first.label}: {_note(first)}")
-    batches = first.prepared.batches
-    reference = measure(first.prepared, batches)
-    engines = []
-    for variant in others:
-        watch(f"engine  {variant.label}: {_note(variant)}")
-        plans = [[(t.name, t.shape, t.trainable) for t in v.prepared.plan.tensors] for v in (first, variant)]
-        if plans[0] != plans[1]:
-            raise RunFailed(f"{variant.label}: its plan has other tensors than that of {first.label}")
-        measured = measure(variant.prepared, batches)
+    reference, engines = measure(prepared, prepared.batches), []
+    for label, run in others:
+        watch(f"engine  {label}: {notes[label]}")
+        if plans[label] != plans[first]:
+            raise RunFailed(f"{label}: its plan has other tensors than that of {first}")
+        measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
-                raise RunFailed(f"{variant.label}: {name} does not start from the bytes that the reference starts from")
-        engines.append(_against(reference, measured, variant, tolerances))
-    steps = first.prepared.config.settings.steps
-    return Report(first.label, _note(first), reference.losses, steps, tolerances, engines)
-
-
-def _note(variant: Variant) -> str:
-    return variant.prepared.config.engine_note.removeprefix(f"{variant.label.partition(':')[0]}: ")
+                raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
+        loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
+        tensors.sort(key=lambda t: -max(_ratio(t.gradient, tolerances.gradient), _ratio(t.weights, tolerances.weights)))
+        exceeded = list(_exceeded(loss, tensors, tolerances))
+        engines.append(EngineReport(label, notes[label], measured.losses, loss, tensors, exceeded))
+    steps = prepared.config.settings.steps
+    return Report(first, notes[first], reference.losses, steps, tolerances, engines)
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
@@ -162,14 +159,6 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
             numbers = plan.numbers(step, prepared.bus.lr(run, step), prepared.bus.factors(run, step))
             losses.append(float(session.step(batches.batch(step), numbers).loss))
         return Measured(began, gradients, losses, {t.name: session.download(t.name) for t in plan.trainable})
-
-
-def _against(reference: Measured, measured: Measured, variant: Variant, tolerances: Tolerances) -> EngineReport:
-    loss = loss_difference(measured.losses, reference.losses)
-    tensors = tensor_differences(measured, reference)
-    tensors.sort(key=lambda t: -max(_ratio(t.gradient, tolerances.gradient), _ratio(t.weights, tolerances.weights)))
-    exceeded = list(_exceeded(loss, tensors, tolerances))
-    return EngineReport(variant.label, _note(variant), measured.losses, loss, tensors, exceeded)
 
 
 def loss_difference(ours: Sequence[float], theirs: Sequence[float]) -> LossDifference:
@@ -270,7 +259,7 @@ def run(arguments: Arguments) -> int:
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
-        reports[label] = report = compare(prepare_variants(request.plus(*varied), labels), tolerances, watch)
+        reports[label] = report = compare(prepared_on(request.plus(*varied), labels), tolerances, watch)
         for line in summary(report, every):
             watch(line)
     within = sum(report.within for report in reports.values())

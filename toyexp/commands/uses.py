@@ -48,7 +48,14 @@ class Offers:
 
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
         self._file, self._path, self._registry = file, path, registry
-        self.model, self.refused = find_model(file, registry)
+        self.model: Model | None = None
+        self.refused: str | None = None  # why it is none that toyexp can compute
+        try:
+            self.model = model_in(file, registry)
+        except UserError as error:
+            self.refused = _reason(error, file)
+        except Exception as error:  # whatever a plugin raises, the header can still be shown
+            self.refused = f"{type(error).__name__}: {printable(str(error))}"
 
     @cached_property
     def _tokenizer_or_reason(self) -> Tokenizer | str:
@@ -85,8 +92,11 @@ class Offers:
         found = found if any(use.command for use in found) else found[:1]
         found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]
         if self.model is not None:
-            found.append(self._eval())
-            found += [self._generate(self.model)] if self.model.reads.sequence else []
+            path = shell(str(self._path))
+            found.append(_use("eval", f"toyexp eval {path}{self._data}", self._no_numbers))
+            if self.model.reads.sequence:
+                command = f"toyexp generate {path} {self._prompt(self.model)}"
+                found.append(_use("generate", command, self._no_numbers))
             found.append(self._export())
         return found
 
@@ -158,12 +168,6 @@ class Offers:
             return _reason(error, self._file)
         return None
 
-    def _eval(self) -> Use:
-        return _use("eval", f"toyexp eval {shell(str(self._path))}{self._data}", self._no_numbers)
-
-    def _generate(self, model: Model) -> Use:
-        return _use("generate", f"toyexp generate {shell(str(self._path))} {self._prompt(model)}", self._no_numbers)
-
     def _prompt(self, model: Model) -> str:
         """What the file's tokenizer and context can take."""
         tokenizer, context, vocab = self._tokenizer_or_reason, model.context, int(model.settings().get("vocab", 2))
@@ -206,16 +210,6 @@ def _reason(error: UserError, file: GGUFFile) -> str:
     for start in (f"donor {file.path}: ", f"{file.path}: "):
         text = text.removeprefix(start)
     return text
-
-
-def find_model(file: GGUFFile, registry: Registry) -> tuple[Model | None, str | None]:
-    """The file's model, or why it is none that toyexp can compute."""
-    try:
-        return model_in(file, registry), None
-    except UserError as error:
-        return None, _reason(error, file)
-    except Exception as error:  # whatever a plugin raises, the header can still be shown
-        return None, f"{type(error).__name__}: {printable(str(error))}"
 
 
 # -- what is to be typed ----------------------------------------------------------------------------------------------

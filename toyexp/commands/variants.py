@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from toyexp.base.errors import UserError
 from toyexp.config.request import Request, take_engines
@@ -15,17 +14,9 @@ from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 ALONE = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # what is about a run alone
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The experiment on one engine."""
-
-    label: str  # as it was typed: ggml, ggml:blas=false
-    prepared: Prepared
-
-
-def prepare_variants(request: Request, labels: Sequence[str]) -> list[Variant]:
-    """Composes the experiment once for each engine. Of the callbacks only the learning rate's schedule is asked."""
-    return [Variant(label, prepare(asked.parts())) for label, asked in request.on_engines(labels).items()]
+def prepared_on(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
+    """The experiment on each engine, by its label as it was typed: ggml, ggml:blas=false."""
+    return {label: prepare(asked.parts()) for label, asked in request.on_engines(labels).items()}
 
 
 def on_engines(

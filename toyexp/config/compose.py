@@ -19,7 +19,7 @@ from toyexp.config.base import base_of, by_key
 from toyexp.config.build import in_plain_words, parts_of, resolved, typed, without_hydra
 from toyexp.config.chosen import check_files
 from toyexp.config.engines import pick_engine
-from toyexp.config.keys import Keys, value_of
+from toyexp.config.keys import Keys, in_braces
 from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import require_plugins
@@ -66,12 +66,11 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     composed = Composed(cfg, given, keys, modules)
     with open_dict(cfg):
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
-        for key, names in ((o.key_or_group, value_of(o)) for o in given):
-            if isinstance(
-                names, dict
-            ):  # what is typed stands before what files say: the first pattern that fits counts
-                node = OmegaConf.select(cfg, key)
-                OmegaConf.update(cfg, key, {name: node[name] for name in (*names, *node)}, merge=False)
+        for override in in_braces(given):  # what is typed stands before what files say: the first that fits counts
+            node = OmegaConf.select(cfg, override.key_or_group)
+            typed_names: Any = override.value()
+            both = {name: node[name] for name in (*typed_names, *node)}
+            OmegaConf.update(cfg, override.key_or_group, both, merge=False)
         typed_keys = {o.key_or_group for o in given}
         cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in typed_keys}
         for f in dataclasses.fields(Root):
@@ -164,7 +163,8 @@ class Composed:
 def _replaced(given: Sequence[Override]) -> list[str]:
     """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
     last = {o.key_or_group: o.input_line for o in given}
-    pairs = [(o.input_line, last[o.key_or_group]) for o in given if not isinstance(value_of(o), dict)]
+    braced = in_braces(given) if len(last) < len(given) else []
+    pairs = [(o.input_line, last[o.key_or_group]) for o in given if o not in braced]
     return [f"{line}: {later}, which comes later, takes its place" for line, later in pairs if line != later]
 
 

@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -76,10 +75,9 @@ class Keys:
 
     def are_plain(self, typed: Sequence[Override], source: Source) -> bool:
         """Whether all of it is keys that are known, with values that they may have; not all else is wrong."""
-        folders = source.directories
-        return all(self._is_plain(override, folders) for override in typed)
+        return all(self._is_plain(override, source) for override in typed)
 
-    def _is_plain(self, override: Override, folders: Sequence[Path]) -> bool:
+    def _is_plain(self, override: Override, source: Source) -> bool:
         key, line, value = override.key_or_group, str(override.input_line), value_of(override)
         if override.package is not None or override.is_sweep_override() or line.endswith("="):
             return False
@@ -87,16 +85,18 @@ class Keys:
             return key in self.classes and key.startswith("callbacks.")
         if key in GROUPS:
             names = value if isinstance(value, list) and key == "callbacks" else [value]
-            return not line.startswith("+") and all(isinstance(n, str) and self._offers(key, n, folders) for n in names)
+            return not line.startswith("+") and all(isinstance(n, str) and self._offers(key, n, source) for n in names)
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
             return False
         known = self.types(key)
         number = (type(value) is int and known == {bool}) or (type(value) is float and not value)  # 2, and 1e-400
         return key in HYDRA_KEYS or (bool(known) and not number and not any(map(dataclasses.is_dataclass, known)))
 
-    def _offers(self, kind: str, name: str, folders: Sequence[Path]) -> bool:
+    def _offers(self, kind: str, name: str, source: Source) -> bool:
         """Whether a group has a choice of that name: a plugin, or a preset of the config directories."""
-        return name in self.offers.get(kind, ()) or any((d / kind / f"{name}.yaml").is_file() for d in folders)
+        return name in self.offers.get(kind, ()) or any(
+            (d / kind / f"{name}.yaml").is_file() for d in source.directories
+        )
 
     def are_those_of(self, cfg: DictConfig) -> bool:
         """Whether a configuration has every part, and no other keys than these."""
@@ -127,6 +127,11 @@ def names_in(cfg: DictConfig, kind: str) -> list[str]:
 def value_of(override: Override) -> Any:
     """The value of a setting; None where there are several, and where it is dropped."""
     return None if override.is_sweep_override() or override.is_delete() else override.value()
+
+
+def in_braces(typed: Sequence[Override]) -> list[Override]:
+    """Those that give names with values: optim.groups={...}."""
+    return [override for override in typed if isinstance(value_of(override), dict)]
 
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toyexp.base.terminal import say
-from toyexp.base.words import short
+from toyexp.base.words import columns, short
 
 if TYPE_CHECKING:
     from toyexp.sweep.directory import Job, SweepDir
@@ -25,11 +25,6 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         told = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
         end = where if job.status == Status.COMPLETED else told
         table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
-    widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
     say("")
-    for row in table:
-        cells = [
-            cell.ljust(w) if c in (1, len(row) - 1) else cell.rjust(w)
-            for c, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        say("  ".join(cells).rstrip())
+    for line in columns(table, right={0, *range(2, len(table[0]) - 1)}):
+        say(line)

@@ -27,9 +27,8 @@ def entries(settings):
             yield baseline.name, Entry(baseline.name, kept, module["ENGINE"], str(path))
 
 
-def opened(entry, variant):
+def opened(entry, prepared):
     """The baseline with what an engine would be given."""
-    prepared = variant.prepared
     threads = getattr(prepared.config.engine, "threads", 0) or available_cores()
     group = prepared.plan.updates[0]
     if not isinstance(group.rule, AdamW):

@@ -228,6 +228,7 @@ CHOICES = [
     ("model={d_model:32}", "takes a name", "llama"),
     ("data=txt", "did you mean text?"),
     ("optim=adam", "did you mean adamw?"),
+    ("optim=sdg", "did you mean sgd?"),
     ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # and no sample
     ("experiment=smoek", "did you mean smoke?"),
     ("+experiment=smoke", "leave out the '+': experiment=smoke"),

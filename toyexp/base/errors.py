@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -55,10 +56,12 @@ class PluginFailed(RunFailed):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or that has all parts of it (batch: batch_size); None when nothing is close."""
-    others, parts = [c for c in choices if c != word], set(word.split("_"))
-    wider = [choice for choice in others if parts <= set(choice.split("_"))]
-    found = difflib.get_close_matches(word, others, 1, cutoff=0.72) or difflib.get_close_matches(word, wider, 1, 0.0)
+    """The choice most like `word`, with its letters or all its parts (batch: batch_size); None when none is."""
+    others, parts = [c for c in choices if c != word], set(re.split("[._]", word))
+    wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
+    swapped = [choice for choice in others if sorted(choice) == sorted(word)]
+    close = difflib.get_close_matches(word, others, 1, cutoff=0.72)
+    found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0)
     return found[0] if found else None
 
 

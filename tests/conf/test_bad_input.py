@@ -83,7 +83,6 @@ KEYS = [
     ("data.val_fracton=0.1", "did you mean data.val_fraction?"),
     ("+data.val_fracton=0.1", "did you mean data.val_fraction?"),
     ("recipe.donor=x.gguf", "recipe.donor with recipe=scratch", "recipe=warm"),
-    ("recipe=lora recipe.low_memory=true", "recipe.low_memory: is the engine's now: engine.packed=true"),
     ("recipe=warm recipe.lense=pca", "did you mean recipe.lens?"),
     ("recipe=warm +recipe.lense=pca", "did you mean recipe.lens?"),
     ("optim.weight_dacay=0.1", "did you mean optim.weight_decay?"),

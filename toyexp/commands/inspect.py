@@ -20,7 +20,7 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
     """Shows what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
     import hydra
 
-    from toyexp.config.build import in_plain_words
+    from toyexp.config.mistakes import in_plain_words
 
     settings: Sequence[str] = ()
     if "--hydra-help" not in flags:
@@ -63,7 +63,7 @@ def _composed(composed: Composed, flags: Mapping[str, str]) -> str:
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from toyexp.config.build import in_plain_words
+    from toyexp.config.mistakes import in_plain_words
 
     cfg, package = composed.cfg, flags.get("--package")
     shown = {"job": set(cfg) - {"hydra"}, "hydra": {"hydra"}, "all": set(cfg)}[flags["--cfg"]]

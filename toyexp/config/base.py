@@ -38,7 +38,9 @@ def base_of(cfg: DictConfig, given: Sequence[Override], registry: Registry) -> B
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = made(cls, typed(cls, resolved(cfg)["recipe"], "recipe"))
-    _require_fit(recipe, cfg, given, registry)
+    if unfit := misfit(recipe, model := class_of("model", cfg.model, registry)()):
+        data = cast("type[Data]", class_of("data", cfg.data, registry))
+        raise UserError(f"{unfit}{suited(by_key(given), recipe, model, data, registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:
@@ -55,12 +57,6 @@ def base_of(cfg: DictConfig, given: Sequence[Override], registry: Registry) -> B
                 f"use model.context={model.context} or less"
             )
     return Base(model, settings)
-
-
-def _require_fit(recipe: Recipe, cfg: DictConfig, given: Sequence[Override], registry: Registry) -> None:
-    if unfit := misfit(recipe, model := class_of("model", cfg.model, registry)()):
-        data = cast("type[Data]", class_of("data", cfg.data, registry))
-        raise UserError(f"{unfit}{suited(by_key(given), recipe, model, data, registry)}")
 
 
 def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:

@@ -16,6 +16,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.home import expanded
 from toyexp.base.packages import told_by
 from toyexp.config.keys import Keys
+from toyexp.config.mistakes import in_plain_words
 from toyexp.config.schema import Root, class_of, schema
 from toyexp.config.top_level import PARTS
 from toyexp.contract.data import Data
@@ -105,10 +106,3 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
 def made(cls: type, node: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})
-
-
-def in_plain_words(what: str, error: BaseException) -> UserError:
-    """OmegaConf's complaint about a value as one of ours."""
-    from toyexp.config.mistakes import plain_words
-
-    return UserError(f"{what}: {plain_words(error)}")

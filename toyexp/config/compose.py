@@ -16,10 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.config.base import base_of, by_key
-from toyexp.config.build import in_plain_words, parts_of, resolved, typed, without_hydra
+from toyexp.config.build import parts_of, resolved, typed
 from toyexp.config.chosen import check_files
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
+from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
 from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import require_plugins
@@ -31,25 +32,6 @@ from toyexp.contract.registry import Registry
 from toyexp.training.parts import Config
 
 
-def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> None:
-    """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
-    if not keys.are_plain(typed, source):
-        from toyexp.config import mistakes
-
-        for override in typed:
-            mistakes.check_override(override, keys.registry, source)
-
-
-def check_keys(cfg: DictConfig, keys: Keys) -> Keys:
-    """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
-    ours, chosen = without_hydra(cfg), keys.of_config(cfg)
-    if not chosen.are_those_of(ours):
-        from toyexp.config import mistakes
-
-        mistakes.check_keys(ours, chosen)
-    return chosen
-
-
 def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:
     """The configuration of one run; UserError for whatever cannot be composed."""
     keys = Keys.of(registry)
@@ -59,9 +41,7 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     except UserError:  # of `trust`, in its own words
         raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
-        from toyexp.config import mistakes
-
-        raise mistakes.explain(error, given, registry, source) from None
+        raise explain(error, given, registry, source) from None
     check_files(cfg, given, source)
     composed = Composed(cfg, given, keys, modules)
     with open_dict(cfg):

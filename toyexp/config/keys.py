@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from toyexp.config.schema import Root, Source, all_offered, offered
-from toyexp.config.top_level import GROUPS, HYDRA_KEYS, PARTS, Submitit, Sweep
+from toyexp.config.top_level import PARTS, Submitit, Sweep
 from toyexp.contract.registry import Registry, conf_dir
 
 
@@ -51,7 +51,8 @@ class Keys:
         where, _, name = key.rpartition(".")
         classes = [cls for cls in self.classes.get(where, ()) if name in self.fields(cls)]
         hints = [typing.get_type_hints(cls)[name] for cls in classes]
-        return {t for hint in hints for t in (typing.get_args(hint) if _is_union(hint) else (hint,))}
+        unions = (typing.Union, types.UnionType)
+        return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 
     def holds_list(self, key: str) -> bool:
         """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
@@ -72,41 +73,6 @@ class Keys:
                 value = f"[{value}]"
             words.append(key + equals + value)
         return words
-
-    def are_plain(self, typed: Sequence[Override], source: Source) -> bool:
-        """Whether all of it is keys that are known, with values that they may have; not all else is wrong."""
-        return all(self._is_plain(override, source) for override in typed)
-
-    def _is_plain(self, override: Override, source: Source) -> bool:
-        key, line, value = override.key_or_group, str(override.input_line), value_of(override)
-        if override.package is not None or override.is_sweep_override() or line.endswith("="):
-            return False
-        if override.is_delete():
-            return key in self.classes and key.startswith("callbacks.")
-        if key in GROUPS:
-            names = value if isinstance(value, list) and key == "callbacks" else [value]
-            return not line.startswith("+") and all(isinstance(n, str) and self._offers(key, n, source) for n in names)
-        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
-            return False
-        known = self.types(key)
-        number = (type(value) is int and known == {bool}) or (type(value) is float and not value)  # 2, and 1e-400
-        return key in HYDRA_KEYS or (bool(known) and not number and not any(map(dataclasses.is_dataclass, known)))
-
-    def _offers(self, kind: str, name: str, source: Source) -> bool:
-        """Whether a group has a choice of that name: a plugin, or a preset of the config directories."""
-        return name in self.offers.get(kind, ()) or any(
-            (d / kind / f"{name}.yaml").is_file() for d in source.directories
-        )
-
-    def are_those_of(self, cfg: DictConfig) -> bool:
-        """Whether a configuration has every part, and no other keys than these."""
-        if not all(self.classes[kind] for kind in PARTS):
-            return False
-        callbacks = {f"callbacks.{name}": cfg.callbacks[name] for name in names_in(cfg, "callbacks")}
-        if not all(isinstance(n, DictConfig) and key == f"callbacks.{n.get('name')}" for key, n in callbacks.items()):
-            return False
-        nodes = {"": cfg, **{kind: cfg[kind] for kind in PARTS}, **callbacks}
-        return all({str(key) for key in node} <= self.under(place) for place, node in nodes.items())
 
 
 def _placed(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
@@ -139,7 +105,3 @@ def choices(kind: str, registry: Registry, source: Source | None = None) -> set[
     roots = [d / kind for d in (source.directories if source else [conf_dir()])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
     return offered(kind, registry).keys() | presets
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)

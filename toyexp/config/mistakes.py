@@ -1,14 +1,9 @@
-"""What a person can get wrong in a configuration, and what they are told: one or two lines, the right word near.
-
-Nothing of it is imported by a run that is asked for as it should be.
-"""
+"""What a person can get wrong in a configuration, and what they are told: one or two lines, the right word near."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -25,138 +20,87 @@ from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_le
 from toyexp.config.trust import CODE, names_code
 from toyexp.contract.registry import NAMES_CODE, Registry
 
-# Keys that are gone, and what stands in their place.
-MOVED = {
-    "recipe.low_memory": "is the engine's now: engine.packed=true on cpu, cuda and mps; the ggml engines do so anyway"
-}
+EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
 # -- one setting as it was typed --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Typed:
-    """A setting, and what the rules below ask of it."""
-
-    override: Override
-    registry: Registry
-    source: Source
-
-    @property
-    def key(self) -> str:
-        return str(self.override.key_or_group)
-
-    @property
-    def kind(self) -> str:
-        return self.key.split(".")[0].split("/")[0]
-
-    @property
-    def rest(self) -> list[str]:
-        return self.key.split(".")[1:]
-
-    @property
-    def line(self) -> str:
-        return str(self.override.input_line)
-
-    @property
-    def text(self) -> str:
-        return self.line.partition("=")[2]
-
-    @property
-    def value(self) -> Any:
-        return value_of(self.override)
-
-    @cached_property
-    def types(self) -> set[Any]:
-        """What the key may hold; nothing for one that nobody knows."""
-        return Keys.of(self.registry).types(self.key)
-
-    @property
-    def code(self) -> str | None:
-        """The first word in it by which something would be called."""
-        return next((part for part in (self.kind, *self.rest) if part in NAMES_CODE), None) or names_code(self.value)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it chooses by name."""
-        return self.key in GROUPS and not self.override.is_delete()
-
-    @property
-    def names(self) -> list[Any]:
-        return self.value if isinstance(self.value, list) else [self.value]
-
-    @property
-    def of_part(self) -> bool:
-        """Whether it is meant for a setting of a part."""
-        return self.kind in GROUPS and bool(self.rest) and not self.override.is_delete()
-
-    @property
-    def depth(self) -> int:
-        """How many words behind the group name one of its settings."""
-        return 2 if self.kind == "callbacks" else 1
-
-    @property
-    def strangers(self) -> Iterator[str]:
-        """The names that nothing has."""
-        known = choices(self.key, self.registry, self.source)
-        return (f"{self.registry.missing(self.key, n)}; {choose(n, known)}" for n in self.names if n not in known)
-
-
-def check_override(override: Override, registry: Registry, source: Source) -> None:
+def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
-    setting = _Typed(override, registry, source)
-    for applies, words in RULES:
-        if applies(setting):
-            raise UserError(words(setting))
+    for override in given:
+        choice = override.key_or_group in GROUPS and not override.is_delete()
+        if wrong := _wrong_form(override, keys) or (_wrong_choice(override, keys, source) if choice else None):
+            raise UserError(wrong)
 
 
-# What is wrong when, and how it is told: the first rule that applies counts.
-RULES: tuple[tuple[Callable[[_Typed], Any], Callable[[_Typed], str]], ...] = (
-    (lambda t: t.code, lambda t: f"{t.line}: {t.code} {CODE}"),
-    (lambda t: t.key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")),
-     lambda t: f"{t.line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with "
-               f"sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"),
-    (lambda t: t.override.package is not None,
-     lambda t: f"{t.line}: '@' has no meaning here; write {t.key}={t.override.get_value_element_as_str()}"),
-    (lambda t: t.override.is_sweep_override() and Keys.of(t.registry).holds_list(t.key),
-     lambda t: f"{t.line}: several values; {t.key}=[{t.text}] is a list, or add -m to sweep over them"),
-    (lambda t: t.override.is_sweep_override(), lambda t: f"{t.line}: several values; add -m to sweep over them"),
-    (lambda t: t.line.endswith("=") and t.kind == "callbacks" and str in t.types,
-     lambda t: f"{t.line}: {EMPTY}; an empty text is \"{t.line}''\""),
-    (lambda t: t.line.endswith("=") and t.key not in GROUPS and (t.types or t.kind == "hydra"),
-     lambda t: f"{t.line}: {EMPTY}"),
-    (lambda t: isinstance(t.value, int) and t.value not in (0, 1) and t.types == {bool},
-     lambda t: f"{t.line}: must be true or false"),
-    (lambda t: isinstance(t.value, float) and not t.value and re.search("[1-9]", re.split("[eE]", t.text)[0]),
-     lambda t: f"{t.line}: is too near to 0 for a number here; write 0, or one that is larger"),
-    (lambda t: t.kind == "hydra" and t.key not in HYDRA_KEYS, lambda t: _unknown(t.key, None, t.registry)),
-    (lambda t: "/" in t.key, lambda t: f"unknown key {t.key}; did you mean {t.key.replace('/', '.')}?"),
-    (lambda t: t.override.is_delete() and t.kind != "hydra" and (t.kind != "callbacks" or len(t.rest) != 1),
-     lambda t: f"{t.line}: only callbacks can be dropped, such as '~callbacks.progress'"),
-    (lambda t: t.chooses and t.line.startswith("+"), lambda t: f"{t.line}: leave out the '+': {t.line.lstrip('+')}"),
-    (lambda t: t.chooses and isinstance(t.value, list) and t.kind != "callbacks",
-     lambda t: f"{t.line}: takes one name, without brackets"
-               + (f"; to run several, sweep: -m {t.kind}={','.join(map(str, t.names))}" if len(t.names) > 1 else "")),
-    (lambda t: t.chooses and not all(isinstance(name, str) and name for name in t.names),
-     lambda t: f"{t.line}: takes a name; {choose('', choices(t.key, t.registry, t.source))}"),
-    (lambda t: t.chooses and any(t.strangers), lambda t: next(t.strangers)),
-    (lambda t: t.of_part and len(t.rest) < t.depth and t.rest[0] not in t.registry.offers[t.kind],
-     lambda t: _unknown(t.key, None, t.registry)),
-    (lambda t: t.of_part and len(t.rest) < t.depth,
-     lambda t: f"{t.line}: give a callback's settings one by one ({t.key}.<setting>=...); add callbacks by name: "
-               f"callbacks=[default,{t.rest[0]}]"),
-    (lambda t: t.of_part and len(t.rest) > t.depth,
-     lambda t: f"{t.line}: {'.'.join([t.kind, *t.rest[: t.depth]])} holds one value, not keys of its own"),
-    (lambda t: t.of_part and t.rest[-1] == "name" and t.kind == "callbacks",
-     lambda t: f"{t.line}: cannot be set; choose by name: callbacks=[...]"),
-    (lambda t: t.of_part and t.rest[-1] == "name",
-     lambda t: f"{t.line}: cannot be set; choose by name: {t.kind}={t.override.get_value_element_as_str()}"),
-    (lambda t: t.key in ("sweep", "sweep.submitit"),
-     lambda t: f"{t.line}: give its settings one by one: {t.key}.<setting>=..."),
-    (lambda t: t.kind == "sweep" and t.key not in _sweep_keys(), lambda t: _unknown(t.key, None, t.registry)),
-    (lambda t: t.rest and t.kind in Keys.of(t.registry).under("") and t.kind not in (*GROUPS, "sweep"),
-     lambda t: f"{t.line}: {t.kind} holds one value: {t.kind}=..."),
-)  # fmt: skip
-EMPTY = "is empty (a variable that is not set?); leave it out for the default"
+def _wrong_form(override: Override, keys: Keys) -> str | None:
+    """What is wrong with a setting, but for the names that it chooses."""
+    key, line, value = str(override.key_or_group), str(override.input_line), value_of(override)
+    text, types, empty = line.partition("=")[2], keys.types(key), line.endswith("=")
+    kind, *rest = key.split(".")
+    kind = kind.split("/")[0]
+    if code := next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(value):
+        return f"{line}: {code} {CODE}"
+    if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
+        launchers = f"sweep.launcher={', '.join(LAUNCHERS)}"
+        return f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with {launchers} and sweep.jobs=4"
+    if override.package is not None:
+        return f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}"
+    if override.is_sweep_override():
+        listed = f"{key}=[{text}] is a list, or " if keys.holds_list(key) else ""
+        return f"{line}: several values; {listed}add -m to sweep over them"
+    if empty and key not in GROUPS and (types or kind == "hydra"):
+        return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
+    if isinstance(value, int) and value not in (0, 1) and types == {bool}:
+        return f"{line}: must be true or false"
+    if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
+        return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
+    if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
+        return _unknown(key, None, keys.registry)
+    if "/" in key:
+        return f"unknown key {key}; did you mean {key.replace('/', '.')}?"
+    if override.is_delete():
+        allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
+        return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
+    if kind in GROUPS and rest:
+        return _wrong_part(override, kind, rest, keys.registry)
+    if key in ("sweep", "sweep.submitit"):
+        return f"{line}: give its settings one by one: {key}.<setting>=..."
+    if rest and kind in keys.under("") and kind != "sweep":
+        return f"{line}: {kind} holds one value: {kind}=..."
+    return None
+
+
+def _wrong_part(override: Override, kind: str, rest: Sequence[str], registry: Registry) -> str | None:
+    """What is wrong with where a setting of a part is put."""
+    line, depth = override.input_line, 2 if kind == "callbacks" else 1
+    if len(rest) < depth and rest[0] not in registry.offers[kind]:
+        return _unknown(f"{kind}.{rest[0]}", None, registry)
+    if len(rest) < depth:
+        one_by_one = f"give a callback's settings one by one ({kind}.{rest[0]}.<setting>=...)"
+        return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
+    if len(rest) > depth:
+        return f"{line}: {'.'.join([kind, *rest[:depth]])} holds one value, not keys of its own"
+    if rest[-1] == "name":
+        name = "[...]" if kind == "callbacks" else override.get_value_element_as_str()
+        return f"{line}: cannot be set; choose by name: {kind}={name}"
+    return None
+
+
+def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
+    """What is wrong with what is chosen by name."""
+    kind, line, value = str(override.key_or_group), str(override.input_line), value_of(override)
+    names = value if isinstance(value, list) else [value]
+    if line.startswith("+"):
+        return f"{line}: leave out the '+': {line.lstrip('+')}"
+    if isinstance(value, list) and kind != "callbacks":
+        several = f"; to run several, sweep: -m {kind}={','.join(map(str, names))}" if len(names) > 1 else ""
+        return f"{line}: takes one name, without brackets{several}"
+    known = choices(kind, keys.registry, source)
+    if not all(isinstance(name, str) and name for name in names):
+        return f"{line}: takes a name; {choose('', known)}"
+    strangers = (name for name in names if name not in known)
+    return next((f"{keys.registry.missing(kind, name)}; {choose(name, known)}" for name in strangers), None)
 
 
 def _sweep_keys() -> set[str]:
@@ -166,9 +110,9 @@ def _sweep_keys() -> set[str]:
 # -- keys that nobody reads -------------------------------------------------------------------------------------------
 
 
-def check_keys(cfg: DictConfig, keys: Keys) -> None:
-    """Raises UserError for keys nobody reads, whatever prefix they were typed with, and for parts that are missing."""
-    registry = keys.registry
+def check_keys(cfg: DictConfig, every: Keys) -> Keys:
+    """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
+    keys, registry = every.of_config(cfg), every.registry
     _require_known("", cfg, keys, cfg)
     for kind in PARTS:
         node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
@@ -176,16 +120,18 @@ def check_keys(cfg: DictConfig, keys: Keys) -> None:
             raise UserError(f"the config chooses no {kind}; add {kind}=..., {choose('', choices(kind, registry))}")
         class_of(kind, node, registry)
         _require_known(kind, node, keys, cfg)
-    for name, node in cfg.get("callbacks", {}).items():
-        registry.get("callbacks", str(name))
+    for name in names_in(cfg, "callbacks"):
+        registry.get("callbacks", name)
+        node = cfg.callbacks[name]
         if not isinstance(node, DictConfig) or node.get("name") != name:
             raise UserError(_not_chosen(f"callbacks.{name}"))
         _require_known(f"callbacks.{name}", node, keys, cfg)
+    return keys
 
 
 def _require_known(where: str, node: DictConfig, keys: Keys, cfg: DictConfig) -> None:
-    for key in map(str, node):
-        if key not in keys.under(where):
+    for key in sorted({str(key) for key in node} - keys.under(where)):
+        if where or key != "hydra":
             raise unknown_key(f"{where}.{key}" if where else key, cfg, keys.registry)
 
 
@@ -195,90 +141,46 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserErr
 
 
 def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
-    every = Keys.of(registry)
-    keys = every if cfg is None else every.of_config(cfg)
-    guesses = (_moved, _of_sweep, _of_hydra, _at_the_top, _of_callbacks, _of_another, _of_the_part)
-    return next(hint for guess in guesses if (hint := guess(key, cfg, keys)))
-
-
-def _moved(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    return f"{key}: {MOVED[key]}" if key in MOVED else None
-
-
-def _of_sweep(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    if key.split(".")[0] != "sweep":
-        return None
-    known = _sweep_keys()
-    best = next((k for k in known if k.endswith("." + key.rpartition(".")[2])), None) or nearest(key, known)
-    return f"unknown key {key}; " + (f"did you mean {best}?" if best else choose("", known))
-
-
-def _of_hydra(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    if re.split("[./]", key)[0] != "hydra":
-        return None
-    if best := None if "/" in key else nearest(key, HYDRA_KEYS):
-        return f"unknown key {key}; did you mean {best}?"
-    return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
-
-
-def _at_the_top(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    """Of a word that is no key at the top: it stands elsewhere, or one like it does."""
-    kind, *rest = key.split(".")
-    if kind in keys.under(""):
-        in_file = "the configuration file has no such key; put 'schema' first in its defaults list"
-        return None if rest else f"{key}: {in_file}"
-    places = [*PARTS, *(f"callbacks.{name}" for name in (names_in(cfg, "callbacks") if cfg is not None else ()))]
-    homes = [f"{place}.{key}" for place in places if not rest and key in keys.under(place)]
-    homes += [home for home in _sweep_keys() if not rest and home.rpartition(".")[2] == key]
-    if not homes and (best := nearest(kind, keys.under(""))):
-        homes = [".".join([best, *rest])]
-    if homes:
-        return f"unknown key {key}; did you mean {homes[0]}?"
-    return f"unknown key {key}; the keys are: {', '.join(sorted(keys.under('')))}"
-
-
-def _of_callbacks(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    """Of a callback that there is not, or that this run has not."""
-    kind, name, *rest = key.split(".")
-    offers = keys.registry.offers["callbacks"]
-    if kind != "callbacks":
-        return None
-    if name not in offers:
-        best = nearest(name, offers)
-        hint = f"did you mean {'.'.join([kind, best, *rest])}?" if best else choose("", offers)
+    keys = Keys.of(registry) if cfg is None else Keys.of(registry).of_config(cfg)
+    kind, *rest = re.split("[./]", key)
+    where, _, last = key.rpartition(".")
+    there = {k: names_in(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
+    if kind == "sweep":
+        return f"unknown key {key}; {choose(key, _sweep_keys())}"
+    if kind == "hydra" and ("/" in key or nearest(key, HYDRA_KEYS) is None):
+        return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
+    if kind == "hydra":
+        return f"unknown key {key}; {choose(key, HYDRA_KEYS)}"
+    if kind not in keys.under(""):  # it stands elsewhere, or one like it does
+        places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), "sweep", "sweep.submitit"]
+        homes = [f"{place}.{key}" for place in places if key in keys.under(place)]
+        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.under(""))])]
+        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.under('')))}"
         return f"unknown key {key}; {hint}"
-    return _not_chosen(key) if cfg is not None and name not in cfg.callbacks else None
+    if not rest:
+        return f"{key}: the configuration file has no such key; put 'schema' first in its defaults list"
+    offers = registry.offers.get(kind, {})
+    if kind == "callbacks":
+        if rest[0] not in offers:
+            best = nearest(rest[0], offers)
+            hint = f"did you mean {'.'.join([kind, best, *rest[1:]])}?" if best else choose("", offers)
+            return f"unknown key {key}; {hint}"
+        if cfg is not None and rest[0] not in cfg.callbacks:
+            return _not_chosen(key)
+    chosen = f"{kind}={there[kind][0]}" if there[kind] and kind != "callbacks" else where
+    *others, owner = [None, *sorted(n for n, offer in offers.items() if last in Keys.fields(offer.cls))]
+    if owner and kind != "callbacks":
+        belongs = " or ".join(filter(None, [", ".join(filter(None, others)), owner]))
+        return f"unknown key {key} with {chosen}; it belongs to {kind}={belongs}: add that too"
+    valid = keys.under(where) - {"name"}
+    best = nearest(last, valid)
+    hint = f"did you mean {where}.{best}?" if best else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
+    return f"unknown key {key}; {hint}"
 
 
 def _not_chosen(key: str) -> str:
     name = key.split(".")[1]
     return f"{key}: {name} is not among this run's callbacks; add it, such as callbacks=[default,{name}]"
-
-
-def _chosen(key: str, cfg: DictConfig | None) -> str:
-    """Whose setting a key was meant to be: model=llama."""
-    kind = key.split(".")[0]
-    name = "".join(names_in(cfg, kind)) if cfg is not None and kind != "callbacks" else ""
-    return f"{kind}={name}" if name else key.rpartition(".")[0]
-
-
-def _of_another(key: str, cfg: DictConfig | None, keys: Keys) -> str | None:
-    """Of a setting that others of the kind have."""
-    kind, last = key.split(".")[0], key.rpartition(".")[2]
-    owners = [n for n, offer in keys.registry.offers.get(kind, {}).items() if last in Keys.fields(offer.cls)]
-    if kind == "callbacks" or not owners:
-        return None
-    *others, last_one = sorted(owners)
-    belongs = f"{kind}={', '.join(others)} or {last_one}" if others else f"{kind}={last_one}"
-    return f"unknown key {key} with {_chosen(key, cfg)}; it belongs to {belongs}: add that too"
-
-
-def _of_the_part(key: str, cfg: DictConfig | None, keys: Keys) -> str:
-    where, _, last = key.rpartition(".")
-    valid = keys.under(where) - {"name"}
-    if best := nearest(last, valid):
-        return f"unknown key {key}; did you mean {where}.{best}?"
-    return f"unknown key {key}; {_chosen(key, cfg)} has " + (", ".join(sorted(valid)) or "no settings")
 
 
 # -- what Hydra complains of ------------------------------------------------------------------------------------------
@@ -348,13 +250,13 @@ def _of_a_value(error: Exception, key: str | None, given: Sequence[Override], re
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     same = [o for o in given if o.key_or_group == key]  # it may be there twice
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
-    label = guilty[-1].input_line if guilty else key or "the config"
+    label = str(guilty[-1].input_line) if guilty else key or "the config"
     if key and Keys.of(registry).holds_names(key):
         return UserError(f"{label}: takes names with values, in braces: {key}={{name: value}}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
-    return UserError(f"{label}: {plain_words(cause)}{written_out}")
+    return UserError(f"{in_plain_words(label, cause)}{written_out}")
 
 
 def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None:
@@ -382,10 +284,10 @@ _PLAIN_WORDS = {
 }
 
 
-def plain_words(error: BaseException) -> str:
-    """What is wrong with a value, without OmegaConf's names for types."""
-    text = str(error)
+def in_plain_words(what: str, error: BaseException) -> UserError:
+    """OmegaConf's complaint about a value as one of ours, without its names for types."""
+    text = str(error).strip()
     for pattern, words in _PLAIN_WORDS.items():
         if match := re.search(pattern, text):
-            return words.format(*match.groups())
-    return text.strip().splitlines()[0] if text.strip() else "cannot be used"
+            return UserError(f"{what}: {words.format(*match.groups())}")
+    return UserError(f"{what}: {text.splitlines()[0] if text else 'cannot be used'}")

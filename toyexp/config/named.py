@@ -16,7 +16,8 @@ from toyexp.contract.registry import Registry, settings_of
 
 def lines_about(name: str, registry: Registry) -> list[str]:
     """A head and a line for each setting of everything that has this name; UserError where nothing has."""
-    found = [*_plugins(name, registry), *_own(name), *_presets(name, registry)]
+    auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
+    found = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
     if not found:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (conf_dir() / kind).glob("*.yaml")}
@@ -35,12 +36,6 @@ def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
                 "callbacks": (f"callbacks={offer.name}", f"callbacks.{offer.name}."),
             }.get(kind, (f"{kind}={offer.name}", f"{kind}."))
             yield [f"{label}  {offer.help}  [{offer.plugin}, {offer.package}]", *_settings(prefix, offer.cls)]
-
-
-def _own(name: str) -> Iterator[list[str]]:
-    """What no plugin offers."""
-    if name == AUTO:
-        yield [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
 
 
 def _presets(name: str, registry: Registry) -> Iterator[list[str]]:

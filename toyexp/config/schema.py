@@ -115,12 +115,7 @@ def schema(cls: type, name: str) -> type:
     hints = typing.get_type_hints(cls)
     parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for f in dataclasses.fields(cls):
-        copy = (
-            field(default=f.default)
-            if f.default is not dataclasses.MISSING
-            else field(default_factory=typing.cast("typing.Callable[[], Any]", f.default_factory))
-        )
-        parts.append((f.name, hints[f.name], copy))
+        parts.append((f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)))
     return dataclasses.make_dataclass(cls.__name__, parts)
 
 
@@ -229,11 +224,8 @@ class Source:
 
 def _places(hydra_node: Mapping[str, Any]) -> list[str]:
     """Where runs and sweeps go, as overrides."""
-    return [f"hydra.{k}.{n}={_quoted(v)}" for k in PLACES for n, v in hydra_node[k].items()]
-
-
-def _quoted(text: Any) -> str:
-    return QuotedString(str(text), Quote.single).with_quotes()
+    nodes = [(f"hydra.{k}.{n}", str(value)) for k in PLACES for n, value in hydra_node[k].items()]
+    return [f"{key}={QuotedString(text, Quote.single).with_quotes()}" for key, text in nodes]
 
 
 def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: bool = False) -> Any:

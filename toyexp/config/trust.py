@@ -45,9 +45,7 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
         if node.tag not in PLAIN:
             raise UserError(f"{place}: {printable(node.tag)} names a type; a configuration holds plain values")
         if key and node.value in NAMES_CODE:
-            raise UserError(
-                f"{place}: {node.value} names code; toyexp chooses its parts by name: engine=, recipe=, ..."
-            )
+            raise UserError(f"{place}: {node.value} {CODE}")
         if not key and not ours and isinstance(node, yaml.ScalarNode):
             check_text(node.value, place)
     if not ours:
@@ -126,12 +124,8 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
                 )
             if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
                 raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")
-            if name.value == "searchpath" and any("pkg:" in n.value for n, _ in _nodes(inner) if _is_text(n)):
+            if name.value == "searchpath" and "pkg:" in str(inner.value):
                 raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not taken")
-
-
-def _is_text(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode)
 
 
 def names_code(value: Any) -> str | None:

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
-from toyexp.config.build import in_plain_words, made
-from toyexp.config.compose import Composed, check_settings
+from toyexp.config.build import made
+from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
+from toyexp.config.mistakes import check_settings, in_plain_words, unknown_key
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, class_of
 from toyexp.config.top_level import GROUPS
@@ -113,9 +114,7 @@ class Lookahead:
             one = self._lists[key] and isinstance(value, str | int | float)
             OmegaConf.update(cfg, key, [value] if one else value, merge=True)
         except (ConfigKeyError, AttributeError):
-            from toyexp.config import mistakes
-
-            raise mistakes.unknown_key(key, cfg, self.request.registry) from None
+            raise unknown_key(key, cfg, self.request.registry) from None
         except OmegaConfBaseException as error:
             raise in_plain_words(word, error) from None
 

@@ -55,8 +55,8 @@ class Asked:
 
 def sweep(asked: Asked) -> int:
     """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
-    from toyexp.config.compose import check_settings
     from toyexp.config.keys import Keys
+    from toyexp.config.mistakes import check_settings
     from toyexp.config.words import lines
 
     request = asked.request

@@ -54,40 +54,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each name lives, once more for the running program; a test holds it against the imports above.
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "toyexp.base.errors": "RunFailed SessionError ToyexpError Unavailable UserError choose nearest printable",
-        "toyexp.base.packages": "needed",
-        "toyexp.config.restored": "file_of",
-        "toyexp.contract.arithmetic": "Arithmetic",
-        "toyexp.contract.batch": "Batch InputSpec batch_digest",
-        "toyexp.contract.callback": "Callback Schedule",
-        "toyexp.contract.command": "Arguments Command",
-        "toyexp.contract.data": "Data",
-        "toyexp.contract.dataset": "Batches Dataset",
-        "toyexp.contract.decoder": "Decoder Piecewise",
-        "toyexp.contract.engine": "Engine Session State StepMetrics",
-        "toyexp.contract.format": "Exported Format ModelFile Models TensorInfo",
-        "toyexp.contract.hooks": "Register hookimpl",
-        "toyexp.contract.kind": "IMAGES TOKENS Kind",
-        "toyexp.contract.model": "Model TensorSpec lower_is_better",
-        "toyexp.contract.ops": "Adapted LowRank Ops Params Rotary Tensor",
-        "toyexp.contract.optimiser": "AdamW DEFAULT_BETA2 FROM_SCRATCH Group LORA MODES Optimiser Rule",
-        "toyexp.contract.plan": "Lens LoraAdapter Plan PlanTensor lora_names",
-        "toyexp.contract.planned": "Planned changed",
-        "toyexp.contract.recipe": "Recipe Setup",
-        "toyexp.contract.run": "Run",
-        "toyexp.contract.sampling": "Sampling endless",
-        "toyexp.contract.values": "Constant Given Normal Values",
-        "toyexp.datasets.images": "AUGMENTATIONS ImageBatches ImageDataset NORMALISATIONS",
-        "toyexp.datasets.tokens": "TokenBatches TokenDataset",
-        "toyexp.formats.gguf.source": "FromGGUF",
-        "toyexp.reference.arithmetic": "NumpyArithmetic updated",
-        "toyexp.reference.forward_listing": "Traced listing",
-        "toyexp.text.tokenizer": "Tokenizer",
-        "toyexp.training.bus": "Bus",
-        "toyexp.training.checkpoint": "rebuilt",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, UserError, batch_digest, hookimpl
-from toyexp.base import dump_json, write_synced
+from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, batch_digest, hookimpl
+from toyexp.base import dump_json, require_within, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -92,8 +92,7 @@ class Events(Callback):
 
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
-        if self.every < 1:
-            raise UserError(f"callbacks.events.every={self.every}: must be at least 1")
+        require_within("callbacks.events", self, every="[1,inf)")
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The record."""

@@ -21,7 +21,7 @@ from toyexp import (
     hookimpl,
     printable,
 )
-from toyexp.base import stream
+from toyexp.base import require_within, stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 
@@ -42,16 +42,8 @@ class Sample(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        if self.every < 0 or self.top_k < 0:
-            raise UserError("callbacks.sample: every and top_k must be 0 or above")
-        if self.tokens < 1:
-            raise UserError(f"callbacks.sample.tokens={self.tokens}: must be at least 1")
-        if not 0 <= self.temperature < 100:
-            raise UserError(f"callbacks.sample.temperature={self.temperature}: must be from 0 to 100")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"callbacks.sample.top_p={self.top_p}: must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"callbacks.sample.min_p={self.min_p}: must be from 0 to 1")
+        require_within("callbacks.sample", self, every="[0,inf)", top_k="[0,inf)", tokens="[1,inf)")
+        require_within("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That there is one sample alone, and that nothing is drawn."""

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Planned, Schedule, UserError, changed
+from toyexp import Planned, Schedule, changed
+from toyexp.base import require_within
+
+SHARES = ("decay", "floor")  # settings from 0 to 1
 
 
 def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float:
@@ -22,14 +25,22 @@ def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """What the schedules with a warm-up share."""
+    """What the schedules share: a straight line up to the base value, and then `after`."""
 
     warmup: int = 0  # steps in which the rate rises linearly to its base value
 
     def check(self) -> None:
-        """Raises UserError for negative numbers."""
-        if self.warmup < 0:
-            raise UserError(f"callbacks.{self.name}.warmup={self.warmup}: must be 0 or above")
+        """Raises UserError for values out of range."""
+        require_within(f"callbacks.{self.name}", self, warmup="[0,inf)")
+        require_within(f"callbacks.{self.name}", self, **{key: "[0,1]" for key in SHARES if key in vars(self)})
+
+    def factor(self, step: int, steps: int) -> float:
+        """The share of the base value at the 0-based `step`."""
+        return (step + 1) / self.warmup if step < self.warmup else self.after(step, steps)
+
+    def after(self, step: int, steps: int) -> float:
+        """The same, once it is warm."""
+        raise NotImplementedError
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the run ends in its warm-up, beside what any schedule warns of."""
@@ -41,21 +52,15 @@ class WarmupSchedule(Schedule):
             )
 
 
-def check_ratio(name: str, key: str, value: float) -> None:
-    """Raises UserError unless the value is between 0 and 1."""
-    if not 0 <= value <= 1:
-        raise UserError(f"callbacks.{name}.{key}={value}: must be between 0 and 1")
-
-
 @dataclass(eq=False)
 class Constant(WarmupSchedule):
     """Learning rate: always the base value."""
 
     name: ClassVar[str] = "constant"
 
-    def factor(self, step: int, steps: int) -> float:
-        """1 after the warm-up."""
-        return min((step + 1) / self.warmup, 1.0) if self.warmup else 1.0
+    def after(self, step: int, steps: int) -> float:
+        """All of it."""
+        return 1.0
 
 
 @dataclass(eq=False)
@@ -66,15 +71,8 @@ class Linear(WarmupSchedule):
 
     floor: float = 0.0  # final rate, as a share of the base value
 
-    def check(self) -> None:
-        """Raises UserError for values out of range."""
-        super().check()
-        check_ratio(self.name, "floor", self.floor)
-
-    def factor(self, step: int, steps: int) -> float:
-        """From 1 after the warm-up to `floor` at the end."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
+    def after(self, step: int, steps: int) -> float:
+        """From 1 to `floor` at the end."""
         if steps <= self.warmup:
             return self.floor
         return 1 - (1 - self.floor) * min((step - self.warmup) / (steps - self.warmup), 1)
@@ -89,12 +87,7 @@ class Cosine(WarmupSchedule):
     warmup: int = 5  # steps in which the rate rises linearly to its base value
     floor: float = 0.01  # final rate, as a share of the base value
 
-    def check(self) -> None:
-        """Raises UserError for values out of range."""
-        super().check()
-        check_ratio(self.name, "floor", self.floor)
-
-    def factor(self, step: int, steps: int) -> float:
+    def after(self, step: int, steps: int) -> float:
         """The cosine between 1 and `floor`."""
         return cosine(step, steps, 1.0, self.floor, self.warmup)
 
@@ -108,12 +101,6 @@ class WarmupStableDecay(WarmupSchedule):
     decay: float = 0.2  # share of the run that the final descent takes
     floor: float = 0.0  # final rate, as a share of the base value
 
-    def check(self) -> None:
-        """Raises UserError for values out of range."""
-        super().check()
-        check_ratio(self.name, "decay", self.decay)
-        check_ratio(self.name, "floor", self.floor)
-
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the warm-up leaves no plateau, or that there is no descent to the floor."""
         yield from super().warnings(planned)
@@ -126,10 +113,8 @@ class WarmupStableDecay(WarmupSchedule):
         if changed(self, "floor") and not self.decay:
             yield f"callbacks.wsd.floor={self.floor}: with callbacks.wsd.decay=0 the learning rate never falls"
 
-    def factor(self, step: int, steps: int) -> float:
+    def after(self, step: int, steps: int) -> float:
         """1 on the plateau, `floor` at the last step's end."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
         length = self.decay * steps
         left = steps - step
         return 1.0 if left >= length else self.floor + (1 - self.floor) * left / length

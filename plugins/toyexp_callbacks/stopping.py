@@ -20,28 +20,37 @@ from toyexp import (
     lower_is_better,
     printable,
 )
-
-
-def require_evals(name: str, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a run without evals."""
-    if not config["eval_every"]:
-        raise UserError(f"callbacks.{name} needs evals of the held-out data: eval_every must be above 0")
-
-
-def score(name: str, metric: str, metrics: Mapping[str, float]) -> float:
-    """The metric of an eval; UserError when the run has none of that name."""
-    if metric not in metrics:
-        raise UserError(f"callbacks.{name}.metric={printable(metric)}: {choose(metric, metrics)}")
-    return metrics[metric]
+from toyexp.base import require_within
 
 
 @dataclass(eq=False)
-class EarlyStop(Callback):
+class Scored(Callback):
+    """What goes by a score of the held-out data."""
+
+    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
+
+    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
+        """Refuses a run without evals: there would be nothing to go by."""
+        if not config["eval_every"]:
+            raise UserError(f"callbacks.{self.name} needs evals of the held-out data: eval_every must be above 0")
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses a metric that the model does not report."""
+        plan.model.require_metric(f"callbacks.{self.name}.metric", self.metric)
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """The metric of an eval; UserError when the run has none of that name."""
+        if self.metric not in metrics:
+            raise UserError(f"callbacks.{self.name}.metric={printable(self.metric)}: {choose(self.metric, metrics)}")
+        return metrics[self.metric]
+
+
+@dataclass(eq=False)
+class EarlyStop(Scored):
     """Ends the run when the held-out loss, or another score, no longer gets better."""
 
     name: ClassVar[str] = "early_stop"
 
-    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
     patience: int = 3  # evals without improvement
     min_delta: float = 0.0  # what counts as improvement
 
@@ -50,18 +59,7 @@ class EarlyStop(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        if self.patience < 1:
-            raise UserError(f"callbacks.early_stop.patience={self.patience}: must be at least 1")
-        if not self.min_delta >= 0:
-            raise UserError(f"callbacks.early_stop.min_delta={self.min_delta}: must be 0 or above")
-
-    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Refuses a run without evals: it would never be stopped."""
-        require_evals(self.name, config)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Refuses a metric that the model does not report."""
-        plan.model.require_metric("callbacks.early_stop.metric", self.metric)
+        require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf)")
 
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
@@ -88,7 +86,7 @@ class EarlyStop(Callback):
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Counts the evals since the last improvement."""
         # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
-        value = score(self.name, self.metric, metrics)
+        value = self.score(metrics)
         cost = value if lower_is_better(self.metric) else -value
         if cost < self._best - self.min_delta:
             self._best, self._waited = cost, 0
@@ -106,12 +104,11 @@ class EarlyStop(Callback):
 
 
 @dataclass(eq=False)
-class QualityGate(Callback):
+class QualityGate(Scored):
     """Fails the run (exit 1) when its held-out loss, or another score, did not get good enough."""
 
     name: ClassVar[str] = "quality_gate"
 
-    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
     max_ratio: float = 0.95  # largest final / initial value that passes; of a metric that should rise, initial / final
     max_loss: float | None = None  # with metric=loss: largest final value that passes; null: any
     least: float | None = None  # with a metric that should rise: smallest final value that passes; null: any
@@ -121,8 +118,7 @@ class QualityGate(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        if not self.max_ratio > 0:
-            raise UserError(f"callbacks.quality_gate.max_ratio={self.max_ratio}: must be above 0")
+        require_within("callbacks.quality_gate", self, max_ratio="(0,inf]")
         if self.max_loss is not None and not self.max_loss > 0:
             raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
         for key, given, fits in (
@@ -131,14 +127,6 @@ class QualityGate(Callback):
         ):
             if given is not None and not fits:
                 raise UserError(f"callbacks.quality_gate.{key}={given}: does not go with metric={self.metric}")
-
-    def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Refuses a run without evals: there would be nothing to judge."""
-        require_evals(self.name, config)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Refuses a metric that the model does not report."""
-        plan.model.require_metric("callbacks.quality_gate.metric", self.metric)
 
     def state(self) -> dict[str, Any]:
         """The first value and the last."""
@@ -159,7 +147,7 @@ class QualityGate(Callback):
     @hookimpl
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Notes the value."""
-        self._values.append(score(self.name, self.metric, metrics))
+        self._values.append(self.score(metrics))
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:

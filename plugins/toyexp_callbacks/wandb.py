@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, UserError, choose, hookimpl, needed, printable
+from toyexp import Callback, Planned, Run, hookimpl, needed, printable
+from toyexp.base import require_within, require_words
 
 log = logging.getLogger("toyexp")
 
@@ -52,10 +53,8 @@ class Wandb(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
-        if self.mode not in MODES:
-            raise UserError(f"callbacks.wandb.mode={self.mode}: {choose(self.mode, MODES)}")
-        if self.every < 1:
-            raise UserError(f"callbacks.wandb.every={self.every}: must be at least 1")
+        require_words("callbacks.wandb", self, mode=MODES)
+        require_within("callbacks.wandb", self, every="[1,inf)")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         with needed("wandb", "pip install 'toyexp[wandb]'"):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, UserError, changed, hookimpl, rebuilt
+from toyexp import Callback, Planned, Run, changed, hookimpl, rebuilt
+from toyexp.base import require_within
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
 EVALS = 2  # in a row whose loss has to be high
@@ -55,12 +56,8 @@ class Watch(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        for key, least in (("warmup", 2), ("horizon", 2), ("patience", 1)):
-            if getattr(self, key) < least:
-                raise UserError(f"callbacks.watch.{key}={getattr(self, key)}: must be at least {least}")
-        for key in ("factor", "rise"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise UserError(f"callbacks.watch.{key}={getattr(self, key)}: must be above 0")
+        require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)")
+        require_within("callbacks.watch", self, factor="(0,inf)", rise="(0,inf)")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That it cannot warn in so short a run, where it was told how long it takes."""

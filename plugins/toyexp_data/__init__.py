@@ -13,10 +13,5 @@ def register_data(register: Register) -> None:
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Tokens
 
-    register(Stdlib)
-    register(Text)
-    register(Jsonl)
-    register(Tokens)
-    register(Random)
-    register(Digits)
-    register(Images)
+    for data in (Stdlib, Text, Jsonl, Tokens, Random, Digits, Images):
+        register(data)

@@ -57,21 +57,25 @@ def _disk() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there under its name once all of it is written, and else not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+def _written(path: Path | None) -> Iterator[IO[bytes]]:
+    """A file that is there under its name once all of it is written, and else not at all; None: one without a name."""
     with _disk():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(path.parent)
-        file = open(temporary, "xb+", buffering=BLOCK)  # noqa: SIM115 - closed below
+        if path:
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _tidy(path.parent)
+        file: IO[bytes]
+        file = open(temporary, "xb+", BLOCK) if path else tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115
     try:
         yield file
-        with _disk():
-            file.close()
-            temporary.replace(path)
+        if path:
+            with _disk():
+                file.close()
+                temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            if path:
+                temporary.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what a full disk did not take
             file.close()
 
@@ -129,23 +133,12 @@ def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray
         return kept
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
     for place in (path, None):
-        with contextlib.suppress(_Full), _written(path) if place and path else _unnamed() as file:
+        with contextlib.suppress(_Full), _written(place) as file:
             _pack(file, dtype, make())
             return _parts(_mapped(file))
     memory = BytesIO()
     _pack(memory, dtype, make())
     return _parts(memory.getbuffer())
-
-
-@contextlib.contextmanager
-def _unnamed() -> Iterator[IO[bytes]]:
-    with _disk():
-        file = tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115 - closed below
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(OSError):
-            file.close()
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
@@ -166,20 +159,14 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
             with _disk():
                 file.write(ids.astype(dtype).tobytes())
     with _disk():
-        sums = _checksums(file)
+        file.seek(HEADER)
+        sums = np.array([zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")], "<u4").tobytes()
         file.write(sums)
         facts = {"dtype": dtype, "counts": counts, "sha256": digest.hexdigest(), "sums": zlib.crc32(sums)}
         text = json.dumps(facts)
         file.seek(0)
         file.write(f"{zlib.crc32(text.encode()):08x}{text}".encode().ljust(HEADER))
         file.flush()
-
-
-def _checksums(file: IO[bytes]) -> bytes:
-    """Those of all blocks of a file that is open at its end."""
-    file.seek(HEADER)
-    blocks = iter(lambda: file.read(BLOCK), b"")
-    return np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
 
 
 def _open(path: Path) -> Packed | None:

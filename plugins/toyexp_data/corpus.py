@@ -7,11 +7,11 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,13 +22,6 @@ from toyexp_data.cache import recall, remember
 CHUNK = 1 << 20  # bytes that are read at once
 NO_LIMIT = 1 << 62
 SETTLED = 2.0  # seconds after which a change of a file shows in its times: file systems count in ticks of up to 2 s
-
-
-class Digest(Protocol):
-    """What hashlib makes."""
-
-    def update(self, data: bytes, /) -> None:
-        """Takes more bytes."""
 
 
 def chunks(path: Path) -> Iterator[str]:
@@ -103,7 +96,7 @@ class Corpus:
 
     def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
         self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
-        self._began, self._stats = time.time(), _stats(files)
+        self._began, self._stats = time.time(), {path: _stat(path) for path in files}
         self._key = repr(([(str(p), found) for p, found in self._stats.items()], limit, skip))
 
     @cached_property
@@ -123,7 +116,7 @@ class Corpus:
             before = digest.copy()
             digest.update(b"\0" if documents else b"")
             try:
-                length, count = _digested(path, room, digest)
+                length, count = _digested(path, room, digest.update)
             except UserError as reason:
                 if not self._skip:
                     more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
@@ -168,18 +161,17 @@ class Corpus:
 
     def check_unchanged(self) -> None:
         """Raises UserError when a file is another one than when this began: what was read is then of neither."""
-        now = _stats(self._files)
         for path, found in self._stats.items():
-            if found.size and now[path] != found:  # those of /proc are empty, and always new
+            if found.size and _stat(path) != found:  # those of /proc are empty, and always new
                 raise UserError(f"{path}: changed while it was read; start again when nobody writes it any more")
 
 
-def _digested(path: Path, room: int, digest: Digest) -> tuple[int, int]:
+def _digested(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
     """How many characters and bytes of a file, at most `room` characters, went into the digest."""
     length = size = 0
     for text in between(chunks(path), 0, room):
         raw = text.encode()
-        digest.update(raw)
+        update(raw)
         length, size = length + len(text), size + len(raw)
     return length, size
 
@@ -192,17 +184,13 @@ class Stat(NamedTuple):
     marks: tuple[int, ...]
 
 
-def _stats(files: Sequence[Path]) -> dict[Path, Stat]:
-    found = {}
-    for path in files:
-        try:
-            of = path.stat()
-        except OSError:  # whoever reads it says so
-            found[path] = Stat(0, 0.0, ())
-        else:
-            marks = of.st_dev, of.st_ino, of.st_mtime_ns, of.st_ctime_ns
-            found[path] = Stat(of.st_size, max(of.st_mtime, of.st_ctime), marks)
-    return found
+def _stat(path: Path) -> Stat:
+    try:
+        of = path.stat()
+    except OSError:  # whoever reads it says so
+        return Stat(0, 0.0, ())
+    marks = of.st_dev, of.st_ino, of.st_mtime_ns, of.st_ctime_ns
+    return Stat(of.st_size, max(of.st_mtime, of.st_ctime), marks)
 
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:

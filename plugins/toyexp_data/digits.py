@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from toyexp import IMAGES, Data, ImageDataset, Kind, Planned, Unavailable
-from toyexp.base import broken
-from toyexp_data.images import check_images, few_images
+from toyexp import AUGMENTATIONS, IMAGES, ImageDataset, Kind, Unavailable
+from toyexp.base import broken, require_words
+from toyexp_data.held_out import SplitData
 
 FILE = Path("datasets", "data", "digits.csv.gz")  # 64 pixels from 0 to 16 and the digit, a line each
 
 
 @dataclass
-class Digits(Data):
+class Digits(SplitData):
     """Handwritten digits, 8 x 8 pixels, from scikit-learn."""
 
     name: ClassVar[str] = "digits"
@@ -31,7 +30,8 @@ class Digits(Data):
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""
-        check_images(self.val_fraction, self.augment, self.eval_images)
+        super().check()
+        require_words("data", self, augment=AUGMENTATIONS)
         self._file()
 
     def _file(self) -> Path:
@@ -43,10 +43,6 @@ class Digits(Data):
         if not path.is_file():
             raise broken("scikit-learn", f"there is no {path}")
         return path
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That there are fewer held-out images than were asked for."""
-        return few_images(self.eval_images, planned)
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """All digits, stretched from 0..16 to 8-bit pixels."""

@@ -6,7 +6,7 @@ import csv
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,17 +17,15 @@ from toyexp import (
     AUGMENTATIONS,
     IMAGES,
     NORMALISATIONS,
-    Data,
     ImageDataset,
     Kind,
-    Planned,
     Tokenizer,
     UserError,
-    choose,
     needed,
     printable,
 )
-from toyexp.base import read_text, require, require_folder
+from toyexp.base import read_text, require, require_folder, require_within, require_words
+from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 # Not everything Pillow can open: some of its decoders start other programs (EPS runs Ghostscript).
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-ON_ERROR = ("refuse", "skip")
-NAMED = 20  # skipped files that the record of the run names
 
 
 class BadImage(Exception):
@@ -44,7 +40,7 @@ class BadImage(Exception):
 
 
 @dataclass
-class Images(Data):
+class Images(SplitData):
     """Images of your own, a folder per class."""
 
     name: ClassVar[str] = "images"
@@ -86,19 +82,10 @@ class Images(Data):
             require(self.labels, f"data.labels={self.labels}")
         if self.classes and not self.labels:
             raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
-        for name, least in (("image_size", 1), ("classes", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"data.{name}={getattr(self, name)}: must be at least {least}")
-        for name, words in (("on_error", ON_ERROR), ("normalise", NORMALISATIONS)):
-            if getattr(self, name) not in words:
-                raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
-        check_images(self.val_fraction, self.augment, self.eval_images)
-        if not 0 < self.max_mb < math.inf:
-            raise UserError(f"data.max_mb={self.max_mb}: must be above 0")
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That there are fewer held-out images than were asked for."""
-        return few_images(self.eval_images, planned)
+        require_within("data", self, image_size="[1,inf)", classes="[0,inf)")
+        super().check()
+        require_words("data", self, on_error=ON_ERROR, normalise=NORMALISATIONS, augment=AUGMENTATIONS)
+        require_within("data", self, max_mb="(0,inf)")
 
     def open(self, vocabulary: Path | None) -> ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
@@ -188,25 +175,6 @@ class Images(Data):
                 classes = "" if known[place] == number else f", as class {known[place]} and {number}"
                 raise UserError(f"data.labels={self.labels}: {printable(line[0])} stands there twice{classes}")
             known[place] = number
-
-
-def few_images(eval_images: int, planned: Planned) -> Iterable[str]:
-    """A warning where more held-out images are asked for than there are, or none is taken."""
-    there = planned.dataset.describe()["held_out_images"]
-    if eval_images and not planned.config["eval_every"]:
-        yield f"data.eval_images={eval_images}: with eval_every=0 there is no eval"
-    elif eval_images > there:
-        yield f"data.eval_images={eval_images}: {there} are held out, which are all taken"
-
-
-def check_images(val_fraction: float, augment: str, eval_images: int) -> None:
-    """Raises UserError for settings that cannot work with any images."""
-    if not 0 < val_fraction < 1:
-        raise UserError(f"data.val_fraction={val_fraction}: must be above 0 and below 1")
-    if augment not in AUGMENTATIONS:
-        raise UserError(f"data.augment={augment}: {choose(augment, AUGMENTATIONS)}")
-    if eval_images < 0:
-        raise UserError(f"data.eval_images={eval_images}: must be 0 (all) or above")
 
 
 def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:

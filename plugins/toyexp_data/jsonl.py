@@ -15,21 +15,21 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from toyexp import Planned, Tokenizer, UserError, changed, choose, printable
-from toyexp.base import read_file, require
+from toyexp.base import interruptible, read_file, require, require_words
 from toyexp.formats import opened, read_chat_template, read_tokenizer
+from toyexp.text import BPE, Characters
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.examples import ExampleDataset
+from toyexp_data.held_out import NAMED, ON_ERROR
 from toyexp_data.template import ChatTemplate
-from toyexp_data.text import TokenizedData
+from toyexp_data.text import TokenizedData, named
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 EXPECTED = "expected prompt and completion, or messages, or text"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAIN_ON = ("completion", "all")
 TEMPLATES = ("auto", "plain")
-ON_ERROR = ("refuse", "skip")
 _MESSAGE = "expected role and content"
-NAMED = 20  # skipped lines that the record of the run names
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -61,9 +61,7 @@ class Jsonl(TokenizedData):
         if not self.path:
             raise UserError("data=jsonl needs a file of JSON lines: data.path=...")
         require(self.path, f"data.path={self.path}")
-        for name, words in (("train_on", TRAIN_ON), ("template", TEMPLATES), ("on_error", ON_ERROR)):
-            if getattr(self, name) not in words:
-                raise UserError(f"data.{name}={getattr(self, name)}: {choose(getattr(self, name), words)}")
+        require_words("data", self, train_on=TRAIN_ON, template=TEMPLATES, on_error=ON_ERROR)
         try:
             self._now()
         except ValueError:
@@ -107,18 +105,21 @@ class Jsonl(TokenizedData):
             **(self._written(template, [made for _, made in examples], now) if template else {}),
             "skipped": len(skipped),
             "skipped_lines": skipped[:NAMED],
-            "tokenizer": tokenizer.kind,
-            "tokenizer_digest": tokenizer.fingerprint(),
+            **named(tokenizer),
         }
-        remarks = self.few_learned(tokenizer)
-        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, remarks)
+        few = self.few_learned(tokenizer)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, few)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> Tokenizer:
-        """The tokenizer for the examples, which learns from those that are not held out."""
+        """The tokenizer for the examples; one that learns merges learns them from those that are not held out."""
         texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
-        return self.make_tokenizer(texts, list(compress(texts, ~held_out)), vocabulary)
+        if self.tokenizer == "char":
+            return Characters.of(texts)
+        if self.tokenizer == "bpe":
+            return interruptible(lambda: BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
+        return self.read_tokenizer(vocabulary)
 
     def _tokenized(
         self, examples: Iterable[tuple[int, Rows]], tokenizer: Tokenizer, skipped: list[str]

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Data, Kind, TokenDataset, UserError
-from toyexp.base import generator
+from toyexp import TOKENS, Data, Kind, TokenDataset
+from toyexp.base import MOST, generator, require_within
 
 COUNT = 1_000_000
 HELD_OUT = 50_000
@@ -27,8 +27,7 @@ class Random(Data):
 
     def check(self) -> None:
         """Raises UserError for a vocabulary that cannot be."""
-        if not 1 <= self.vocab < 2**31:
-            raise UserError(f"data.vocab={self.vocab}: must be a whole number from 1 to {2**31 - 1}")
+        require_within("data", self, vocab=f"[1,{MOST}]")
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """The same ids every time; without a tokenizer, whatever `vocabulary` is."""

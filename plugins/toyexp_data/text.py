@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, changed, choose
-from toyexp.base import UnknownCharacter, complain, interruptible, require
+from toyexp import TOKENS, Kind, Planned, TokenDataset, Tokenizer, UserError, changed, choose
+from toyexp.base import UnknownCharacter, complain, interruptible, require, require_within, require_words
 from toyexp.formats import opened, read_tokenizer
 from toyexp.text import BPE, PRE_TOKENIZERS, Bytes, Characters, check_bpe_vocab, cut_up, encoded
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, spread
 from toyexp_data.found import Found, find, meant
+from toyexp_data.held_out import ON_ERROR, SplitData
 
 KINDS = ("auto", "byte", "char", "bpe")
-ON_ERROR = ("refuse", "skip")
 SMALL = 2000  # tokens of a vocabulary that may lack characters, and a text with many of them:
 ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 LONG = 20_000_000  # bytes of text from which on tokenizing is announced
@@ -31,7 +31,7 @@ NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__
 
 
 @dataclass
-class TokenizedData(Data):
+class TokenizedData(SplitData):
     """What everything that begins as text shares: a tokenizer, and a part that is held out."""
 
     gives: ClassVar[Kind] = TOKENS
@@ -49,13 +49,13 @@ class TokenizedData(Data):
             require(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe":
             check_bpe_vocab(self.bpe_vocab)
-        check_split(self.val_fraction, self.eval_batches)
+        super().check()
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That no bpe is trained, and that there are fewer held-out batches than were asked for."""
+        """That no bpe is trained, and what is held out."""
         if changed(self, "bpe_vocab") and self.tokenizer != "bpe":
             yield f"data.bpe_vocab={self.bpe_vocab}: is of data.tokenizer=bpe, and data.tokenizer={self.tokenizer}"
-        yield from few_batches(self, self.eval_batches, planned)
+        yield from super().warnings(planned)
 
     def source(self, vocabulary: Path | None) -> Path | None:
         """The GGUF whose tokenizer is used, if it is one's."""
@@ -67,14 +67,6 @@ class TokenizedData(Data):
         """The tokenizer that is not made from the text."""
         source = self.source(vocabulary)
         return Bytes() if source is None else read_tokenizer(opened(str(source)))
-
-    def make_tokenizer(self, texts: Sequence[str], train: Sequence[str], vocabulary: Path | None) -> Tokenizer:
-        """The tokenizer for `texts`; one that learns merges learns them from `train`."""
-        if self.tokenizer == "char":
-            return Characters.of(texts)
-        if self.tokenizer == "bpe":
-            return interruptible(lambda: BPE.train(train, self.bpe_vocab))
-        return self.read_tokenizer(vocabulary)
 
     def few_learned(self, tokenizer: Tokenizer) -> list[str]:
         """That bpe learned fewer tokens than it was to."""
@@ -98,11 +90,8 @@ class TextData(TokenizedData):
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
         super().check()
-        for name in ("max_mb", "bpe_mb"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"data.{name}={getattr(self, name)}: must be 0 (all) or above")
-        if self.on_error not in ON_ERROR:
-            raise UserError(f"data.on_error={self.on_error}: {choose(self.on_error, ON_ERROR)}")
+        require_within("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
+        require_words("data", self, on_error=ON_ERROR)
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
@@ -112,23 +101,16 @@ class TextData(TokenizedData):
         if not text.taken:
             raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
-        digest = tokenizer.fingerprint()
-        key = f"{text.digest}-{digest}-{self.val_fraction!r}"
+        facts = {"documents": text.documents, "text_sha256": text.digest, **named(tokenizer)}
+        key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
         try:
             ids = packed(key, tokenizer.vocab, partial(_encoded, corpus, tokenizer))
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
-        facts = {
-            "documents": text.documents,
-            "text_sha256": text.digest,
-            "tokenizer": tokenizer.kind,
-            "tokenizer_digest": digest,
-        }
-        left_out = [*text.left_out(), *limits, *found.left_out()]
         train, held_out = ids.parts
         return TokenDataset(
-            train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out,
-            self.few_learned(tokenizer),
+            train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
+            [*text.left_out(), *limits, *found.left_out()], self.few_learned(tokenizer),
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
@@ -166,6 +148,11 @@ class TextData(TokenizedData):
         return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
 
 
+def named(tokenizer: Tokenizer) -> dict[str, str]:
+    """Which tokenizer it is, as a run's record says it."""
+    return {"tokenizer": tokenizer.kind, "tokenizer_digest": tokenizer.fingerprint()}
+
+
 def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     """The ids of both parts."""
     if corpus.facts.taken > LONG:
@@ -178,24 +165,6 @@ def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Iterator[np.ndarr
 def _named(files: Sequence[Path], skipped: Sequence[str]) -> str:
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{files[0]}{more}" + (f" ({skipped[0]})" if skipped else "")
-
-
-def check_split(val_fraction: float, eval_batches: int) -> None:
-    """Raises UserError for a split that cannot work."""
-    if not 0 < val_fraction < 1:
-        raise UserError(f"data.val_fraction={val_fraction}: must be above 0 and below 1")
-    if eval_batches < 1:
-        raise UserError(f"data.eval_batches={eval_batches}: must be at least 1")
-
-
-def few_batches(data: Data, eval_batches: int, planned: Planned) -> Iterable[str]:
-    """A warning where more held-out batches are asked for than there are, or none is taken."""
-    if not changed(data, "eval_batches"):
-        return
-    if not planned.config["eval_every"]:
-        yield f"data.eval_batches={eval_batches}: with eval_every=0 there is no eval"
-    elif (there := len(planned.batches.held_out())) < eval_batches:
-        yield f"data.eval_batches={eval_batches}: the held-out part has {there}, which are all taken"
 
 
 @dataclass
@@ -254,11 +223,6 @@ class Text(TextData):
         if not self.path:
             raise UserError("data=text needs a file or folder: data.path=...")
         meant(self.path)
-
-    @property
-    def skips(self) -> bool:
-        """Whether files that cannot be used are left out."""
-        return self.on_error == "skip"
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That a file is read whatever its name ends in."""

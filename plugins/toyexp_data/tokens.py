@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from toyexp import TOKENS, Data, Kind, Planned, TokenDataset, Tokenizer, UserError, choose, printable
-from toyexp.base import open_file, read_file, require
+from toyexp import TOKENS, Kind, TokenDataset, Tokenizer, UserError, printable
+from toyexp.base import open_file, read_file, require, require_words
 from toyexp.formats import opened, read_tokenizer
-from toyexp_data.text import check_split, few_batches
+from toyexp_data.held_out import SplitData
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
@@ -21,7 +21,7 @@ MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
 @dataclass
-class Tokens(Data):
+class Tokens(SplitData):
     """A file of packed token ids: uint16 or int32, little-endian, or numpy's .npy."""
 
     name: ClassVar[str] = "tokens"
@@ -50,28 +50,20 @@ class Tokens(Data):
         for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
             if path:
                 require(path, f"data.{key}={path}")
-        if self.dtype not in DTYPES:
-            raise UserError(f"data.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
-        check_split(self.val_fraction, self.eval_batches)
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That there are fewer held-out batches than were asked for."""
-        return few_batches(self, self.eval_batches, planned)
+        require_words("data", self, dtype=DTYPES)
+        super().check()
 
     def open(self, vocabulary: Path | None) -> TokenDataset:
         """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
         ids, vocab = read_tokens(Path(self.path), self.dtype)
-        tokenizer: Tokenizer | None = None
-        if self.tokenizer:
-            tokenizer = read_tokenizer(opened(self.tokenizer))
+        tokenizer = read_tokenizer(opened(self.tokenizer)) if self.tokenizer else None
+        if tokenizer is not None:
             if tokenizer.vocab < vocab:
-                raise UserError(
-                    f"{self.path}: its ids go up to {vocab - 1}, {self.tokenizer} has {tokenizer.vocab} tokens"
-                )
+                has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
+                raise UserError(f"{self.path}: its ids go up to {vocab - 1}, {has}")
             vocab = tokenizer.vocab
         cut = len(ids) - int(len(ids) * self.val_fraction)
-        facts = {"path": self.path}
-        return TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
+        return TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, {"path": self.path})
 
 
 class Held(NamedTuple):

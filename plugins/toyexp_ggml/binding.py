@@ -10,9 +10,8 @@ import ctypes
 import importlib
 import logging
 import math
-import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +99,13 @@ class Backend:
         self.device = device
         cpu = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(cpu, threads)
-        self._pointers = [cpu]
+        self.all = [cpu]  # what a scheduler may use; the first that can computes a node
         if device != "CPU":
-            self._pointers.insert(0, _device(device))
+            self.all.insert(0, _device(device))
         elif blas:
-            self._pointers.insert(0, _device("BLAS"))
-            ggml.ggml_backend_blas_set_n_threads(self._pointers[0], threads)
-        if not all(self._pointers):
+            self.all.insert(0, _device("BLAS"))
+            ggml.ggml_backend_blas_set_n_threads(self.all[0], threads)
+        if not all(self.all):
             self.close()
             raise GraphError(f"ggml could not open the device {device}")
         self.blas = blas
@@ -115,12 +114,7 @@ class Backend:
     @property
     def ptr(self) -> Any:
         """The device that holds the tensors."""
-        return self._pointers[-1 if self.device == "CPU" else 0]
-
-    @property
-    def all(self) -> list[Any]:
-        """Every device a scheduler may use; the first that can computes a node."""
-        return self._pointers
+        return self.all[-1 if self.device == "CPU" else 0]
 
     def runs(self, node: Any) -> bool:
         """Whether the device itself computes a node."""
@@ -128,9 +122,9 @@ class Backend:
 
     def close(self) -> None:
         """Frees the devices."""
-        for ptr in filter(None, self._pointers):
+        for ptr in filter(None, self.all):
             ggml.ggml_backend_free(ptr)
-        self._pointers = []
+        self.all = []
 
 
 def _device(name: str) -> Any:
@@ -174,15 +168,35 @@ def version() -> str:
     return ggml.ggml_version().decode()
 
 
-class Memory:
-    """Tensors that live as long as the session: weights, moments, inputs."""
+def _context(size: int) -> Any:
+    """Room for so many bytes of what ggml notes of tensors and graphs, their numbers apart."""
+    return ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+
+
+class _Tensors:
+    """Up to `count` tensors that live as long as the session."""
 
     def __init__(self, backend: Backend, count: int):
         self._backend = backend
-        size = ggml.ggml_tensor_overhead() * (count + 8)
-        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._context = _context(ggml.ggml_tensor_overhead() * (count + 8))
         self._buffer: Any = None
-        self._bytes = 0
+
+    def _new(self, shape: tuple[int, ...], type_id: int) -> Any:
+        return ggml.ggml_new_tensor(self._context, type_id, len(shape), (ctypes.c_int64 * len(shape))(*shape[::-1]))
+
+    def close(self) -> None:
+        """Frees the tensors."""
+        if self._buffer:
+            ggml.ggml_backend_buffer_free(self._buffer)
+        if self._context:
+            ggml.ggml_free(self._context)
+        self._buffer = self._context = None
+
+
+class Memory(_Tensors):
+    """Weights, moments, inputs."""
+
+    _bytes = 0
 
     def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
         """A new tensor; it has no memory until `allocate`."""
@@ -190,8 +204,7 @@ class Memory:
             raise GraphError(f"ggml holds tensors of 1 to 4 dimensions, each from 1 to 2^31 - 1, not {list(shape)}")
         if np.dtype(dtype) not in TYPES:
             raise GraphError(f"the graph holds float32 and int32 numbers, not {np.dtype(dtype)}")
-        ne = (ctypes.c_int64 * len(shape))(*reversed(shape))
-        ptr = ggml.ggml_new_tensor(self._context, TYPES[np.dtype(dtype)], len(shape), ne)
+        ptr = self._new(shape, TYPES[np.dtype(dtype)])
         if trainable:
             ggml.ggml_set_param(ptr)
         self._bytes += 4 * math.prod(shape)
@@ -205,39 +218,23 @@ class Memory:
         if not self._backend.memory or self._bytes <= self._backend.memory:
             self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
-            raise GraphError(
-                f"the device has too little memory for {self._bytes / 2**30:.1f} GiB of weights and inputs"
-            )
+            raise GraphError(f"the device has too little memory: weights and inputs are {self._bytes / 2**30:.1f} GiB")
         ggml.ggml_backend_buffer_clear(self._buffer, 0)
 
-    def close(self) -> None:
-        """Frees the tensors."""
-        if self._buffer:
-            ggml.ggml_backend_buffer_free(self._buffer)
-        if self._context:
-            ggml.ggml_free(self._context)
-        self._buffer = self._context = None
 
-
-class MappedFile:
+class MappedFile(_Tensors):
     """Tensors that lie in a file, in the types they have there: mapped on the CPU, elsewhere copied byte by byte."""
 
     def __init__(self, backend: Backend, path: str, count: int):
-        self._backend = backend
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        size = ggml.ggml_tensor_overhead() * (count + 8)
-        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
-        self._buffer: Any = None
+        super().__init__(backend, count)
+        self._bytes = np.memmap(path, mode="r")
         self._places: list[tuple[Any, int, int]] = []
         if backend.device == "CPU":
             self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(self._bytes.ctypes.data, self._bytes.size)
 
     def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
         """The tensor of a ggml type at a place of the file; the caller answers for both."""
-        ne = (ctypes.c_int64 * len(shape))(*reversed(shape))
-        ptr = ggml.ggml_new_tensor(self._context, type_id, len(shape), ne)
+        ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
             raise GraphError(f"{nbytes} bytes at {offset} for a tensor of {list(shape)}")
         if self._buffer:
@@ -258,13 +255,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Frees the tensors and lets go of the file."""
-        if self._buffer:
-            ggml.ggml_backend_buffer_free(self._buffer)
-        if self._context:
-            ggml.ggml_free(self._context)
-            del self._bytes
-            self._map.close()
-        self._buffer = self._context = None
+        super().close()
+        del self._bytes
 
 
 def put(node: Node, array: np.ndarray) -> None:
@@ -286,6 +278,23 @@ def clear(node: Node) -> None:
     ggml.ggml_backend_tensor_memset(node.ptr, 0, 0, node.size * 4)
 
 
+def _unary(name: str) -> Callable[[Graph, Node], Node]:
+    def make(graph: Graph, x: Node) -> Node:
+        graph._numbers(name, x)
+        return graph._node(getattr(ggml, f"ggml_{name}")(graph._context, x.ptr), x.shape)
+
+    return make
+
+
+def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
+    def make(graph: Graph, a: Node, b: Node) -> Node:
+        graph._numbers(name, a, b)
+        graph._repeats(name, a, b)
+        return graph._node(getattr(ggml, f"ggml_{name}")(graph._context, a.ptr, b.ptr), a.shape)
+
+    return make
+
+
 class Graph:
     """A static graph under construction and, once `finish`ed, ready to compute again and again."""
 
@@ -293,7 +302,7 @@ class Graph:
         self._backend = backend
         self.capacity = capacity
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
-        self._context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+        self._context = _context(size)
         self._graph = ggml.ggml_new_graph_custom(self._context, capacity, False)
         self._allocator: Any = None  # with one device
         self._scheduler: Any = None  # with BLAS beside the CPU
@@ -322,54 +331,8 @@ class Graph:
         if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
             raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
 
-    def _binary(self, name: str, a: Node, b: Node) -> Node:
-        self._numbers(name, a, b)
-        self._repeats(name, a, b)
-        return self._node(getattr(ggml, f"ggml_{name}")(self._context, a.ptr, b.ptr), a.shape)
-
-    def _unary(self, name: str, x: Node) -> Node:
-        self._numbers(name, x)
-        return self._node(getattr(ggml, f"ggml_{name}")(self._context, x.ptr), x.shape)
-
-    def add(self, a: Node, b: Node) -> Node:
-        """a + b, b repeated over a."""
-        return self._binary("add", a, b)
-
-    def sub(self, a: Node, b: Node) -> Node:
-        """a - b, b repeated over a."""
-        return self._binary("sub", a, b)
-
-    def mul(self, a: Node, b: Node) -> Node:
-        """a * b, b repeated over a."""
-        return self._binary("mul", a, b)
-
-    def div(self, a: Node, b: Node) -> Node:
-        """a / b, b repeated over a."""
-        return self._binary("div", a, b)
-
-    def sqr(self, x: Node) -> Node:
-        """x squared."""
-        return self._unary("sqr", x)
-
-    def sqrt(self, x: Node) -> Node:
-        """The square root."""
-        return self._unary("sqrt", x)
-
-    def sgn(self, x: Node) -> Node:
-        """-1, 0 or 1."""
-        return self._unary("sgn", x)
-
-    def log(self, x: Node) -> Node:
-        """The natural logarithm."""
-        return self._unary("log", x)
-
-    def sigmoid(self, x: Node) -> Node:
-        """1 / (1 + exp(-x))."""
-        return self._unary("sigmoid", x)
-
-    def silu(self, x: Node) -> Node:
-        """x sigmoid(x)."""
-        return self._unary("silu", x)
+    add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # of a and b, which is repeated over a
+    sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
 
     def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
         """x * factor + shift."""
@@ -400,7 +363,7 @@ class Graph:
         self._numbers("reshape", x)
         if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
-        make = (ggml.ggml_reshape_1d, ggml.ggml_reshape_2d, ggml.ggml_reshape_3d, ggml.ggml_reshape_4d)[len(shape) - 1]
+        make = getattr(ggml, f"ggml_reshape_{len(shape)}d")
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
 
     def flat(self, x: Node) -> Node:
@@ -415,8 +378,7 @@ class Graph:
             joined = ggml.ggml_concat(self._context, *(self._turned(h) for h in halves), 2)
             a, n, d = halves[0].shape
             return self.reshape(self._node(joined, (2 * a, d, n)), *shape)
-        self._made += 1
-        return self._node(ggml.ggml_cont(self._context, ggml.ggml_transpose(self._context, x.ptr)), shape)
+        return self._node(ggml.ggml_cont(self._context, self._turned(x)), shape)
 
     def _halves(self, x: Node) -> tuple[Node, ...]:
         """Views of x [.., n, d] that CONCAT joins along the third axis: half its matrices each, or half its columns."""
@@ -428,12 +390,12 @@ class Graph:
             step, shape, strides = d // 2, (1, n, d // 2), (n * d, d)
         else:
             return ()
-        return tuple(self._view(x, shape, strides, start) for start in (0, step))
+        return tuple(self._view(x, shape, start, *strides) for start in (0, step))
 
-    def _view(self, x: Node, shape: tuple[int, int, int], strides: tuple[int, int], start: int) -> Node:
-        """Part of x as [a, b, c]; strides of a and b, and the start, in numbers."""
-        outer, inner = (s * 4 for s in strides)
-        return self._node(ggml.ggml_view_3d(self._context, x.ptr, *reversed(shape), inner, outer, start * 4), shape)
+    def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
+        """Part of x from a number on, in another shape; `strides` of its axes but the last, in numbers."""
+        make = getattr(ggml, f"ggml_view_{len(shape)}d")
+        return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
     def _turned(self, x: Node) -> Any:
         self._made += 1
@@ -445,17 +407,13 @@ class Graph:
         n, d = a.shape[-2:]
         flat = (self.reshape(x, x.size // (n * d), n, d) for x in (a, b))
         joined = ggml.ggml_concat(self._context, *(self._turned(x) for x in flat), 2)
-        shape = (2 * a.size // (n * d), d, n)
-        return self._node(joined, shape)
+        return self._node(joined, (2 * a.size // (n * d), d, n))
 
     def halves(self, x: Node, shape: tuple[int, ...]) -> tuple[Node, Node]:
         """x cut in two along its first axis; views of the given shape."""
         if x.size != 2 * math.prod(shape):
             raise GraphError(f"halves: {list(x.shape)} into {list(shape)}")
-        first, second = (
-            self._node(ggml.ggml_view_1d(self._context, x.ptr, x.size // 2, i * x.size // 2 * 4), (x.size // 2,))
-            for i in range(2)
-        )
+        first, second = (self._view(x, (x.size // 2,), start) for start in (0, x.size // 2))
         return self.reshape(first, *shape), self.reshape(second, *shape)
 
     def swap_middle(self, x: Node) -> Node:
@@ -476,23 +434,21 @@ class Graph:
         inner = math.prod(x.shape[axis + 1 :])
         width, outer = x.shape[axis] * inner, x.size // (x.shape[axis] * inner)
         taken = (stop - start) * inner
-        self._made += 1
-        view = ggml.ggml_view_2d(self._context, x.ptr, taken, outer, width * 4, start * inner * 4)
-        copy = self._node(ggml.ggml_cont(self._context, view), (outer, taken))
+        view = self._view(x, (outer, taken), start * inner, width)
+        copy = self._node(ggml.ggml_cont(self._context, view.ptr), (outer, taken))
         return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
 
     def number(self, x: Node, i: int) -> Node:
         """Number `i` of x [n], as [1]; a view."""
         if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
             raise GraphError(f"number {i} of {list(x.shape)}")
-        return self._node(ggml.ggml_view_1d(self._context, x.ptr, 1, 4 * i), (1,))
+        return self._view(x, (1,), i)
 
     def first_rows(self, x: Node, count: int) -> Node:
         """The first rows of x [n, d]; a view."""
         if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
             raise GraphError(f"the first {count} rows of {list(x.shape)}")
-        view = ggml.ggml_view_2d(self._context, x.ptr, x.shape[1], count, x.shape[1] * 4, 0)
-        return self._node(view, (count, x.shape[1]))
+        return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
         """Parts joined along one axis; the others agree."""
@@ -519,9 +475,8 @@ class Graph:
 
     def mul_mat(self, w: Node, x: Node) -> Node:
         """x [.., n, in] times w [.., out, in] transposed -> [.., n, out]; w's leading axes repeat over x's."""
-        if w.shape[-1] != x.shape[-1] or not 2 <= len(w.shape) <= len(x.shape):
-            raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
-        if len(w.shape) > 2 and w.shape[:-2] != x.shape[:-2]:
+        fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
+        if not fits or (len(w.shape) > 2 and w.shape[:-2] != x.shape[:-2]):
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
@@ -591,7 +546,7 @@ class Graph:
         self._same("softmax_back", dp, p)
         result = self._node(ggml.ggml_soft_max_ext_back(self._context, dp.ptr, p.ptr, scale, 0.0), p.shape)
         self.want(result)
-        self.want(self.total(self._node(ggml.ggml_view_1d(self._context, p.ptr, 1, 0), (1,))))
+        self.want(self.total(self._view(p, (1,), 0)))
         return result
 
     def rope(self, x: Node, positions: Node, factors: Node | None, rotary: Rotary, back: bool) -> Node:
@@ -691,15 +646,6 @@ class Graph:
         own = self._backend.all if self._backend.blas else [self._backend.ptr]
         names = {ggml.ggml_backend_name(p).decode() for p in own}
         return sum(sum(ops.values()) for name, ops in residency.items() if name not in names)
-
-    def strided(self) -> set[str]:
-        """Ops that read a source whose numbers do not lie side by side."""
-        return {
-            _op(n)
-            for n in self._nodes()
-            for source in n.contents.src
-            if source and not ggml.ggml_is_contiguous(ctypes.cast(source, type(n)))
-        }
 
     def close(self) -> None:
         """Frees the graph and its memory."""

@@ -40,22 +40,18 @@ class GGMLEngine(Engine):
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
     @property
-    def device(self) -> str:
-        """ggml's name of the device that computes."""
-        return self.profile.device
-
-    @property
     def profile(self) -> profiles.Profile:
         """What the graph may use."""
         raise NotImplementedError
 
+    @property
+    def device(self) -> str:
+        """ggml's name of the device that computes."""
+        return self.profile.device
+
     def thread_count(self) -> int:
         """Threads of the CPU."""
         return self.threads or min(available_cores(), MOST_THREADS)
-
-    def check_settings(self) -> None:
-        """Raises UserError for settings that cannot work."""
-        check_threads(self.threads)
 
     def check_plan(self, plan: Plan) -> None:
         """Raises UserError for a plan with more tensors, or a larger batch, than ggml takes."""
@@ -68,9 +64,8 @@ class GGMLEngine(Engine):
         """A session on this device; raises Unavailable when the device is not here."""
         self.check()
         from toyexp_ggml.session import GGMLSession
-        from toyexp_ggml.wanted import Wanted
 
-        return GGMLSession(plan, Wanted(self.device, self.profile, self.thread_count(), self.recompute)).open()
+        return GGMLSession(plan, self.device, self.profile, self.thread_count(), self.recompute).open()
 
 
 @dataclass
@@ -91,7 +86,7 @@ class GGMLCPU(GGMLEngine):
 
     def check(self) -> str:
         """The number of threads, and whether BLAS is there."""
-        self.check_settings()
+        check_threads(self.threads)
         require_ggml()
         with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
         return f"ggml on the CPU{with_blas}, {counted(self.thread_count())}"
@@ -137,7 +132,7 @@ class GGMLGPU(GGMLEngine):
 
     def check(self) -> str:
         """The device."""
-        self.check_settings()
+        check_threads(self.threads)
         name = self.profile.label
         if self.emulate:
             require_ggml()
@@ -164,12 +159,8 @@ class GGMLMetal(GGMLGPU):
 
     name: ClassVar[str] = "metal"
     priority: ClassVar[int] = 25
+    profile: ClassVar[profiles.Profile] = profiles.METAL
     needs: ClassVar[tuple[str, str]] = ("Darwin", "-DGGML_METAL=ON")
-
-    @property
-    def profile(self) -> profiles.Profile:
-        """Metal's."""
-        return profiles.METAL
 
 
 @dataclass
@@ -179,6 +170,7 @@ class GGMLCUDA(GGMLGPU):
     name: ClassVar[str] = "ggml_cuda"
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 15
+    profile: ClassVar[profiles.Profile] = profiles.CUDA
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
     products: ClassVar[str] = "tf32"  # of a few rows, whatever cuBLAS does with the others
 
@@ -191,11 +183,6 @@ class GGMLCUDA(GGMLGPU):
         yield from super().warnings(planned)
         if self.tf32 and self.emulate:
             yield "engine.tf32=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
-
-    @property
-    def profile(self) -> profiles.Profile:
-        """CUDA's."""
-        return profiles.CUDA
 
     def check(self) -> str:
         """The device. ggml asks cuBLAS for TF32; only a variable that is read once in a process says no."""
@@ -225,9 +212,5 @@ class GGMLVulkan(GGMLGPU):
     name: ClassVar[str] = "vulkan"
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
+    profile: ClassVar[profiles.Profile] = profiles.VULKAN
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
-
-    @property
-    def profile(self) -> profiles.Profile:
-        """Vulkan's."""
-        return profiles.VULKAN

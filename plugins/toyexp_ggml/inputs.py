@@ -109,10 +109,6 @@ class Inputs:
         hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731
         return self._constant(("mask", queries, seen), hidden)
 
-    def spare_table(self, shape: tuple[int, ...]) -> Node:
-        """Zeros with one row more than a table."""
-        return self.zeros(shape[0] + 1, shape[1])
-
     # -- worked out from the batch ------------------------------------------------------------------------------
 
     def flat_ids(self, ids: Ids, below: int) -> Node:

@@ -14,14 +14,13 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from toyexp import Ops, Rotary
+from toyexp import Rotary
 from toyexp_ggml.binding import Graph, GraphError, Node
 from toyexp_ggml.inputs import Ids, Inputs
 from toyexp_ggml.profiles import Profile
+from toyexp_ggml.tape import TapedOps
 
-Rule = Callable[[Node], Sequence[Callable[[], Node]]]
 Block = tuple[int, int, Node, Node]  # queries from, to, as nodes, and the weights [B, H, n, seen] of what they see
-Tape = list[tuple[Node, tuple[Node, ...], Rule]]
 
 UNPACKED_ROWS = 8192  # of a quantised matrix that the backward pass holds as float32 at a time
 
@@ -43,46 +42,13 @@ class Heads(NamedTuple):
         return self.g.reshape(x, self.rows, self.heads, x.shape[2] * self.shared // self.heads, x.shape[3])
 
 
-class GGMLOps(Ops):
+class GGMLOps(TapedOps):
     """Every op on nodes of one graph."""
 
-    def __init__(self, graph: Graph, profile: Profile, inputs: Inputs):
-        self.g, self._profile, self._inputs = graph, profile, inputs
-        self._tape: Tape = []
+    def __init__(self, graph: Graph, profile: Profile, inputs: Inputs, recompute: bool):
+        super().__init__(graph, recompute)
+        self._profile, self._inputs = profile, inputs
         self._turned: dict[Node, Node] = {}
-
-    # -- the tape -----------------------------------------------------------------------------------------------
-
-    def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
-        self._tape.append((out, inputs, rule))
-        return out
-
-    def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
-        """The gradients of the trainable nodes, from those of the results in `dlogits`."""
-        gradients, leads_somewhere = dict(dlogits), set(trainable)
-        self._follow(self._tape, leads_somewhere)
-        self._walk(self._tape, gradients, leads_somewhere)
-        return {node: gradients[node] for node in trainable if node in gradients}
-
-    @staticmethod
-    def _follow(tape: Tape, leads_somewhere: set[Node]) -> None:
-        """Adds the results that something trainable lies behind."""
-        for out, inputs, _ in tape:
-            if leads_somewhere.intersection(inputs):
-                leads_somewhere.add(out)
-
-    def _walk(self, tape: Tape, gradients: dict[Node, Node], leads_somewhere: set[Node]) -> None:
-        """Trades the gradients of the tape's results for those of its inputs, from its end to its beginning."""
-        for out, inputs, rule in reversed(tape):
-            dy = gradients.pop(out, None)
-            if dy is None:
-                continue
-            for x, build in zip(inputs, rule(dy), strict=True):
-                if x in leads_somewhere:
-                    gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
-                    # In the graph's order a weight's gradient comes as soon as it can, so that the activations
-                    # which only it still reads are freed.
-                    self.g.want(gradients[x])
 
     def _turn(self, x: Node) -> Node:
         """The contiguous transpose of x [n, d], made once for all rules that need it."""
@@ -150,7 +116,7 @@ class GGMLOps(Ops):
         once; the table's one spare row takes what no id fills.
         """
         g = self.g
-        table = g.scale(self._inputs.spare_table(shape), 0.0)
+        table = g.scale(self._inputs.zeros(shape[0] + 1, shape[1]), 0.0)
         for start, stop, member, distinct in self._inputs.memberships(ids, shape[0]):
             summed = g.mul_mat(self._transpose(g.part(dy, 0, start, stop)), member)
             table = g.set_rows(table, g.add(g.get_rows(table, distinct), summed), distinct)
@@ -163,13 +129,11 @@ class GGMLOps(Ops):
         if rest < 0 or n < 1:  # ggml ends the process at a row that is out of range
             raise GraphError(f"first_rows: {n} rows of {list(table.shape)}")
 
-        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
-            if rest == 0:
-                return (lambda: dy,)
-            return (lambda: g.concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0),)
+        def widened(dy: Node) -> Node:
+            return g.concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0) if rest else dy
 
         first = g.get_rows(table, self._inputs.span(0, n)) if table.packed else g.first_rows(table, n)
-        return self._note(first, (table,), rule)
+        return self._note(first, (table,), lambda dy: (lambda: widened(dy),))
 
     # -- linear algebra -----------------------------------------------------------------------------------------
 
@@ -427,8 +391,7 @@ class GGMLOps(Ops):
 
     def cross_entropy(self, logits: Node, targets: Node, weights: Node) -> Node:
         """Picks each target's probability out of the flattened softmax by its place, so no label matrix is needed."""
-        loss, _ = self.loss_and_gradient(logits, weights)
-        return loss
+        return self.loss_and_gradient(logits, weights)[0]
 
     def loss_and_gradient(self, logits: Node, weights: Node) -> tuple[Node, Callable[[], Node]]:
         """The weighted loss [1], and what builds its gradient by the logits."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
-from toyexp_ggml import profiles
 from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
 from toyexp_ggml.frozen import Frozen
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
-from toyexp_ggml.recompute import RecomputingOps
+from toyexp_ggml.profiles import CPU_BLAS, Profile
 from toyexp_ggml.update import Update
-from toyexp_ggml.wanted import Wanted
 
 P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 
@@ -25,9 +23,10 @@ P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 class GGMLSession(Session):
     """A Plan as ggml graphs: one for a training step, others made when first asked for."""
 
-    def __init__(self, plan: Plan, wanted: Wanted):
+    def __init__(self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool):
         super().__init__(plan)
-        self._wanted, self._profile = wanted, wanted.profile
+        self._device, self._threads = device, threads  # the CPU's, where a GPU is emulated
+        self._profile, self._recompute = profile, recompute
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
         self._parts: list[Backend | Memory | Inputs | Frozen] = []  # what is to be closed, the last one first
@@ -36,8 +35,8 @@ class GGMLSession(Session):
         plan = self.plan
         if reason := beyond(plan):
             raise GraphError(reason)
-        blas = self._profile is profiles.CPU_BLAS
-        self._backend = self._owned(Backend(self._wanted.device, self._wanted.threads, blas=blas))
+        blas = self._profile is CPU_BLAS
+        self._backend = self._owned(Backend(self._device, self._threads, blas=blas))
         self._frozen = self._owned(Frozen(self._backend))
         self._memory = memory = self._owned(Memory(self._backend, len(plan.tensors) + 4 * len(plan.trainable) + 16))
         self._inputs = self._owned(Inputs(self._backend))
@@ -63,9 +62,9 @@ class GGMLSession(Session):
         """Device, threads, and the training step's graph, if there is one: its size, and what of it runs where."""
         facts = {
             "framework": f"ggml {version()}",
-            "device": self._wanted.device,
+            "device": self._device,
             "profile": self._profile.label,
-            "threads": self._wanted.threads,
+            "threads": self._threads,
         }
         if not self.plan.trainable:
             return facts
@@ -97,13 +96,9 @@ class GGMLSession(Session):
     def do_build(self) -> None:
         if not self.plan.trainable:
             return
-        if not self._apart:
-            self._graph("step", self._build_step)
-            return
-        self._graph("accumulate", self._build_accumulate)
-        if self.plan.skip_nonfinite:
-            self._graph("norm", lambda graph: {"norm": self._norm(graph, self._sums)})
-        self._graph("update", self._build_update)
+        norm = ("norm",) if self.plan.skip_nonfinite else ()
+        for name in ("accumulate", *norm, "update") if self._apart else ("step",):
+            self._graph(name)
 
     def do_reset_state(self) -> None:
         self._update.reset()
@@ -111,45 +106,30 @@ class GGMLSession(Session):
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         self._update.load(numbers)
         if not self._apart:
-            self._inputs.load(micros[0])
-            self._graphs["step"].compute()
-            out = self._outputs["step"]
+            out = self._computed("step", micros[0])
             return StepMetrics(_number(out["loss"]), _number(out["norm"]))
         loss = 0.0
         for node in self._sums.values():
             clear(node)
         for micro in micros:
-            self._inputs.load(micro)
-            self._graphs["accumulate"].compute()
-            loss += _number(self._outputs["accumulate"]["loss"])
+            loss += _number(self._computed("accumulate", micro)["loss"])
         if self.plan.skip_nonfinite:
-            self._graphs["norm"].compute()
-            norm = _number(self._outputs["norm"]["norm"])
+            norm = _number(self._computed("norm")["norm"])
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 return StepMetrics(loss, norm)
-        self._graphs["update"].compute()
-        return StepMetrics(loss, _number(self._outputs["update"]["norm"]))
+        return StepMetrics(loss, _number(self._computed("update")["norm"]))
 
     def do_loss(self, micro: Batch) -> float:
-        graph = self._graph("loss", self._build_loss)
-        self._inputs.load(micro)
-        graph.compute()
-        return _number(self._outputs["loss"]["loss"])
+        return _number(self._computed("loss", micro)["loss"])
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        graph = self._graph("logits", self._build_logits)
-        self._inputs.load(micro)
-        graph.compute()
-        return get(self._outputs["logits"]["logits"])[:rows]
+        return get(self._computed("logits", micro)["logits"])[:rows]
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        graph = self._graph("gradients", self._build_gradients)
         total = {t.name: np.zeros(t.shape, np.float32) for t in self.plan.trainable}
         for micro in micros:
-            self._inputs.load(micro)
-            graph.compute()
-            for name in total:
-                total[name] += get(self._outputs["gradients"][name])
+            for name, node in self._computed("gradients", micro).items():
+                total[name] += get(node)
         return total
 
     def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
@@ -170,12 +150,20 @@ class GGMLSession(Session):
 
     # -- the graphs ---------------------------------------------------------------------------------------------
 
-    def _graph(self, name: str, build: Callable[[Graph], dict[str, Node]]) -> Graph:
+    def _computed(self, name: str, micro: Batch | None = None) -> dict[str, Node]:
+        """The outputs of the graph of that name, computed from a micro-batch if it takes one."""
+        graph = self._graph(name)
+        if micro is not None:
+            self._inputs.load(micro)
+        graph.compute()
+        return self._outputs[name]
+
+    def _graph(self, name: str) -> Graph:
         """The graph of that name, built when first asked for; its outputs stay readable."""
         if name not in self._graphs:
             graph = Graph(self._backend, capacity=4096 + 256 * len(self.plan.tensors))
             try:
-                outputs = build(graph)
+                outputs = getattr(self, f"_build_{name}")(graph)
                 missing = graph.stuck() or {op for op in graph.ops() if not self._profile.has(op)}
                 if missing:
                     raise GraphError(f"{self._profile.label} does not compute {', '.join(sorted(missing))}")
@@ -187,8 +175,7 @@ class GGMLSession(Session):
         return self._graphs[name]
 
     def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
-        kind = RecomputingOps if self._wanted.recompute else GGMLOps
-        ops = kind(graph, self._profile, self._inputs)
+        ops = GGMLOps(graph, self._profile, self._inputs, self._recompute)
         params = self.plan.params(self._weights, self._inputs.batch)
         return ops, self.plan.model.forward(ops, params, self._inputs.batch)
 
@@ -242,6 +229,9 @@ class GGMLSession(Session):
             graph.want(graph.copy_into(graph.add(gradient, self._sums[name]), self._sums[name]))
         return {"loss": loss}
 
+    def _build_norm(self, graph: Graph) -> dict[str, Node]:
+        return {"norm": self._norm(graph, self._sums)}
+
     def _build_update(self, graph: Graph) -> dict[str, Node]:
         norm = self._norm(graph, self._sums)
         self._step(graph, self._sums, norm)
@@ -249,7 +239,7 @@ class GGMLSession(Session):
 
     def _build_loss(self, graph: Graph) -> dict[str, Node]:
         ops, logits = self._forward(graph)
-        loss, _ = ops.loss_and_gradient(logits, self._inputs.batch["weights"])
+        loss = ops.loss_and_gradient(logits, self._inputs.batch["weights"])[0]
         graph.want(loss, keep=True)
         return {"loss": loss}
 

@@ -12,8 +12,5 @@ def register_recipes(register: Register) -> None:
     from toyexp_recipes.vit_tiny import VitTiny
     from toyexp_recipes.warm import Warm
 
-    register(Scratch)
-    register(Warm)
-    register(Lora)
-    register(Full)
-    register(VitTiny)
+    for recipe in (Scratch, Warm, Lora, Full, VitTiny):
+        register(recipe)

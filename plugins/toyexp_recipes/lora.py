@@ -26,7 +26,7 @@ from toyexp import (
     choose,
     lora_names,
 )
-from toyexp.base import require_positive
+from toyexp.base import require_positive, require_within
 from toyexp_recipes.base import FromBase
 
 SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",
@@ -57,8 +57,7 @@ class Lora(FromBase):
             value = getattr(self, key)
             if value is not None:
                 require_positive(f"recipe.{key}", value)
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"recipe.dropout={self.dropout}: must be 0 (none) or above, and below 1")
+        require_within("recipe", self, dropout="[0,1)")
         if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from toyexp import Model, Session, UserError, choose
+from toyexp import Model, Session, UserError
 
 INITS = ("default", "toy")
 
@@ -105,12 +105,6 @@ def pairs(heads: np.ndarray) -> np.ndarray:
 
 
 ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2": gpt2, "llama": llama}
-
-
-def check_init(init: str) -> None:
-    """Raises UserError for an initialiser there is none of."""
-    if init not in INITS:
-        raise UserError(f"recipe.init={init}: {choose(init, INITS)}")
 
 
 def check_model(model: Model) -> None:

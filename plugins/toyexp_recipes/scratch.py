@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp import IMAGES, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, Session, Setup
+from toyexp.base import require_words
 from toyexp_recipes import original
 
 DONOR = Path(__file__).parent / "assets" / "donor.gguf"
@@ -23,7 +24,7 @@ class Scratch(Recipe):
 
     def check(self) -> None:
         """Raises UserError for an unknown initialiser."""
-        original.check_init(self.init)
+        require_words("recipe", self, init=original.INITS)
 
     def vocabulary(self) -> Path | None:
         """The small donor's tokenizer, so that losses compare with recipe=warm."""

@@ -15,22 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import (
-    Lens,
-    Model,
-    Normal,
-    Plan,
-    Planned,
-    PlanTensor,
-    Recipe,
-    Session,
-    Setup,
-    TensorInfo,
-    UserError,
-    choose,
-    file_of,
-    printable,
-)
+from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, file_of, printable
+from toyexp.base import require_words
 from toyexp.formats import GGUFError, GGUFFile, opened, require_model
 from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
@@ -67,9 +53,7 @@ class Warm(Recipe):
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
-        original.check_init(self.init)
-        if self.lens not in LENSES:
-            raise UserError(f"recipe.lens={self.lens}: {choose(self.lens, LENSES)}")
+        require_words("recipe", self, init=original.INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
         donor_embed_width(self.path)
@@ -123,16 +107,14 @@ class Warm(Recipe):
         return self.lens
 
     def _check_rows(self, vocab: int, width: int) -> None:
-        file = _open(self.path)
-        _check_table(file, vocab, width)
+        file = _with_rows(self.path, vocab, width)
         if vocab:  # a model that knows no data yet, as `toyexp plugins --matrix` plans it, takes no rows
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
         """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
         vocab, width = session.plan.tensor(TABLE).shape
-        file = _open(self.path)
-        _check_table(file, vocab, width)
+        file = _with_rows(self.path, vocab, width)
         try:
             rows = file.weights(TABLE, rows=vocab)
         except GGUFError as error:
@@ -152,8 +134,12 @@ class Warm(Recipe):
 def donor_embed_width(path: Path) -> int:
     """The donor's embedding width, from `<architecture>.embedding_length`; DonorError for a file with no embedding."""
     file = _open(path)
-    width = _width(file)
-    _table(file)
+    key = f"{file.architecture}.embedding_length"
+    width = file.metadata.get(key)
+    if not isinstance(width, int) or width <= 0:
+        raise DonorError(f"{path}: the donor has no {printable(key)}")
+    if TABLE not in file.tensors:  # as in a model of images
+        raise DonorError(f"{path}: the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
     return width
 
 
@@ -181,28 +167,14 @@ def _open(path: Path) -> GGUFFile:
         raise DonorError(f"donor {error}") from None
 
 
-def _width(file: GGUFFile) -> int:
-    key = f"{file.architecture}.embedding_length"
-    width = file.metadata.get(key)
-    if not isinstance(width, int) or width <= 0:
-        raise DonorError(f"{file.path}: the donor has no {printable(key)}")
-    return width
-
-
-def _table(file: GGUFFile) -> TensorInfo:
-    """The donor's embedding; raises DonorError for a file without one, such as a model of images."""
-    if TABLE not in file.tensors:
-        raise DonorError(f"{file.path}: the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
-    return file.tensors[TABLE]
-
-
-def _check_table(file: GGUFFile, vocab: int, width: int) -> None:
-    """Raises DonorError unless the donor's table has `vocab` rows of `width`."""
-    got = _width(file)
-    if got != width:
-        raise DonorError(f"{file.path}: width mismatch: expected {width}, the donor's embedding_length is {got}")
-    info = _table(file)
-    if len(info.shape) != 2 or info.shape[1] != width:
-        raise DonorError(f"{file.path}: {TABLE} has the shape {list(info.shape)}, expected rows of {width}")
-    if info.shape[0] < vocab:
-        raise DonorError(f"{file.path}: {TABLE} has too few rows: expected at least {vocab}, it has {info.shape[0]}")
+def _with_rows(path: Path, vocab: int, width: int) -> GGUFFile:
+    """The donor; raises DonorError unless its table has `vocab` rows of `width`."""
+    if (got := donor_embed_width(path)) != width:
+        raise DonorError(f"{path}: width mismatch: expected {width}, the donor's embedding_length is {got}")
+    file = _open(path)
+    shape = file.tensors[TABLE].shape
+    if len(shape) != 2 or shape[1] != width:
+        raise DonorError(f"{path}: {TABLE} has the shape {list(shape)}, expected rows of {width}")
+    if shape[0] < vocab:
+        raise DonorError(f"{path}: {TABLE} has too few rows: expected at least {vocab}, it has {shape[0]}")
+    return file

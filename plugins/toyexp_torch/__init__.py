@@ -8,6 +8,5 @@ def register_engines(register: Register) -> None:
     """cpu, cuda and mps."""
     from toyexp_torch.engines import TorchCPU, TorchCUDA, TorchMPS
 
-    register(TorchCPU)
-    register(TorchCUDA)
-    register(TorchMPS)
+    for engine in (TorchCPU, TorchCUDA, TorchMPS):
+        register(engine)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, choose, needed
-from toyexp.base import available_cores, calm_threads, check_threads, counted, crowding
-from toyexp_torch.wanted import Wanted
+from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed
+from toyexp.base import available_cores, calm_threads, check_threads, counted, crowding, require_words
 
 if TYPE_CHECKING:
     import types
+
+    from toyexp_torch.session import Wanted
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -42,10 +43,6 @@ class TorchEngine(Engine):
     packed: bool = False  # keep frozen matrices in their GGUF's type, and make numbers of them where they are used
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
-    def _check_settings(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"engine.dtype={self.dtype}: {choose(self.dtype, DTYPES)}")
-
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That nothing is there to be kept in its file's type."""
         frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, FromGGUF)]
@@ -58,13 +55,14 @@ class TorchEngine(Engine):
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
-        wanted = self._wanted()
+        title = self.check()
         from toyexp_torch.session import TorchSession
 
-        return TorchSession(plan, wanted).open()
+        return TorchSession(plan, self._wanted(title)).open()
 
-    def _wanted(self) -> Wanted:
-        title = self.check()
+    def _wanted(self, title: str) -> Wanted:
+        from toyexp_torch.session import Wanted
+
         return Wanted(self.device, title, self.dtype, self.compile, self.deterministic, self.packed, self.recompute)
 
 
@@ -80,12 +78,12 @@ class TorchCPU(TorchEngine):
 
     def check(self) -> str:
         """The version and the number of cores."""
-        self._check_settings()
+        require_words("engine", self, dtype=DTYPES)
         check_threads(self.threads)
         return f"torch {import_torch().__version__}, {counted(self.threads or available_cores())}"
 
-    def _wanted(self) -> Wanted:
-        return replace(super()._wanted(), threads=self.threads or available_cores())
+    def _wanted(self, title: str) -> Wanted:
+        return replace(super()._wanted(title), threads=self.threads or available_cores())
 
     def advice(self) -> list[str]:
         """Whether its threads have to share their cores."""
@@ -115,7 +113,7 @@ class TorchCUDA(TorchEngine):
 
     def check(self) -> str:
         """The version and the GPU's name."""
-        self._check_settings()
+        require_words("engine", self, dtype=DTYPES)
         torch = import_torch()
         if not torch.cuda.is_available():
             why = "this PyTorch is built without CUDA" if not torch.version.cuda else "it finds no NVIDIA GPU"
@@ -127,8 +125,8 @@ class TorchCUDA(TorchEngine):
             )
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
 
-    def _wanted(self) -> Wanted:
-        return replace(super()._wanted(), tf32=self.tf32)
+    def _wanted(self, title: str) -> Wanted:
+        return replace(super()._wanted(title), tf32=self.tf32)
 
 
 @dataclass
@@ -141,7 +139,7 @@ class TorchMPS(TorchEngine):
 
     def check(self) -> str:
         """The version and the machine."""
-        self._check_settings()
+        require_words("engine", self, dtype=DTYPES)
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
         if platform.system() != "Darwin":

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,23 @@ from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 from toyexp_torch.update import Update
-from toyexp_torch.wanted import Wanted
 
 ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The settings of an engine as a session needs them."""
+
+    device: str  # torch's name of it
+    title: str  # the version, and what computes
+    dtype: str  # float32 | bfloat16 | float64
+    compile: bool
+    deterministic: bool  # only kernels that repeat to the bit
+    packed: bool  # keep frozen matrices in their file's type
+    recompute: bool  # hold the activations of one block at a time and compute them twice
+    threads: int | None = None  # None leaves the process's own
+    tf32: bool | None = None  # whether float32 products may round their inputs; None leaves that as it is
 
 
 class TorchSession(Session):
@@ -42,7 +56,7 @@ class TorchSession(Session):
     def do_open(self) -> None:
         order = [self.plan.tensor(name) for group in self.plan.updates for name in group.tensors]
         sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
-        self._flat, self._grad = (self._zeros(sum(sizes)) for _ in range(2))
+        self._flat, self._grad = (torch.zeros(sum(sizes), dtype=self._dtype, device=self._device) for _ in range(2))
         places: dict[str, slice] = {}
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
@@ -52,9 +66,6 @@ class TorchSession(Session):
             self._tensors[tensor.name] = leaf
             start += size
         self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile)
-
-    def _zeros(self, shape: int | tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def describe(self) -> dict[str, Any]:
         """Device, precision and threads."""

@@ -130,7 +130,7 @@ def make_bus(heard, *callbacks):
 def test_every_callback_hears_every_hook_in_config_order(heard):
     bus = make_bus(heard, Recorder("c"), Recorder("a"), Recorder("b"))
     run = make_run(bus)
-    assert bus.names() == ["c", "a", "b"]
+    assert [name for name, _ in reversed(bus._manager.list_name_plugin())] == ["c", "a", "b"]
     bus.hook.on_start(run=run)
     bus.hook.on_step(run=run, step=3, metrics={"loss": 1.5}, batch={})
     bus.hook.on_eval(run=run, step=3, metrics={"loss": 1.5})

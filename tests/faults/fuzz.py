@@ -29,8 +29,7 @@ from toyexp.contract.recipe import start
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep.directory import Job, Status, SweepDir
-from toyexp.sweep.table import print_table
+from toyexp.sweep.directory import Job, Status, SweepDir, print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.training.resume import load as load_run

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.base.bounds import MOST, require_float32, require_positive
+    from toyexp.base.bounds import MOST, require_float32, require_positive, require_within, require_words
     from toyexp.base.errors import UnknownCharacter, for_terminal
     from toyexp.base.files import (
         START,
@@ -27,18 +27,4 @@ if TYPE_CHECKING:
     from toyexp.base.words import counted
     from toyexp.base.writing import dump_json, write_synced
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "toyexp.base.bounds": "MOST require_float32 require_positive",
-        "toyexp.base.errors": "UnknownCharacter for_terminal",
-        "toyexp.base.files": "START cause made_up misfit not_text open_file read_file read_text require require_folder",
-        "toyexp.base.packages": "broken",
-        "toyexp.base.random": "generator stream",
-        "toyexp.base.signals": "interruptible",
-        "toyexp.base.terminal": "complain drop_output say status",
-        "toyexp.base.threads": "MOST_THREADS available_cores calm_threads check_threads crowding",
-        "toyexp.base.words": "counted",
-        "toyexp.base.writing": "dump_json write_synced",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, choose
 
 MOST = 2**31 - 1  # of anything that is counted
 SMALLEST, LARGEST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
@@ -28,6 +29,24 @@ def require_positive(key: str, value: float) -> None:
         require_float32(key, value)
     elif value > MOST:
         raise UserError(f"{key}={value}: must be at most {MOST}")
+
+
+def require_words(place: str, part: object, **words: Collection[str]) -> None:
+    """Raises UserError for a setting of a part that is none of its words; `place` is what stands before the dot."""
+    for name, known in words.items():
+        if (given := getattr(part, name)) not in known:
+            raise UserError(f"{place}.{name}={given}: {choose(given, known)}")
+
+
+def require_within(place: str, part: object, **bounds: str) -> None:
+    """Raises UserError for a setting of a part that is outside of its interval, written `[1,inf)`, `(0,1]`."""
+    for name, bound in bounds.items():
+        given, (low, high) = getattr(part, name), bound[1:-1].split(",")
+        above = given > float(low) if bound[0] == "(" else given >= float(low)
+        if not (above and (given < float(high) if bound[-1] == ")" else given <= float(high))):
+            words = [f"{'above' if bound[0] == '(' else 'at least'} {low}"]
+            words += [] if high == "inf" else [f"{'below' if bound[-1] == ')' else 'at most'} {high}"]
+            raise UserError(f"{place}.{name}={given}: must be {' and '.join(words)}")
 
 
 def is_whole(text: str, least: int, most: int) -> bool:

@@ -138,6 +138,6 @@ def _half_nul(start: bytes) -> str | None:
     return f"it looks like UTF-16: iconv -f UTF-16{'LE' if odd > even else 'BE'} -t UTF-8"
 
 
-def cause(error: OSError | ValueError) -> str:
+def cause(error: BaseException) -> str:
     """What the system says."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """A package's `__getattr__`, `__dir__` and `__all__`; `homes`: by module, its public names, blanks between."""
-    home_of = {name: module for module, names in homes.items() for name in names.split()}
+def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a package, which says once what it offers: `if TYPE_CHECKING:`.
+
+    The imports that stand there, by which type checkers go, are read from its file, and done name by name.
+    """
+    with open(file, encoding="utf-8") as source:
+        imports = re.findall(r"^    from ([\w.]+) import (\([^)]*\)|.*)", source.read(), re.MULTILINE)
+    home_of = {name: module for module, names in imports for name in re.findall(r"\w+", names)}
 
     def get(name: str) -> object:
         if name not in home_of:

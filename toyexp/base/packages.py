@@ -34,7 +34,8 @@ def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
         raise broken(title, _broken[package])
     try:
         yield
-        _require_whole(package)
+        if left := _left(getattr(sys.modules.get(package), "__spec__", None)):
+            raise ImportError(left)
     except ModuleNotFoundError as error:
         if error.name == package:
             raise Unavailable(f"{title} is not installed: {how}") from None
@@ -52,12 +53,6 @@ def broken(distribution: str, reason: str) -> Broken:
     """What to say of a package that is installed and cannot be loaded."""
     fact = f"{distribution} is installed but cannot be loaded ({reason})"
     return Broken(fact, f"install it again: pip install --force-reinstall {distribution}")
-
-
-def _require_whole(package: str) -> None:
-    module = sys.modules.get(package)
-    if left := _left(getattr(module, "__spec__", None)):
-        raise ImportError(left)
 
 
 def _left(spec: ModuleSpec | None) -> str:

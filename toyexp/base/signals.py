@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from toyexp.base.errors import UserError, printable
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], Any]  # what the interpreter calls
 
 ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
 
@@ -101,25 +102,29 @@ class Signals:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Gives the signals of a run to a Signals; outside the main thread they are someone else's and are left alone."""
-    signals = Signals()
-    handlers: dict[int, Callable[[int, FrameType | None], None]] = dict.fromkeys(ending(), signals.handle)
-    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
-        handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)
-    previous = {}
+def handled(handlers: Mapping[int, Handler]) -> Iterator[bool]:
+    """Gives signals to handlers for a while, if so: outside the main thread they are someone else's, and left alone."""
+    ours = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if ours}
     try:
-        for number, handle in handlers.items():
-            previous[number] = signal.signal(number, handle)
-    except ValueError:  # not the main thread
-        yield signals
-        return
-    try:
-        yield signals
+        yield ours
     finally:
-        signals.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Signals]:
+    """Gives the signals of a run to a Signals."""
+    signals = Signals()
+    handlers: dict[int, Handler] = dict.fromkeys(ending(), signals.handle)
+    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
+        handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)
+    with handled(handlers):
+        try:
+            yield signals
+        finally:
+            signals.close()
 
 
 def _importing(frame: FrameType | None) -> bool:
@@ -151,17 +156,14 @@ def cpu_limit(seconds: float, error: BaseException) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         raise error
 
-    try:
-        previous = signal.signal(signal.SIGVTALRM, handle)
-    except ValueError:  # not the main thread
-        yield
-        return
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
+    with handled({signal.SIGVTALRM: handle}) as ours:
+        if ours:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            yield
+        finally:
+            if ours:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 _abandoned = False  # whether a thread still works for someone who was interrupted
@@ -200,14 +202,9 @@ def end_process(code: int) -> int:
     The interpreter would end that thread wherever it asks for the lock again, which aborts the process inside Rust.
     """
     if _abandoned:
-        _exit_now(code)
+        atexit._run_exitfuncs()  # temporary directories, log files
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
     return code
-
-
-def _exit_now(code: int) -> NoReturn:
-    atexit._run_exitfuncs()  # temporary directories, log files
-    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
-    for stream in streams:
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)

@@ -17,19 +17,4 @@ if TYPE_CHECKING:
     from toyexp.formats.layout import Conversion, Layout, Numbers, Place, layout_of, unchanged
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "toyexp.formats.gguf.encode": "FILE_TYPES K_QUANTS check_type",
-        "toyexp.formats.gguf.form": "GGUFForm Keys architecture_of decimal gguf_form read_model",
-        "toyexp.formats.gguf.open_model": "exported_of require_model",
-        "toyexp.formats.gguf.read": "GGUFError GGUFFile GGUF_TYPES HF_TO_GGUF PROGRAM dequantise",
-        "toyexp.formats.gguf.rewrite": "rewrite_gguf",
-        "toyexp.formats.gguf.source": "in_place opened",
-        "toyexp.formats.gguf.tokenizer": "has_text read_chat_template read_tokenizer",
-        "toyexp.formats.gguf.write": "check_keys model_metadata write_adapter write_model",
-        "toyexp.formats.huggingface": "HF_FILES HF_TYPES hf_notes write_adapter_folder write_folder",
-        "toyexp.formats.layout": "Conversion Layout Numbers Place layout_of unchanged",
-        "toyexp.formats.safetensors": "SafetensorsFile write_safetensors",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -17,8 +17,10 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import SWEEP, require_empty
+from toyexp.base.terminal import say
+from toyexp.base.words import columns, short
 from toyexp.base.writing import dump_json, in_one_piece
-from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt
+from toyexp.training.checkpoint import conforms, read_json, rebuilt, result_of
 from toyexp.training.rundir import lock
 
 log = logging.getLogger("toyexp")
@@ -100,14 +102,6 @@ class Job:
             self.status = Status.COMPLETED if found else Status.FAILED
 
 
-def result_of(directory: Path) -> dict[str, Any]:
-    """A run's result.json; empty when there is none that can be read."""
-    try:
-        return read_json(directory / "result.json")
-    except Damaged:
-        return {}
-
-
 def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name, hint in NUMBERS.items() if name in result and conforms(result[name], hint)}
 
@@ -172,7 +166,7 @@ class SweepDir:
     def save(self) -> None:
         """Writes sweep.json and the summaries, each in one piece; what cannot be written is told once."""
         state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
-        table = rows(self.jobs, self._where)
+        table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "")
         files: dict[str, Callable[[], str]] = {
             SWEEP: lambda: dump_json(state, indent=1) + "\n",
             "summary.csv": lambda: _csv(table),
@@ -187,9 +181,6 @@ class SweepDir:
                 if not self._told:
                     log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
                 self._told = True
-
-    def _where(self, job: Job) -> str:
-        return str(self.run(job)) if job.directory else ""
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:
@@ -234,6 +225,22 @@ def rows(jobs: Sequence[Job], where: Callable[[Job], str]) -> list[list[str]]:
         table.append([str(job.number), *(values.get(key, "") for key in varied), job.status, *numbers(job, names, ""),
                       _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or ""])  # fmt: skip
     return table
+
+
+def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
+    """The same for the person who watches: one line a job, which says why where it is not completed."""
+    names = scores(jobs)
+    heads = ["steps", "train loss", "held-out loss", *(f"held-out {name}" for name in names)]
+    table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
+    for job in jobs:
+        why = job.error or ""
+        end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
+        if job.status == Status.COMPLETED:
+            end = short(folder.run(job)) if folder and job.directory else ""
+        table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
+    say("")
+    for line in columns(table, right={0, *range(2, len(table[0]) - 1)}):
+        say(line)
 
 
 def scores(jobs: Sequence[Job]) -> list[str]:

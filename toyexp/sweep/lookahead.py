@@ -182,14 +182,12 @@ def require_directories(jobs: Sequence[Job], ahead: Lookahead) -> None:
 
 def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
     """The first job, and those that differ from it in one value."""
-    return (job for job in jobs if sum(map(operator.ne, jobs[0].overrides, job.overrides)) <= 1)
+    return (job for job in jobs if sum(_differing(jobs[0], job)) <= 1)
 
 
-def _differing(first: Job, job: Job) -> int:
-    """Which value it is that differs."""
-    return next(
-        (i for i, pair in enumerate(zip(first.overrides, job.overrides, strict=True)) if len(set(pair)) > 1), -1
-    )
+def _differing(first: Job, job: Job) -> tuple[bool, ...]:
+    """Of each value, whether it differs."""
+    return tuple(map(operator.ne, first.overrides, job.overrides))
 
 
 def _told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

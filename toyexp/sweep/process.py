@@ -10,7 +10,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,9 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.ownership import keep_aside
 from toyexp.base.packages import needed, told_by
-from toyexp.base.signals import ending
+from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import CORES
 from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
@@ -58,10 +58,7 @@ class Order:
         if checkpoint.steps(self.directory / "checkpoints"):
             return self.again
         os.close(lock(self.directory))  # raises UserError while a process writes there
-        number = 1
-        while (aside := self.directory.with_name(f"{self.directory.name}.{number}")).exists():
-            number += 1
-        self.directory.rename(aside)
+        keep_aside(self.directory)
         return self.first
 
 
@@ -111,16 +108,10 @@ class Stop:
     @contextlib.contextmanager
     def handling(self) -> Iterator[None]:
         """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
-        previous = {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere they belong to someone else
-            previous = {number: signal.signal(number, self.handle) for number in ending()}
-            if signal.SIGUSR1 not in previous:
-                previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-        try:
+        handlers: dict[int, Handler] = dict.fromkeys(ending(), self.handle)
+        handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
+        with handled(handlers):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 # -- a process ------------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.contract.command import modules_in
 from toyexp.sweep.combinations import combinations, own_sweep, swept
-from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, result_of
+from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, print_table
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
-from toyexp.sweep.table import print_table
+from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
 
@@ -171,25 +171,21 @@ class Runner:
         retried = (Status.FAILED, Status.REFUSED) if self._settings.retry else ()
         return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
 
-    def _compose(self, job: Job) -> Any:
-        """A job's configuration, or how composing it ended it."""
-        try:
-            return self._request.compose(*job.overrides, f"hydra.job.num={job.number}")
-        except Exception as error:
-            return _failure(error)
-
-    def _place(self, job: Job) -> Ended | None:
-        """Finds a job its directory; how it ended where that cannot be."""
+    def _placed(self, job: Job) -> bool:
+        """Whether it is known where a job runs; one that has no place has ended."""
+        if job.directory is not None:
+            return True
         try:
             root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
             job.directory = self._own_directory(job, root, directory)
         except Exception as error:
-            return _failure(error)
+            self._end(job, _failure(error))
+            return False
         if self._folder is None:  # what is wrong with it is no fault of the job's
             self._folder = SweepDir.create(root, self._jobs, self._memory)
             many = "s" if len(self._jobs) > 1 else "" if self._jobs[0].overrides else "; no key has several values"
             say(f"sweep   {short(root)}, {len(self._jobs)} job{many}")
-        return None
+        return True
 
     def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
         if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
@@ -240,12 +236,6 @@ class Runner:
             left.pop(0)
         return left
 
-    def _placed(self, job: Job) -> bool:
-        """Whether it is known where a job runs; one that has no place has ended."""
-        if job.directory is None and (ended := self._place(job)):
-            self._end(job, ended)
-        return job.directory is not None
-
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         if self._settings.isolate:
@@ -263,13 +253,10 @@ class Runner:
             if self._stop.requested:
                 return
             if self._placed(job):
-                self._begin(job)
+                assert self._folder is not None
+                job.status, job.attempts = Status.RUNNING, job.attempts + 1
+                self._folder.save()
                 yield job
-
-    def _begin(self, job: Job) -> None:
-        assert self._folder is not None
-        job.status, job.attempts = Status.RUNNING, job.attempts + 1
-        self._folder.save()
 
     def _launch(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
         settings = self._settings
@@ -321,9 +308,7 @@ class Runner:
                 if job.attempts > 1:
                     self._asked.run(self._order(job).words())
                     return Ended(0)
-                cfg = self._compose(job)
-                if isinstance(cfg, Ended):
-                    return cfg
+                cfg = self._request.compose(*job.overrides, f"hydra.job.num={job.number}")
                 print_result(self._asked.experiment(cfg, self._folder.run(job)))
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
@@ -401,16 +386,12 @@ def _being_written(directory: Path) -> str | None:
     return None
 
 
-def _torch_seed() -> Any:
-    """The random state of torch, where a plugin has loaded it; this never does."""
-    torch: Any = sys.modules.get("torch")
-    return torch and torch.get_rng_state()
-
-
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
     """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
-    seeds, environment, here = (random.getstate(), np.random.get_state(), _torch_seed()), dict(os.environ), Path.cwd()
+    torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
+    seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    environment, here = dict(os.environ), Path.cwd()
     loggers = [(logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), log)]
     try:
         yield

@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.reference.engine import (
-        ReferenceOps,
-        reference_adamw,
-        reference_logits,
-        reference_loss,
-        reference_slope,
-    )
+    from toyexp.reference.engine import ReferenceOps, reference_adamw, reference_logits, reference_loss, reference_slope
     from toyexp.reference.opmodel import OpModel, op_batch, op_plan
     from toyexp.testing.data import DataSuite
     from toyexp.testing.engines import EngineNumbers, EngineSuite
@@ -22,17 +16,4 @@ if TYPE_CHECKING:
     from toyexp.testing.suites import CallbackSuite, RecipeSuite, given, image_dataset, token_dataset
 
 # The suites need pytest, which not everyone who uses the rest has.
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "toyexp.reference.engine": "ReferenceOps reference_adamw reference_logits reference_loss reference_slope",
-        "toyexp.reference.opmodel": "OpModel op_batch op_plan",
-        "toyexp.testing.data": "DataSuite",
-        "toyexp.testing.engines": "EngineNumbers EngineSuite",
-        "toyexp.testing.formats": "FormatSuite",
-        "toyexp.testing.models": "ModelSuite",
-        "toyexp.testing.null": "NullEngine",
-        "toyexp.testing.optimisers": "OptimiserSuite",
-        "toyexp.testing.suites": "CallbackSuite RecipeSuite given image_dataset token_dataset",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

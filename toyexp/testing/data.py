@@ -27,16 +27,12 @@ OPEN = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process hol
 class DataSuite(PluginSuite):
     """What data must do: set `data`, and what else is known of it."""
 
-    kind = "data"
+    kind, part = "data", "data"
     data: Data
     context: int = 8  # positions of a row, where rows have them
     rows: int = 4  # of a batch
     epoch: int = 0  # batches that show every example once; 0: examples may be alike, and none can be told apart
     tells: tuple[str, ...] = ()  # what its `left_out` has to name, such as the key that changes it
-
-    def subject(self) -> type:
-        """The data's class."""
-        return type(self.data)
 
     def opened(self) -> Dataset:
         """The opened data."""

@@ -32,14 +32,10 @@ class EngineNumbers(PluginSuite):
     skipped as one.
     """
 
-    kind = "engine"
+    kind, part = "engine", "engine"
     engine: Engine
     rtol: float = 2e-5  # of losses and logits, relative to the largest
     gradient_rtol: float = 1e-4  # of a gradient along a direction, relative to the gradient's norm
-
-    def subject(self) -> type:
-        """The engine's class."""
-        return type(self.engine)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Called by pytest as it collects each case: a skip here is the whole class's."""

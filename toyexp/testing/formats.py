@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from toyexp.base.words import typed
 from toyexp.contract.exporter import Exporter, exporter
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
-from toyexp.contract.plan import PlanTensor
 from toyexp.contract.recipe import Setup
 from toyexp.contract.run import Run
 from toyexp.testing.null import NullEngine
-from toyexp.testing.suites import PluginSuite, token_dataset
+from toyexp.testing.suites import Bare, PluginSuite, token_dataset
 from toyexp.text.tokenizer import Bytes
 
 OURS = b"whoever wrote this wants to keep it"
@@ -29,14 +29,10 @@ OURS = b"whoever wrote this wants to keep it"
 class FormatSuite(PluginSuite):
     """What a format must do: set `form`, `models` that it holds, and `refused` ones, which it does not."""
 
-    kind = "format"
+    kind, part = "format", "form"
     form: Format
     models: Sequence[Model]
     refused: Sequence[Model] = ()
-
-    def subject(self) -> type:
-        """The format's class."""
-        return type(self.form)
 
     def exported(self, model: Model) -> Exported:
         """The model with random numbers, and what a run adds."""
@@ -109,7 +105,7 @@ class FormatSuite(PluginSuite):
         _end(callback, run, step=2)
         before = {p.name: _content(p) for p in tmp_path.iterdir()}
         exported = self.exported(self.models[0])
-        torn = replace(exported, tensors=_Torn(exported.tensors, list(exported.tensors)[-1]))
+        torn = replace(exported, tensors=_Torn(exported.tensors))
         monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
         with pytest.raises(RunFailed, match="could not be written"):
             _end(callback, run, step=4)
@@ -126,28 +122,18 @@ class FormatSuite(PluginSuite):
         assert not list(tmp_path.iterdir())
 
 
-class _Torn(Mapping[str, np.ndarray]):
-    """Tensors of which one cannot be read, as on a disk that fails."""
-
-    def __init__(self, tensors: Mapping[str, np.ndarray], broken: str):
-        self._tensors, self._broken = tensors, broken
+class _Torn(UserDict[str, np.ndarray]):
+    """Tensors of which the last cannot be read, as on a disk that fails."""
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name == self._broken:
+        if name == list(self.data)[-1]:
             raise OSError(5, "Input/output error")
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        return self.data[name]
 
 
 def _run(directory: Path, model: Model) -> Run:
     dataset = token_dataset(16)
-    setup = Setup(dataset.batches(8, 2, 0).inputs, rows=2)
-    plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+    plan = Bare().plan(model, Setup(dataset.batches(8, 2, 0).inputs, rows=2))
     return Run("kit", directory, 0, 4, 1e-3, {}, "null", plan, NullEngine().realize(plan), dataset,
                ledger=Ledger(directory))  # fmt: skip
 

@@ -17,10 +17,10 @@ from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, Session
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Ops, Params
-from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
-from toyexp.testing.suites import PluginSuite, tiny_data
+from toyexp.testing.suites import Bare, PluginSuite, tiny_data
 
 Values = Mapping[str, np.ndarray]
 LEAST = 1e-8  # of a slope, beside which central differences of float64 are exact
@@ -74,7 +74,7 @@ OpaqueOps = type(
 class ModelSuite(PluginSuite):
     """What a model must do: set `model`, small, with two blocks or more, and the `engines` that are to agree on it."""
 
-    kind = "model"
+    kind, part = "model", "model"
     model: Model
     engines: ClassVar[Sequence[Engine]] = ()
     vocab: int = 16
@@ -82,10 +82,6 @@ class ModelSuite(PluginSuite):
     without_gradient: ClassVar[tuple[str, ...]] = ()  # patterns of tensors whose gradient is 0, whatever they hold
     rtol: float = 2e-5  # of an engine's logits, relative to the largest
     gradient_rtol: float = 1e-4  # of an engine's gradient along a direction, relative to the gradient's norm
-
-    def subject(self) -> type:
-        """The model's class."""
-        return type(self.model)
 
     def dataset(self) -> Dataset:
         """Tiny data for the model; for a kind of data of your own, say which."""
@@ -102,9 +98,7 @@ class ModelSuite(PluginSuite):
         model = self.model.fit(dataset)
         model.check()
         batches = model.batches(dataset, 2, 0)
-        plan = Setup(batches.inputs, rows=2, seed=1).plan(
-            model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
-        )
+        plan = Bare().plan(model, Setup(batches.inputs, rows=2, seed=1))
         draw = np.random.default_rng(3)
         values = {t.name: plan.initial(t) + draw.normal(0, 0.2, t.shape) for t in plan.tensors}
         return plan, batches.batch(0), {n: v.astype(np.float32) for n, v in values.items()}

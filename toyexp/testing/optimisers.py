@@ -23,14 +23,10 @@ LR = 0.01
 class OptimiserSuite(PluginSuite):
     """What an optimiser must do: set `optimiser`, and the `engine` that is to run it."""
 
-    kind = "optim"
+    kind, part = "optim", "optimiser"
     optimiser: Optimiser
     engine: Engine
     steps: int = 20
-
-    def subject(self) -> type:
-        """The optimiser's class."""
-        return type(self.optimiser)
 
     def plans(self) -> Iterator[Plan]:
         """Small plans, in each of which one rule has all tensors: matrices, or a matrix and vectors."""

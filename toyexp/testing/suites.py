@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,10 +41,11 @@ class PluginSuite:
     """What holds for every plugin class."""
 
     kind: ClassVar[str]
+    part: ClassVar[str]  # the name under which a suite is given what it tests
 
     def subject(self) -> type:
         """The class under test."""
-        raise NotImplementedError
+        return type(getattr(self, self.part))
 
     def test_the_registry_takes_the_class(self) -> None:
         """It is a dataclass with a name, a help line and defaults."""
@@ -58,15 +59,11 @@ class PluginSuite:
 class RecipeSuite(PluginSuite):
     """What a recipe must do: set `recipe` and a `model` it can train."""
 
-    kind = "recipe"
+    kind, part = "recipe", "recipe"
     recipe: Recipe
     model: Model
     vocab: int = 16
     engine: Engine = NullEngine()
-
-    def subject(self) -> type:
-        """The recipe's class."""
-        return type(self.recipe)
 
     def dataset(self) -> Dataset:
         """Tiny data for the model; for a kind of data of your own, say which."""
@@ -137,14 +134,13 @@ class CallbackSuite(PluginSuite):
         """A short run on the null engine with this callback alone; raises what on_end raised."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
-        model = OpModel("rows")
-        plan = Setup(batches.inputs, rows=2).plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
         plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (AdamW.for_from_scratch(),)))
         callback = self.last = self.callback()
         callback.check()
         callback.check_run({"eval_every": 2}, dataset)
         bus = Bus({callback.name: callback})
-        with start(_Bare(), engine, plan) as session:
+        with start(Bare(), engine, plan) as session:
             run = Run("test", directory, 0, self.steps, 1e-3, {"eval_every": 2}, engine.name, plan, session, dataset,
                       {}, bus)  # fmt: skip
             reason: str = "errored"
@@ -182,14 +178,14 @@ def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: in
 
 
 @dataclasses.dataclass
-class _Bare(Recipe):
-    """Any plan as it is."""
+class Bare(Recipe):
+    """Every tensor of a model as it begins."""
 
     name: ClassVar[str] = "bare"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        tensors: Sequence[PlanTensor] = [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
-        return setup.plan(model, tensors)
+        """All of them train."""
+        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
 
 
 def given(plan: Plan, values: Mapping[str, np.ndarray]) -> Plan:

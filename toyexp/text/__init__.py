@@ -10,12 +10,4 @@ if TYPE_CHECKING:
     from toyexp.text.pretokenizers import PRE_TOKENIZERS
     from toyexp.text.tokenizer import BPE, Bytes, Characters, check_bpe_vocab
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "toyexp.text.chat": "BadChat REASONING Rendered Template control_pattern",
-        "toyexp.text.pieces": "cut_up encoded",
-        "toyexp.text.pretokenizers": "PRE_TOKENIZERS",
-        "toyexp.text.tokenizer": "BPE Bytes Characters check_bpe_vocab",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -69,8 +69,7 @@ class Bus:
         answer = self.hook.lr(run=run, step=step, steps=run.steps)
         if answer is None:
             return run.lr
-        number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
-        if not (number and math.isfinite(answer) and answer >= 0):
+        if not _scales(answer):
             what = f"lr at step {step + 1} is {printable(repr(answer))}"
             raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
         return float(answer)
@@ -83,8 +82,7 @@ class Bus:
         found: dict[str, float] = {}
         for answer in self.hook.factors(run=run, step=step, steps=run.steps):
             for name, value in (answer or {}).items():
-                number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                if not (number and math.isfinite(value) and value >= 0):
+                if not _scales(value):
                     what = f"the factor of {printable(name)} at step {step + 1} is {printable(repr(value))}"
                     raise RunFailed(f"{what}; it must be a finite number from 0")
                 if name in found:
@@ -177,6 +175,8 @@ class Bus:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
                 raised.append(second)
 
-    def names(self) -> Sequence[str]:
-        """The callbacks, in config order."""
-        return [name for name, _ in reversed(self._manager.list_name_plugin())]
+
+def _scales(answer: Any) -> bool:
+    """Whether a schedule's answer is a finite number from 0."""
+    number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
+    return bool(number and math.isfinite(answer) and answer >= 0)

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.files import misfit
-from toyexp.base.writing import dump_json, sync_directory, write_synced
+from toyexp.base.files import cause, misfit
+from toyexp.base.writing import bytes_in, dump_json, sync_directory, write_synced
 from toyexp.contract.engine import SLOT
 from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
@@ -70,9 +70,8 @@ class Interval:
         """`0`, `500` (steps), `30s`, `10min` or `2h`; UserError for anything else."""
         match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
         if match is None:
-            raise UserError(
-                f"{key}={printable(text)}: takes steps or a time: {key}=500, {key}=10min, {key}=0 for never"
-            )
+            what = "takes steps or a time"
+            raise UserError(f"{key}={printable(text)}: {what}: {key}=500, {key}=10min, {key}=0 for never")
         number, unit = int(match[1]), match[2]
         return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
 
@@ -210,6 +209,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def result_of(directory: Path) -> dict[str, Any]:
+    """A run's result.json; empty when there is none that can be read."""
+    try:
+        return read_json(directory / "result.json")
+    except Damaged:
+        return {}
+
+
 def conforms(value: Any, hint: Any) -> bool:
     """Whether data as JSON gives it is of a type: a scalar (int: of 64 bits), a union, list[T] or Mapping[str, T]."""
     parts = typing.get_args(hint)
@@ -291,10 +298,8 @@ class Keeper:
             if math.isfinite(scores[self.metric]):
                 self.scores[step] = scores[self.metric]
                 better = self._best_of(self.scores) == step
-        return asked or better or (last and bool(self._interval)) or self._due(step)
-
-    def _due(self, step: int) -> bool:
-        return self._interval.due(step, time.monotonic() - self._last_time)
+        waited = time.monotonic() - self._last_time
+        return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
         """The best eval so far, of those whose weights stand on the disk or are those of the `present` step.
@@ -327,13 +332,11 @@ class Keeper:
             if bad := bad_weight(arrays):
                 raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             path = write(self._folder, step, arrays, state)
-            size = sum(p.stat().st_size for p in path.iterdir())
-            self._outcomes.append(Saved(step, path, size, time.perf_counter() - began))
+            self._outcomes.append(Saved(step, path, bytes_in(path), time.perf_counter() - began))
             with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
                 self._prune(step)
         except Exception as error:
-            cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            self._outcomes.append(f"checkpoint of step {step}: not written ({cause})")
+            self._outcomes.append(f"checkpoint of step {step}: not written ({cause(error) or type(error).__name__})")
 
     def _prune(self, newest: int) -> None:
         """Deletes what is neither among the last, nor the best, nor what this run was continued from.

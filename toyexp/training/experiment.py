@@ -87,10 +87,7 @@ def prepare(config: Config) -> Prepared:
 
 
 def execute(
-    prepared: Prepared,
-    directory: Path,
-    say: Callable[[str], None] = lambda line: None,
-    resumed: Resumed | None = None,
+    prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None, resumed: Resumed | None = None
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus

@@ -43,11 +43,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "git": git_facts(),
         "backend": {"kind": prepared.config.engine.name, **engine},
         "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
-        "data": {
-            "name": prepared.config.data.name,
-            **prepared.data_facts(),
-            "left_out": prepared.left_out(),
-        },
+        "data": {"name": prepared.config.data.name, **prepared.data_facts(), "left_out": prepared.left_out()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),

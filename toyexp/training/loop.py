@@ -94,7 +94,7 @@ class Training:
     def _blamed(self, kind: str) -> Iterator[None]:
         """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
         run, plan, when = self.run, self.run.plan, f"at step {self.bus.step}"
-        names = {"engine": run.engine} | {k: dict(run.config.get(k, {})).get("name", "?") for k in ("data", "optim")}
+        names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
         others = plan.parts if kind == "engine" else {}
         with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
             yield

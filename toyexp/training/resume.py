@@ -58,9 +58,8 @@ class Resumed:
         then = self.checkpoint.state["engine"]
         for key in ("kind", "framework", "device", "dtype", "threads", "profile", "compile"):
             if then.get(key) != engine.get(key):
-                return (
-                    f"engine {key} was {then.get(key)} and is {engine.get(key)}: not to the last bit the same from here"
-                )
+                changed = f"engine {key} was {then.get(key)} and is {engine.get(key)}"
+                return f"{changed}: not to the last bit the same from here"
         return None
 
 
@@ -81,12 +80,7 @@ class OtherExperiment(UserError):
 def find_newest(parent: Path, name: str) -> Path | None:
     """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
     found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
-    named = [d for d in found if _saved_name(d) == name]
-    return max(named, key=lambda d: d.name, default=None)
-
-
-def _saved_name(directory: Path) -> str | None:
-    return _saved_config(directory).get("name")
+    return max((d for d in found if _saved_config(d).get("name") == name), key=lambda d: d.name, default=None)
 
 
 def _saved_config(directory: Path) -> Mapping[str, Any]:
@@ -145,10 +139,8 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE_KEYS}
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
-        told = [
-            f"{printable(k)} was {printable(str(a))} and is {printable(str(b))}"
-            for k, (a, b) in list(fixed.items())[:3]
-        ]
+        pairs = list(fixed.items())[:3]
+        told = [f"{printable(k)} was {printable(str(a))} and is {printable(str(b))}" for k, (a, b) in pairs]
         more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
         raise OtherExperiment(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
     if found.step > settings.steps:
@@ -158,8 +150,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
             f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
             f"to train on: resume={short(directory)} steps={2 * settings.steps}"
         )
-    misfit = state_misfit(prepared.plan, found.arrays)
-    if misfit:
+    if misfit := state_misfit(prepared.plan, found.arrays):
         raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")
     _require_own(directory, prepared)
     _hand_back(found, prepared.config.callbacks)
@@ -171,10 +162,8 @@ def _require_own(directory: Path, prepared: Prepared) -> None:
     """Raises UserError where something stands that the run would replace, and did not write."""
     left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
     for path in Ledger.open(directory).foreign(["result.json", *left]):
-        raise UserError(
-            f"resume={short(directory)}: {short(path)} is not what this run wrote there, and would be replaced: "
-            "move it elsewhere first"
-        )
+        what = f"{short(path)} is not what this run wrote there, and would be replaced"
+        raise UserError(f"resume={short(directory)}: {what}: move it elsewhere first")
 
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
@@ -200,18 +189,14 @@ def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) 
             try:
                 callback.resume(found.state["callbacks"][name])
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                raise UserError(
-                    f"{found.path / checkpoint.STATE}: holds no state of callbacks.{name} "
-                    f"({type(error).__name__}: {printable(str(error))})"
-                ) from None
+                why = f"{type(error).__name__}: {printable(str(error))}"
+                state = found.path / checkpoint.STATE
+                raise UserError(f"{state}: holds no state of callbacks.{name} ({why})") from None
 
 
 def _completed(directory: Path) -> bool:
-    try:
-        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-        return bool(result["reason"] == "completed" and not result.get("error"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    result = checkpoint.result_of(directory)
+    return result.get("reason") == "completed" and not result.get("error")
 
 
 def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:

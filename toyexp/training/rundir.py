@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
-from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import cause
 from toyexp.base.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
-from toyexp.base.writing import dump_json, write_synced
+from toyexp.base.writing import dump_json, required, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -91,10 +92,8 @@ class RunDir:
 
     def result(self, fields: Mapping[str, Any]) -> None:
         """Writes result.json: the final numbers; raises RunFailed."""
-        try:
+        with required(self.path / "result.json"):
             self._write("result.json", dump_json(fields, indent=2) + "\n")
-        except OSError as error:
-            raise RunFailed(f"{self.path / 'result.json'}: could not be written: {error.strerror}") from error
         self.judged = True
 
     def close(self) -> None:
@@ -121,9 +120,9 @@ class LogFile(logging.FileHandler):
             return
         self._told = True
         error = sys.exc_info()[1]
-        cause = (error.strerror if isinstance(error, OSError) else None) or error
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({cause}); the run goes on\n")
+            why = cause(error) if error else ""
+            sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({why}); the run goes on\n")
 
 
 def lock(path: Path) -> int:
@@ -160,12 +159,8 @@ def runnable(config: Mapping[str, Any]) -> str:
 
 def host_facts() -> dict[str, str]:
     """The machine, as run_start records it."""
-    return {
-        "name": platform.node(),
-        "os": platform.system(),
-        "arch": platform.machine(),
-        "python": platform.python_version(),
-    }
+    here = platform.uname()
+    return {"name": here.node, "os": here.system, "arch": here.machine, "python": platform.python_version()}
 
 
 def git_facts() -> dict[str, str]:

@@ -74,17 +74,15 @@ class Settings:
             if not least <= value < 2**63:
                 most = f" to {2**63 - 1}" if value > least else ""
                 raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
-        Interval.parse(self.checkpoint_every, "checkpoint_every")
+        saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint_keep < 1:
-            raise UserError(
-                f"checkpoint_keep={self.checkpoint_keep}: must be at least 1; checkpoint_every=0 writes none"
-            )
+            what = f"checkpoint_keep={self.checkpoint_keep}"
+            raise UserError(f"{what}: must be at least 1; checkpoint_every=0 writes none")
         if self.checkpoint_best is not None and not self.eval_every:
             raise UserError(f"checkpoint_best={self.checkpoint_best}: needs evals of the held-out data: eval_every=50")
-        if self.checkpoint_best is not None and not Interval.parse(self.checkpoint_every, "checkpoint_every"):
-            raise UserError(
-                f"checkpoint_best={self.checkpoint_best}: checkpoint_every=0 writes none, leave one of them out"
-            )
+        if self.checkpoint_best is not None and not saves:
+            what = f"checkpoint_best={self.checkpoint_best}"
+            raise UserError(f"{what}: checkpoint_every=0 writes none, leave one of them out")
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
         if not (math.isfinite(self.lr) and self.lr >= 0):

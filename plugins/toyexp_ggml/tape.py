@@ -1,6 +1,7 @@
-"""Activations computed twice, so that only one block's are held at a time.
+"""What a forward pass notes of itself, and the walk back along it that adds the gradients.
 
-After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+Where activations are computed twice, only one block's are held at a time: after Chen et al. 2016, "Training Deep Nets
+with Sublinear Memory Cost".
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toyexp import Params
+from toyexp import Ops, Params
 from toyexp_ggml.binding import Graph, GraphError, Node
-from toyexp_ggml.inputs import Inputs
-from toyexp_ggml.ops import GGMLOps, Tape
-from toyexp_ggml.profiles import Profile
+
+Rule = Callable[[Node], Sequence[Callable[[], Node]]]
+Tape = list[tuple[Node, tuple[Node, ...], Rule]]
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,22 @@ class Block:
     out: Node
 
 
-class RecomputingOps(GGMLOps):
-    """Walks the tape block by block, each on a second forward pass of its own.
+class TapedOps(Ops):
+    """Notes (result, inputs, rule) of each op; with `recompute` each block is walked on a second pass of its own.
 
     Of a block's first pass only its result is then still needed, and the allocator frees the rest. What stands between
     the blocks, and the last block, is kept as it is.
     """
 
-    def __init__(self, graph: Graph, profile: Profile, inputs: Inputs):
-        super().__init__(graph, profile, inputs)
+    def __init__(self, graph: Graph, recompute: bool):
+        self.g = graph
+        self._tape: Tape = []
         self._stretches: list[Tape | Block] = [self._tape]
-        self._inside = False
+        self._inside = not recompute  # of a block, or of a pass that keeps all
+
+    def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
+        self._tape.append((out, inputs, rule))
+        return out
 
     def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
         """See Ops.block; a block inside another is a part of it."""
@@ -77,3 +83,23 @@ class RecomputingOps(GGMLOps):
             return []
         gradients[block.again()] = gradient
         return self._tape
+
+    @staticmethod
+    def _follow(tape: Tape, leads_somewhere: set[Node]) -> None:
+        """Adds the results that something trainable lies behind."""
+        for out, inputs, _ in tape:
+            if leads_somewhere.intersection(inputs):
+                leads_somewhere.add(out)
+
+    def _walk(self, tape: Tape, gradients: dict[Node, Node], leads_somewhere: set[Node]) -> None:
+        """Trades the gradients of the tape's results for those of its inputs, from its end to its beginning."""
+        for out, inputs, rule in reversed(tape):
+            dy = gradients.pop(out, None)
+            if dy is None:
+                continue
+            for x, build in zip(inputs, rule(dy), strict=True):
+                if x in leads_somewhere:
+                    gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
+                    # In the graph's order a weight's gradient comes as soon as it can, so that the activations
+                    # which only it still reads are freed.
+                    self.g.want(gradients[x])

@@ -1,0 +1,36 @@
+"""What every kind of data shares: a part that is held out, and what becomes of examples that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from toyexp import IMAGES, Data, Planned, changed
+from toyexp.base import require_within
+
+ON_ERROR = ("refuse", "skip")  # what an example that cannot be used does
+NAMED = 20  # of those that are skipped the record of the run names so many
+
+
+@dataclass
+class SplitData(Data):
+    """Data with a `val_fraction`, of which an eval takes so many `eval_batches`, or `eval_images`."""
+
+    def check(self) -> None:
+        """Raises UserError for a part that cannot be held out, or looked at."""
+        taken = {"eval_images": "[0,inf)"} if self.gives is IMAGES else {"eval_batches": "[1,inf)"}
+        require_within("data", self, val_fraction="(0,1)", **taken)
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That an eval is to take more than is held out, or that there is none."""
+        key = "eval_images" if self.gives is IMAGES else "eval_batches"
+        if not changed(self, key):
+            return
+        given = f"data.{key}={getattr(self, key)}"
+        if not planned.config["eval_every"]:
+            yield f"{given}: with eval_every=0 there is no eval"
+        elif self.gives is IMAGES:
+            if (images := planned.dataset.describe()["held_out_images"]) < getattr(self, key):
+                yield f"{given}: {images} are held out, which are all taken"
+        elif (batches := len(planned.batches.held_out())) < getattr(self, key):
+            yield f"{given}: the held-out part has {batches}, which are all taken"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from toyexp import Exported, Format, Model, ModelFile, Models, Plan, UserError, choose
 from toyexp.formats import (
     FILE_TYPES,
     HF_FILES,
-    HF_TO_GGUF,
     HF_TYPES,
     K_QUANTS,
-    PROGRAM,
     GGUFFile,
     SafetensorsFile,
     architecture_of,
@@ -91,16 +92,13 @@ class Safetensors(Format):
         model = exported.model
         keys = {"general.architecture": architecture_of(model)}
         keys |= model_metadata(model, exported.general, exported.data)
-        write_safetensors(path, {**exported.tensors, **gguf_form(model).constants(model)}, keys)
-        return []
+        tensors = {**exported.tensors, **gguf_form(model).constants(model)}
+        metadata = {"gguf": json.dumps(keys, default=np.ndarray.tolist)}
+        return write_safetensors(path, {n: (array.shape, array.view) for n, array in tensors.items()}, "F32", metadata)
 
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model; it has no tokenizer."""
-        file = SafetensorsFile(path)
-        if not file.metadata:
-            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
-            raise file.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
-        return exported_of(file, models)
+        return exported_of(SafetensorsFile(path), models)
 
 
 @dataclass

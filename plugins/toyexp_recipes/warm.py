@@ -137,9 +137,9 @@ def donor_embed_width(path: Path) -> int:
     key = f"{file.architecture}.embedding_length"
     width = file.metadata.get(key)
     if not isinstance(width, int) or width <= 0:
-        raise DonorError(f"{path}: the donor has no {printable(key)}")
+        raise _unfit(file, f"the donor has no {printable(key)}")
     if TABLE not in file.tensors:  # as in a model of images
-        raise DonorError(f"{path}: the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
+        raise _unfit(file, f"the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
     return width
 
 
@@ -167,14 +167,18 @@ def _open(path: Path) -> GGUFFile:
         raise DonorError(f"donor {error}") from None
 
 
+def _unfit(file: GGUFFile, cause: str) -> DonorError:
+    return DonorError(str(file.error(cause)))
+
+
 def _with_rows(path: Path, vocab: int, width: int) -> GGUFFile:
     """The donor; raises DonorError unless its table has `vocab` rows of `width`."""
-    if (got := donor_embed_width(path)) != width:
-        raise DonorError(f"{path}: width mismatch: expected {width}, the donor's embedding_length is {got}")
-    file = _open(path)
+    file, got = _open(path), donor_embed_width(path)
+    if got != width:
+        raise _unfit(file, f"width mismatch: expected {width}, the donor's embedding_length is {got}")
     shape = file.tensors[TABLE].shape
     if len(shape) != 2 or shape[1] != width:
-        raise DonorError(f"{path}: {TABLE} has the shape {list(shape)}, expected rows of {width}")
+        raise _unfit(file, f"{TABLE} has the shape {list(shape)}, expected rows of {width}")
     if shape[0] < vocab:
-        raise DonorError(f"{path}: {TABLE} has too few rows: expected at least {vocab}, it has {shape[0]}")
+        raise _unfit(file, f"{TABLE} has too few rows: expected at least {vocab}, it has {shape[0]}")
     return file

@@ -1,5 +1,6 @@
 """The formats that ship pass the kit, and what registering one gives: a word of --type and a callback."""
 
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -7,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from kinds import VIT
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny import MODELS, VOCAB, write_base
 
 from toyexp import Format, UserError
@@ -15,7 +16,7 @@ from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
 from toyexp.contract.registry import _registrar, check_class, load, settings_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.safetensors import SafetensorsFile
+from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 from toyexp.testing import FormatSuite, OpModel
 from toyexp.text.tokenizer import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
@@ -165,10 +166,17 @@ def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys
     capsys.readouterr()
     assert main(["describe", "model.safetensors"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("file        model.safetensors") and "llama (model=llama)" in told
+    assert told.startswith("file        model.safetensors, ") and "read as GGUF" in told.splitlines()[0]
+    assert "llama (model=llama)" in told and "trained on ids" not in told
+    assert "recipe=" not in told and "no: runs start from a GGUF: toyexp export model.safetensors --type gguf" in told
+    assert main(["recipe=full", "recipe.base=model.safetensors"]) == 2
+    assert "toyexp export model.safetensors --type gguf makes one" in capsys.readouterr().err
+    for words in (["generate", "model.safetensors", "--prompt", "a"], ["eval", "model.safetensors", "engine=ggml"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("toyexp: error: model.safetensors: ")
     save_file({"x": np.zeros(3, np.float32)}, tall / "theirs.safetensors")
     (tall / "torn.safetensors").write_bytes((tall / "model.safetensors").read_bytes()[:-9])
-    for name, said in (("theirs", "is no model that toyexp wrote"), ("torn", "cannot be read as safetensors")):
+    for name, said in (("theirs", "is no model that toyexp wrote"), ("torn", "tensor ")):
         assert main(["describe", f"{name}.safetensors"]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"toyexp: error: {name}.safetensors: {said}") and err.count("\n") == 1
@@ -177,10 +185,64 @@ def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys
 @pytest.mark.parametrize("rows", [None, 5, 2, 0])
 def test_half_precision_in_safetensors_is_read_in_float32(tmp_path, rows):
     half = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
-    save_file({"w": half}, tmp_path / "half.safetensors")
+    save_file({"w": half}, tmp_path / "half.safetensors", {"gguf": "{}"})
     read = SafetensorsFile(tmp_path / "half.safetensors").read("w", rows)
     assert read.dtype == np.float32
     np.testing.assert_array_equal(read, half[:rows])
+
+
+def broken(header=None, body=bytes(24), **tensors):
+    """A safetensors file of two tensors [3] with another header, or other words about its tensors."""
+    usual = {"__metadata__": {"gguf": "{}"}, "a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+             "b": {"dtype": "F32", "shape": [3], "data_offsets": [12, 24]}}  # fmt: skip
+    for name, entry in tensors.items():
+        usual[name] = {**usual[name], **entry} if isinstance(entry, dict) else entry
+    words = header if header is not None else json.dumps(usual).encode()
+    return len(words).to_bytes(8, "little") + words + body
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (broken()[:5], "is no whole safetensors file"),
+        (broken()[:40], "is no whole safetensors file"),
+        (bytes(8) + broken()[8:], "is no whole safetensors file: a header of 0 bytes"),
+        (b"\xff" * 40, "is no whole safetensors file"),
+        (b"", "is no whole safetensors file"),
+        (broken(b"{nonsense"), "its header is no JSON object"),
+        (broken(b"[1, 2]"), "its header is no JSON object"),
+        (broken(b"[" * 100_000), "its header is no JSON object"),
+        (broken(b"{}"), "is no model that toyexp wrote"),
+        (broken(__metadata__=None), "is no model that toyexp wrote"),
+        (broken(__metadata__={"gguf": None}), "its metadata gguf is no JSON object"),
+        (broken(__metadata__={"gguf": "null"}), "its metadata gguf is no JSON object"),
+        (broken(a=[1]), "tensor a has no dtype, shape and data_offsets"),
+        (broken(a={"data_offsets": [1]}), "tensor a has no dtype, shape and data_offsets"),
+        (broken(a={"dtype": "F33"}), "tensor a is of type F33, expected F32, F16, BF16"),
+        (broken(a={"dtype": ["F32"]}), "tensor a is of type"),
+        (broken(a={"shape": [-3]}), "tensor a has the shape [-3]"),
+        (broken(a={"shape": "3"}), "tensor a has the shape 3"),
+        (broken(a={"shape": [10**18] * 500}), "tensor a has the shape"),
+        (broken(a={"shape": [4]}), "tensor a has 12 bytes, its shape [4] takes 16"),
+        (broken(b={"data_offsets": [8, 20]}), "tensors a and b overlap"),
+        (broken(b={"data_offsets": [16, 28]}, body=bytes(28)), "has 4 bytes of nothing before tensor b"),
+        (broken(body=bytes(20)), "tensor b ends 4 bytes after the end of the file"),
+        (broken(body=bytes(25)), "has 1 bytes of nothing after its last tensor"),
+    ],
+)  # fmt: skip
+def test_broken_safetensors_are_told_in_one_line_of_ours(tmp_path, raw, said):
+    (tmp_path / "x.safetensors").write_bytes(raw)
+    with pytest.raises(UserError) as told:
+        SafetensorsFile(tmp_path / "x.safetensors")
+    assert str(told.value).startswith(f"{tmp_path / 'x.safetensors'}: {said}") and "\n" not in str(told.value)
+
+
+def test_what_is_written_is_what_the_safetensors_library_reads(tmp_path):
+    rng = np.random.default_rng(3)
+    values = {"a": rng.standard_normal((3, 5), np.float32), "b": rng.standard_normal(7, np.float32)}
+    write_safetensors(tmp_path / "x", {n: (v.shape, v.view) for n, v in values.items()}, "F32", {"gguf": "{}"})
+    back = load_file(tmp_path / "x")
+    assert back.keys() == values.keys() and all(np.array_equal(back[n], v) for n, v in values.items())
 
 
 def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, capsys, monkeypatch):

@@ -22,11 +22,11 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.words import columns, count, counted, in_bytes
 from toyexp.commands.options import Answer, refuse_settings
 from toyexp.commands.uses import Offers, Use
-from toyexp.config.restored import ADAPTER, MODEL, file_of, origin
+from toyexp.config.restored import ADAPTER, MODEL, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import TensorInfo
 from toyexp.contract.registry import Registry, load
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.read import GGUFFile, origin
 from toyexp.formats.gguf.source import opened
 from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing
 from toyexp.text.tokenizer import CONTROL
@@ -73,6 +73,7 @@ class Description(Answer):
 
     file: str
     bytes: int
+    converted: bool  # whether it is no GGUF itself and was made one, to be read
     version: int
     kind: str  # general.type: model, adapter, ...
     architecture: str
@@ -108,7 +109,8 @@ class Description(Answer):
         """A block for each of them."""
         part = f", part {self.parts['part']} of {self.parts['of']}" if self.parts else ""
         path = self.file if self.file.isprintable() else printable(self.file, 200)
-        rows = [("file", f"{path}, {in_bytes(self.bytes)}{part}, GGUF version {self.version}")]
+        held = f"{' read as' if self.converted else ','} GGUF version {self.version}"
+        rows = [("file", f"{path}, {in_bytes(self.bytes)}{part}{held}")]
         if self.adapter:
             rows += self._adapter_rows()
         else:
@@ -195,7 +197,8 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     number, of = meta.get("split.no"), meta.get("split.count")
     parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
     return Description(
-        file=str(path), bytes=file.size, version=file.version, kind=kind, architecture=architecture,
+        file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
+        kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
         sizes=model.settings() if model else _sizes(file, architecture), parameters=parameters, outside=outside,
         types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),

@@ -16,7 +16,7 @@ from toyexp.commands.evaldata import Trained, kind_of, trained_on
 from toyexp.commands.options import Answer
 from toyexp.commands.variants import one_experiment
 from toyexp.config.request import Request
-from toyexp.config.restored import file_of, origin
+from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
 from toyexp.contract.data import open_data
@@ -28,6 +28,7 @@ from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.read import origin
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.training.memory import check_plan
@@ -176,18 +177,18 @@ def _data(
 
 def _opened(built: Config, model: Model, path: Path) -> Dataset:
     """The data; UserError for what the file's model cannot read."""
-    if reason := unread(str(path), model.reads, built.data):
+    if reason := unread(str(origin(path)), model.reads, built.data):
         raise UserError(reason)
     dataset = open_data(built.data, path if model.reads.text else None)
     if model.reads.text and dataset.vocab > model.settings().get("vocab", dataset.vocab):
-        raise UserError(f"{path}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
+        raise UserError(f"{origin(path)}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
     metadata = opened(str(path)).metadata
     keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}
     try:
         dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{origin(path)}: {error}") from None
     return dataset
 
 

@@ -15,12 +15,12 @@ from toyexp.base.blame import blamed
 from toyexp.base.errors import RunFailed, UserError, choose
 from toyexp.base.writing import bytes_in, in_one_piece, required
 from toyexp.commands.options import Answer
-from toyexp.config.restored import file_of, origin
+from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import class_in, exported_of
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.read import GGUFFile, origin
 from toyexp.formats.gguf.rewrite import require_exact
 from toyexp.formats.huggingface import HF_TYPES
 
@@ -139,7 +139,7 @@ def export(what: Path, settings: Sequence[str], arguments: Arguments, registry: 
         try:
             exported, problems = _write(form, file, target, "--requantize" in arguments.switches, registry)
         except UserError as error:
-            raise error if str(error).startswith(str(file.path)) else file.error(str(error)) from None
+            raise error if str(error).startswith(str(origin(file.path))) else file.error(str(error)) from None
         kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
         if target.suffix == ".gguf":
             with GGUFFile(target) as written:

@@ -19,14 +19,14 @@ from toyexp.base.terminal import write_text
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.writing import dump_json
 from toyexp.commands.options import options, refuse_settings
-from toyexp.config.restored import file_of, origin
+from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry, load
 from toyexp.contract.sampling import Sampling, continuation
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.read import GGUFError, GGUFFile, origin
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.text.chat import Template
@@ -227,13 +227,13 @@ def _read_prompt(given: str | None) -> str | None:
 def _by_engine(path: Path, asked: Options, request: Request, write: Callable[[str], None]) -> Generated:
     model: Any = model_of(path, request.registry)
     if not model.reads.sequence:
-        raise UserError(f"{path}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
+        raise UserError(f"{origin(path)}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
     tokenizer, template = _language(path, asked), chat_template(path, asked)
     ids = _prompt_ids(path, asked, tokenizer, template)
     vocab = min(tokenizer.vocab, model.vocab) if tokenizer else model.vocab
     beyond = [i for i in ids if i >= vocab]
     if beyond:
-        raise UserError(f"{path}: the prompt's id {beyond[0]} is not one of its 0..{vocab - 1}")
+        raise UserError(f"{origin(path)}: the prompt's id {beyond[0]} is not one of its 0..{vocab - 1}")
     _require_room(path, len(ids), model.context)
     # The window holds what is asked for and no more: an engine of static graphs computes all of it for every token.
     inputs, name = model.reads.inputs(min(model.context, len(ids) + asked.tokens)), model.reads.sequence
@@ -292,14 +292,14 @@ def chat_template(path: Path, asked: Options) -> ChatTemplate | None:
         with GGUFFile(name) as file:
             if text := read_chat_template(file):
                 return ChatTemplate(text, name)
-    raise UserError(f"{path}: has no chat template; leave --chat out")
+    raise UserError(f"{origin(path)}: has no chat template; leave --chat out")
 
 
 def _prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> list[int]:
     if asked.ids is not None:
         return asked.ids
     if tokenizer is None:
-        raise UserError(f"{path}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
+        raise UserError(f"{origin(path)}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
     assert asked.prompt is not None
     if template is None:
         return tokenizer.prompt(asked.prompt).tolist()
@@ -311,7 +311,7 @@ def _prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, templat
 
 def _require_room(path: Path, count: int, context: int) -> None:
     if count > context:
-        raise UserError(f"{path}: the prompt has {count} tokens, the model's context is {context}")
+        raise UserError(f"{origin(path)}: the prompt has {count} tokens, the model's context is {context}")
 
 
 def _by_llama_cpp(path: Path, asked: Options, own: Mapping[str, str], write: Callable[[str], None]) -> Generated:

@@ -20,7 +20,7 @@ from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.open_model import by_architecture, model_in
-from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile
+from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile, origin
 from toyexp.formats.gguf.rewrite import PLAIN
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer
@@ -88,17 +88,23 @@ class Offers:
         """Everything, in the order of a work."""
         if self._file.metadata.get("general.type") == "adapter":
             return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
+        if self._path.is_file() and self._path != self._file.path:  # of another format, which no run starts from
+            first = f"runs start from a GGUF: toyexp export {shell(str(self._path))} --type gguf"
+            return [Use("train on", None, first), *self._looked_at()]
         found = [self._training(recipe) for recipe in self._starting_from("base")]
         found = found if any(use.command for use in found) else found[:1]
         found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]
-        if self.model is not None:
-            path = shell(str(self._path))
-            found.append(_use("eval", f"toyexp eval {path}{self._data}", self._no_numbers))
-            if self.model.reads.sequence:
-                command = f"toyexp generate {path} {self._prompt(self.model)}"
-                found.append(_use("generate", command, self._no_numbers))
-            found.append(self._export())
-        return found
+        return found + self._looked_at()
+
+    def _looked_at(self) -> list[Use]:
+        """By those who train nothing."""
+        if self.model is None:
+            return []
+        path = shell(str(self._path))
+        found = [_use("eval", f"toyexp eval {path}{self._data}", self._no_numbers)]
+        if self.model.reads.sequence:
+            found.append(_use("generate", f"toyexp generate {path} {self._prompt(self.model)}", self._no_numbers))
+        return [*found, self._export()]
 
     @cached_property
     def _data(self) -> str:
@@ -207,7 +213,7 @@ def _use(what: str, command: str, reason: str | None) -> Use:
 
 def _reason(error: UserError, file: GGUFFile) -> str:
     text = str(error)
-    for start in (f"donor {file.path}: ", f"{file.path}: "):
+    for start in (f"donor {origin(file.path)}: ", f"{origin(file.path)}: "):
         text = text.removeprefix(start)
     return text
 

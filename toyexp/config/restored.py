@@ -25,14 +25,13 @@ from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import HF_TO_GGUF, PROGRAM
+from toyexp.formats.gguf.read import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.write import write_model
 from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
 _written: dict[tuple[Path, int], Path] = {}  # by what it was made of, and when that was written; for this process
-_origins: dict[Path, Path] = {}
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -46,11 +45,6 @@ def newest_in(path: Path) -> Path | None:
         if found := checkpoint.steps(folder):
             return next(iter(found.values()))
     return None
-
-
-def origin(path: Path) -> Path:
-    """The checkpoint or file that a file was made of, or the file itself."""
-    return _origins.get(path, path)
 
 
 def gguf_of(path: Path, registry: Registry | None = None) -> Path:
@@ -70,7 +64,7 @@ def _kept(key: Path, made_of: Path, stem: str, write: Callable[[Path], object]) 
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         target = place / f"{stem}.gguf"
         write(target)
-        _written[version], _origins[target] = target, made_of
+        _written[version], MADE_OF[target] = target, made_of
     return _written[version]
 
 

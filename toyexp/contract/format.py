@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class TensorInfo:
     nbytes: int
 
 
-class ModelFile(Protocol):
+class ModelFile(ABC):
     """An open file that holds a model: what a model reads itself from."""
 
     path: Path
@@ -41,10 +41,16 @@ class ModelFile(Protocol):
     @property
     def architecture(self) -> str:
         """What the file says it holds; raises UserError where it says nothing."""
+        value = self.metadata.get("general.architecture")
+        if not isinstance(value, str) or not value:
+            raise self.error("has no general.architecture")
+        return value
 
     def error(self, cause: str) -> UserError:
         """An error that names the file."""
+        return UserError(f"{self.path}: {cause}")
 
+    @abstractmethod
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """The first rows of a tensor, or all of it, in float32."""
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,9 +14,9 @@ from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.conversion import lacks
-from toyexp.formats.gguf.encode import encoded, pieces_of
 from toyexp.formats.huggingface_tokenizer import tokenizer_files
 from toyexp.formats.layout import Place, layout_of
+from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
@@ -30,7 +26,7 @@ HF_FILES = frozenset({
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 })  # fmt: skip
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
-Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
+METADATA = {"format": "pt"}  # transformers insists on it
 
 
 def write_folder(
@@ -70,7 +66,7 @@ def write_folder(
     with _directory(path) as folder:
         for name, content in files.items():
             write_synced(folder / name, content)
-        return _write_tensors(folder / "model.safetensors", tensors, HF_TYPES[dtype])
+        return write_safetensors(folder / "model.safetensors", tensors, HF_TYPES[dtype], METADATA)
 
 
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
@@ -113,7 +109,7 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     }
     with _directory(path) as folder:
         write_synced(folder / "adapter_config.json", dump_json(config, indent=2).encode())
-        return _write_tensors(folder / "adapter_model.safetensors", tensors, "F32")
+        return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA)
 
 
 def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.ndarray:
@@ -135,23 +131,3 @@ def _directory(path: Path) -> Iterator[Path]:
     with required(path), in_one_piece(path) as folder:
         folder.mkdir()
         yield folder
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], type_name: str) -> list[str]:
-    """Writes a safetensors file, for which one tensor at a time is held; returns what was odd about its numbers."""
-    problems: list[str] = []
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
-    end = 0
-    for name, (shape, _) in tensors.items():
-        start, end = end, end + math.prod(shape) * (4 if type_name == "F32" else 2)
-        header[name] = {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(words)) + words)
-        for name, (_, numbers) in tensors.items():
-            for piece in encoded(name, pieces_of(numbers()), type_name, problems):
-                file.write(piece.data)
-        file.flush()
-        os.fsync(file.fileno())
-    return problems

@@ -1,64 +1,97 @@
-"""A model in one safetensors file, whose metadata `gguf` has in JSON the keys that its GGUF would have."""
+"""Tensors in a safetensors file; of one that toyexp wrote the metadata `gguf` has, in JSON, the keys of its GGUF."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+import struct
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError
-from toyexp.base.writing import in_one_piece, required, write_synced
-from toyexp.contract.format import TensorInfo
+from toyexp.base.errors import printable
+from toyexp.base.files import open_file
+from toyexp.contract.format import ModelFile, TensorInfo
+from toyexp.formats.gguf.encode import encoded, pieces_of
+from toyexp.formats.gguf.read import HEADER_LIMIT, HF_TO_GGUF, PROGRAM, check_places, dequantise
 
 KEYS = "gguf"
+TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one
+Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
 
 
-class SafetensorsFile:
-    """An open file that was written so; UserError for one that is broken, or lacks those keys."""
+class SafetensorsFile(ModelFile):
+    """An open file that toyexp wrote; UserError for one that is broken, or another's."""
 
     def __init__(self, path: Path):
-        from safetensors import SafetensorError, safe_open  # deferred: few commands read such files
-
-        self.path = path
-        try:
-            self._stored = safe_open(path, framework="numpy")
-            metadata = json.loads((self._stored.metadata() or {}).get(KEYS, "{}"))
-            self.tensors: Mapping[str, TensorInfo] = {name: self._info(name) for name in self._stored.keys()}  # noqa: SIM118 - it is no mapping
-        except (OSError, SafetensorError, ValueError, RecursionError) as error:
-            raise self.error(f"cannot be read as safetensors: {error}") from None
-        if not isinstance(metadata, dict):
-            raise self.error(f"its metadata {KEYS} is no JSON object")
-        self.metadata: Mapping[str, Any] = metadata
-
-    @property
-    def architecture(self) -> str:
-        """What its keys say it holds; UserError where they say nothing."""
-        value = self.metadata.get("general.architecture")
-        if not isinstance(value, str) or not value:
-            raise self.error("has no general.architecture")
-        return value
-
-    def error(self, cause: str) -> UserError:
-        """An error about this file."""
-        return UserError(f"{self.path}: {cause}")
+        self.path, self._file = path, open_file(path)
+        weakref.finalize(self, self._file.close)  # whoever keeps it open need not think of it
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if not 2 <= length <= min(size - 8, HEADER_LIMIT):
+            raise self.error(f"is no whole safetensors file: a header of {length} bytes in a file of {size}")
+        header = self._json(self._file.read(length), "header")
+        metadata = header.pop("__metadata__", None)
+        if not isinstance(metadata, dict) or KEYS not in metadata:
+            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
+            raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
+        self.metadata: Mapping[str, Any] = self._json(metadata[KEYS], f"metadata {KEYS}")
+        self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
+        check_places(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """The first rows of a tensor, or all of it, in float32."""
-        array: np.ndarray = self._stored.get_slice(name)[:rows] if rows is not None else self._stored.get_tensor(name)
-        return array.astype(np.float32, copy=False)
+        info = self.tensors[name]
+        shape = info.shape if rows is None else (min(rows, info.shape[0]), *info.shape[1:])
+        self._file.seek(info.offset)
+        raw = self._file.read(math.prod(shape) * TYPES[info.type][1])
+        return dequantise(np.frombuffer(raw, np.uint8), info.type_id).reshape(shape)
 
-    def _info(self, name: str) -> TensorInfo:
-        held = self._stored.get_slice(name)
-        return TensorInfo(name, tuple(held.get_shape()), held.get_dtype(), -1, self.path, 0, 0)
+    def _json(self, text: object, what: str) -> dict[str, Any]:
+        try:
+            found = json.loads(text) if isinstance(text, str | bytes) else None
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self.error(f"its {what} is no JSON object")
+        return found
+
+    def _info(self, name: str, entry: Any, start: int) -> TensorInfo:
+        label = f"tensor {printable(name)}"
+        try:
+            kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise self.error(f"{label} has no dtype, shape and data_offsets") from None
+        sizes = shape if isinstance(shape, list) and len(shape) <= 4 else [0]
+        if not all(type(n) is int and n >= low for n, low in [*((n, 1) for n in sizes), (begin, 0), (end, 0)]):
+            raise self.error(f"{label} has the shape {printable(str(shape))} at {printable(str([begin, end]))}")
+        if str(kind) not in TYPES:
+            raise self.error(f"{label} is of type {printable(str(kind))}, expected {', '.join(TYPES)}")
+        number, size = TYPES[kind]
+        if end - begin != math.prod(shape) * size:
+            raise self.error(f"{label} has {end - begin} bytes, its shape {shape} takes {math.prod(shape) * size}")
+        return TensorInfo(name, tuple(shape), kind, number, self.path, start + begin, end - begin)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Any]) -> None:
-    """Writes the tensors under their names, float32, and the keys, in one piece; RunFailed where that fails."""
-    from safetensors.numpy import save
-
-    content = save(dict(tensors), {KEYS: json.dumps(keys, default=np.ndarray.tolist)})
-    with required(path), in_one_piece(path) as place:
-        write_synced(place, content)
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:
+    """Writes the tensors under their names, one at a time; returns what was odd about their numbers."""
+    problems: list[str] = []
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, (shape, _) in tensors.items():
+        start, end = end, end + math.prod(shape) * TYPES[kind][1]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(words)) + words)
+        for name, (_, numbers) in tensors.items():
+            for piece in encoded(name, pieces_of(numbers()), kind, problems):
+                file.write(piece.data)
+        file.flush()
+        os.fsync(file.fileno())
+    return problems

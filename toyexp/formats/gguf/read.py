@@ -12,10 +12,11 @@ import itertools
 import math
 import os
 import re
+import shlex
 import stat
 import struct
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import misfit
-from toyexp.contract.format import TensorInfo
+from toyexp.contract.format import ModelFile, TensorInfo
 
 HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
 KEY_LIMIT = 65_535  # bytes of a key
@@ -65,11 +66,19 @@ QUICKLY_TOLD = {"F32", "F16", "BF16", *_SCALES}
 PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF of a model of transformers
 
 
+MADE_OF: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
+
+
+def origin(path: Path) -> Path:
+    """The checkpoint or file of another format that a file was made of, or the file itself."""
+    return MADE_OF.get(path, path)
+
+
 class GGUFError(UserError):
     """A file that is not a GGUF we can read, with its path and the cause."""
 
 
-class GGUFFile:
+class GGUFFile(ModelFile):
     """An open GGUF file: `metadata` and `tensors` are read at once, weights only when asked for.
 
     The first part of a split model opens the others too. Raises GGUFError, with the path and one cause, for anything
@@ -112,17 +121,9 @@ class GGUFFile:
         """Bytes of all parts."""
         return sum(part.size for part in self._parts.values())
 
-    @property
-    def architecture(self) -> str:
-        """general.architecture; raises GGUFError when the file has none."""
-        value = self.metadata.get("general.architecture")
-        if not isinstance(value, str) or not value:
-            raise self.error("has no general.architecture")
-        return value
-
     def error(self, cause: str) -> GGUFError:
         """An error about this file."""
-        return GGUFError(f"{self.path}: {cause}")
+        return GGUFError(f"{origin(self.path)}: {cause}")
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class GGUFFile:
         return info, (rows, *info.shape[1:])
 
     def _not_finite(self, name: str) -> GGUFError:
-        return GGUFError(f"{self.tensors[name].path}: {printable(name)} holds numbers that are NaN or infinite")
+        return GGUFError(f"{origin(self.tensors[name].path)}: {printable(name)} holds numbers that are NaN or infinite")
 
     # -- split models -------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class _Part:
             raise
 
     def error(self, cause: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {cause}")
+        return GGUFError(f"{origin(self.path)}: {cause}")
 
     def pread(self, offset: int, count: int, what: str | _Of) -> bytes:
         if not self.close.alive:
@@ -287,10 +288,12 @@ class _Part:
         if start.startswith(b"version https://git-lfs"):
             raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
         if start[8:9] == b"{" and not start.startswith(b"GGUF"):
-            raise self.error(
-                f"is not a GGUF file but safetensors; {PROGRAM} makes one of the directory it came in: "
-                f"python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
+            command = (
+                f"{PROGRAM} makes one of the directory it came in: python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
             )
+            if b'"gguf":' in start:  # the keys of one that was written here
+                command = f"toyexp export {shlex.quote(str(self.path))} --type gguf makes one of it"
+            raise self.error(f"is not a GGUF file but safetensors; {command}")
         if not start.startswith(b"GGUF") or self.size < 24:
             raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
         cursor.take(4, "the magic")
@@ -348,24 +351,29 @@ class _Part:
             nbytes = math.prod(shape) // per_block * block_bytes
             if offset % alignment:
                 raise self.error(f"{label} starts at {offset}, which is not a multiple of {alignment}")
-            if start + offset + nbytes > self.size:
-                raise self.error(f"{label} ends {start + offset + nbytes - self.size} bytes after the end of the file")
             tensors[name] = TensorInfo(name, shape, type_name, kind, self.path, start + offset, nbytes)
-        self._check_places(sorted(tensors.values(), key=lambda t: t.offset), start, alignment)
+        check_places(tensors.values(), start, self.size, alignment, self.error)
         return tensors
 
-    def _check_places(self, by_place: list[TensorInfo], start: int, alignment: int) -> None:
-        """The tensors follow one another from `start` on, each from the next multiple of the alignment."""
-        for one, following in itertools.pairwise(by_place):
-            if one.offset + one.nbytes > following.offset:
-                raise self.error(f"tensors {printable(one.name)} and {printable(following.name)} overlap")
-        end = start
-        for tensor in by_place:
-            if tensor.offset - end >= alignment:
-                raise self.error(f"has {tensor.offset - end} bytes of nothing before tensor {printable(tensor.name)}")
-            end = tensor.offset + tensor.nbytes
-        if self.size - end >= alignment:
-            raise self.error(f"has {self.size - end} bytes of nothing after its last tensor")
+
+def check_places(
+    tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
+) -> None:
+    """Raises unless they follow one another from `start` on, each at the next multiple of the alignment, to the end."""
+    by_place = sorted(tensors, key=lambda t: t.offset)
+    for tensor in by_place:
+        if (beyond := tensor.offset + tensor.nbytes - size) > 0:
+            raise error(f"tensor {printable(tensor.name)} ends {beyond} bytes after the end of the file")
+    for one, following in itertools.pairwise(by_place):
+        if one.offset + one.nbytes > following.offset:
+            raise error(f"tensors {printable(one.name)} and {printable(following.name)} overlap")
+    end = start
+    for tensor in by_place:
+        if tensor.offset - end >= alignment:
+            raise error(f"has {tensor.offset - end} bytes of nothing before tensor {printable(tensor.name)}")
+        end = tensor.offset + tensor.nbytes
+    if size - end >= alignment:
+        raise error(f"has {size - end} bytes of nothing after its last tensor")
 
 
 def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:

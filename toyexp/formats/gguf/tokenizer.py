@@ -87,7 +87,7 @@ class _Reader:
             self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
         self._check_keys()
         if not has_text(self.file):
-            raise self.file.error(f"its model was trained on ids without text: it has no tokenizer; {IDS_ALONE}")
+            raise self.file.error(f"it has no tokenizer, and placeholders for the texts of its ids; {IDS_ALONE}")
         self._read_tokens()
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batches, Data, Optimiser, TokenDataset, hookimpl
+from toyexp import TOKENS, Batches, Data, Format, Optimiser, TokenDataset, hookimpl
 from toyexp_data.digits import Digits
 
 WRONG = {
@@ -129,6 +129,36 @@ class Whole(OddOptim):
 
     def update(self, ops, w, g, state, n):
         return ops.sub(w, ops.div(g, ops.mean(w))), dict(state)
+
+
+@dataclass
+class OddFormat(Format):
+    "A file that is none."
+    name: ClassVar[str] = "odd"
+    suffix: ClassVar[str] = ".odd"
+
+    at: str = ""
+
+    def write(self, exported, path):
+        if self.at == "directory":
+            path.mkdir()
+        elif self.at != "nothing":
+            path.write_text("file")
+        return None if self.at == "none" else []
+
+
+@dataclass
+class OddFolder(OddFormat):
+    "A directory that is none."
+    name: ClassVar[str] = "odd_folder"
+    suffix: ClassVar[str] = "-odd"
+    contents: ClassVar = frozenset({"x"})
+
+
+@hookimpl
+def register_formats(register):
+    register(OddFormat)
+    register(OddFolder)
 
 
 @hookimpl
@@ -255,3 +285,26 @@ def test_an_elementwise_update_that_looks_at_a_whole_tensor_is_refused(capsys):
 def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine, capsys):
     line = run_told(capsys, "optim=odd_optim", "optim.at=later", f"engine={engine}")
     assert line.startswith("optim.odd_optim failed ") and "KeyError: 'later'" in line
+
+
+@pytest.mark.parametrize(
+    ("form", "at", "wanted"),
+    [
+        ("odd", "nothing", "format.odd wrote nothing where a file was to be"),
+        ("odd", "directory", "format.odd wrote a directory where a file was to be"),
+        ("odd", "none", "format.odd gave None"),
+        ("odd_folder", "nothing", "format.odd_folder wrote nothing where a directory was to be"),
+        ("odd_folder", "file", "format.odd_folder wrote a file where a directory was to be"),
+    ],
+)
+def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_replaced(form, at, wanted, capsys):
+    name = f"{form}_export"
+    assert run_told(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(wanted)
+    assert not list(Path("run").glob("*odd*"))
+    assert main([*NOOP[:-1], "steps=1", "hydra.run.dir=whole"]) == 0
+    target = Path("x.odd" if form == "odd" else "x-odd")
+    target.write_text("before") if form == "odd" else target.mkdir()
+    before = sorted(Path().iterdir())
+    given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", NOOP[0]]
+    assert told(capsys, *given).startswith(wanted)
+    assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")

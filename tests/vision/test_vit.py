@@ -274,7 +274,7 @@ def test_a_file_that_lacks_something_says_what(trained, tmp_path, changes, words
 
 def test_safetensors_of_something_else_say_so(trained, tmp_path):
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="its architecture is None, not toyexp-vit"):
+    with pytest.raises(UserError, match="is no model that toyexp wrote"):
         load_vit(tmp_path / "other.safetensors")
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "list.safetensors", {"gguf": "[]"})
     with pytest.raises(UserError, match=r"list\.safetensors: its metadata gguf is no JSON object"):

@@ -17,7 +17,7 @@ from toyexp.base.writing import bytes_in, in_one_piece, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
-from toyexp.contract.format import Exported, Format
+from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile, origin
@@ -161,12 +161,12 @@ def _write(
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
             if problems is not None:
-                return None, problems
+                return None, require_written(form, place, problems)
             exported = exported_of(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
-            return exported, [*exported.lacks, *form.write(exported, place)]
+            return exported, [*exported.lacks, *require_written(form, place, form.write(exported, place))]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(place), str(target))) from error
 

@@ -14,7 +14,7 @@ import numpy as np
 from toyexp.base.errors import RunFailed, UserError, choose
 from toyexp.base.writing import bytes_in
 from toyexp.contract.callback import Callback
-from toyexp.contract.format import Exported, Format
+from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.hooks import hookimpl
 from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited, lora_names
 from toyexp.contract.planned import Planned, changed
@@ -104,7 +104,7 @@ class Exporter(Callback):
         for note in self._format.notes(exported):
             log.info("model%s: %s", self.form.suffix, note)
         with run.output(path) as place:
-            problems = self._format.write(exported, place)
+            problems = require_written(self._format, place, self._format.write(exported, place))
         self._tell(run, path, self._format.kind, problems)
 
     def exported(self, run: Run, tensors: Tensors) -> Exported:
@@ -155,7 +155,8 @@ class AdapterExporter(Exporter):
             adapter = path.with_name(path.name.replace("model", "adapter"))
             exported = self.exported(run, self._values(run, pairs))
             with run.output(adapter) as place:
-                problems = self._format.write_adapter(run.plan, exported, place)
+                told = self._format.write_adapter(run.plan, exported, place)
+                problems = require_written(self._format, place, told)
             self._tell(run, adapter, "f32", problems)
         if self.merged or not pairs:
             super()._export(run, path)

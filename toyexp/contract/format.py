@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import PluginFailed, UserError
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan
 from toyexp.text.tokenizer import Tokenizer
@@ -118,3 +118,15 @@ class Format(ABC):
     def kind(self) -> str:
         """The type of its numbers."""
         return str(getattr(self, self.numbers)) if self.numbers else "f32"
+
+
+def require_written(form: Format, place: Path, problems: list[str]) -> list[str]:
+    """The `problems` that a format told, if what it was to write stands at `place`; PluginFailed if not."""
+    wanted, there = "a directory" if form.contents else "a file", "nothing"
+    if place.exists():
+        there = "a directory" if place.is_dir() else "a file"
+    if there != wanted:
+        raise PluginFailed(f"format.{form.name} wrote {there} where {wanted} was to be")
+    if not isinstance(problems, list):
+        raise PluginFailed(f"format.{form.name} gave {problems!r} for what is odd about the numbers, expected a list")
+    return problems

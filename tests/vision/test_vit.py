@@ -280,9 +280,9 @@ def test_safetensors_of_something_else_say_so(trained, tmp_path):
     with pytest.raises(UserError, match=r"list\.safetensors: its metadata gguf is no JSON object"):
         load_vit(tmp_path / "list.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(UserError, match=r"broken\.safetensors: cannot be read as safetensors"):
+    with pytest.raises(UserError, match=r"broken\.safetensors: is no whole safetensors file"):
         load_vit(tmp_path / "broken.safetensors")
-    with pytest.raises(UserError, match="cannot be read as safetensors"):
+    with pytest.raises(UserError, match="is no whole safetensors file"):
         load_vit(tmp_path / "missing.safetensors")
     shutil.copy(trained[0] / "model.safetensors", tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-100])

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import TOKENS, Batches, Data, Format, Optimiser, TokenDataset, hookimpl
+from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.digits import Digits
 
 WRONG = {
@@ -153,6 +154,20 @@ class OddFolder(OddFormat):
     name: ClassVar[str] = "odd_folder"
     suffix: ClassVar[str] = "-odd"
     contents: ClassVar = frozenset({"x"})
+
+
+@dataclass
+class Unopened(NullEngine):
+    "Gives a session that is not open."
+    name: ClassVar[str] = "unopened"
+
+    def realize(self, plan):
+        return NullSession(plan, self)
+
+
+@hookimpl
+def register_engines(register):
+    register(Unopened)
 
 
 @hookimpl
@@ -308,3 +323,10 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
     given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", NOOP[0]]
     assert told(capsys, *given).startswith(wanted)
     assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")
+
+
+def test_a_session_that_is_not_open_is_told_at_once(capsys):
+    wanted = "realize() gave a NullSession that is not open; it returns Session(plan).open()"
+    assert run_told(capsys, "engine=unopened") == wanted
+    assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
+    assert told(capsys, "eval", "whole", NOOP[0], "engine=unopened") == wanted

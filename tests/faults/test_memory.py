@@ -76,7 +76,9 @@ def test_a_limit_of_the_process_counts(monkeypatch):
 def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
     with pytest.raises(RunFailed) as caught, memory.running_out():
         raise error
-    assert re.fullmatch(r"out of memory \(.*\); a smaller batch_size, .* takes less", str(caught.value))
+    assert re.fullmatch(
+        r"out of memory \(.*\); a smaller batch_size, .* takes less, .*engine.recompute=true", str(caught.value)
+    )
 
 
 def test_another_error_of_a_framework_stays_what_it_is():

@@ -12,6 +12,7 @@ from toyexp.base.errors import RunFailed, printable
 
 GROUPS = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
+TO_TRAIN = f"{REMEDY}, and so does engine.recompute=true"  # of what the check before a run does not count
 TO_EVALUATE = "a smaller batch_size or model.context takes less"  # where nothing is trained
 
 
@@ -52,7 +53,7 @@ def _read(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def running_out(remedy: str = REMEDY) -> Iterator[None]:
+def running_out(remedy: str = TO_TRAIN) -> Iterator[None]:
     """Turns the many ways to say that memory ran out into RunFailed with the `remedy`."""
     try:
         yield

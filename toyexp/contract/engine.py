@@ -272,7 +272,16 @@ class Session(ABC):
             self.version += 1
             self.do_close()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
+        return self.opened()
+
+    @final
+    def opened(self) -> Self:
+        """Itself; raises SessionError for one that `Engine.realize` made and did not open."""
+        if self.state is State.NEW:
+            raise SessionError(
+                f"realize() gave a {type(self).__name__} that is not open; it returns Session(plan).open()"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

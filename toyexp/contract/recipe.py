@@ -97,7 +97,7 @@ def start(
     """
     log = directory / "log.txt" if directory else None
     with blamed(f"engine.{engine.name}", "while it realized the plan", log, **plan.parts):
-        session = engine.realize(plan)
+        session = engine.realize(plan).opened()
     try:
         with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)

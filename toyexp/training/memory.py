@@ -16,7 +16,8 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
 
     That is one step's batch, and the trainable tensors with their gradients and the optimiser's state in float32 (of a
-    device with memory of its own: the largest of them, which passes through the machine's). Activations come on top.
+    device with memory of its own: the largest of them, which passes through the machine's). Activations come on top,
+    of which engine.recompute holds fewer.
     """
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

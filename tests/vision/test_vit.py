@@ -282,11 +282,11 @@ def test_safetensors_of_something_else_say_so(trained, tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
     with pytest.raises(UserError, match=r"broken\.safetensors: is no whole safetensors file"):
         load_vit(tmp_path / "broken.safetensors")
-    with pytest.raises(UserError, match="is no whole safetensors file"):
+    with pytest.raises(UserError, match=r"missing\.safetensors: not found"):
         load_vit(tmp_path / "missing.safetensors")
     shutil.copy(trained[0] / "model.safetensors", tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"cut\.safetensors: cannot be read"):
+    with pytest.raises(UserError, match=r"cut\.safetensors: tensor .* bytes after the end"):
         load_vit(tmp_path / "cut.safetensors")
 
 

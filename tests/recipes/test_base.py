@@ -324,7 +324,7 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
         (LLAMA, {"keys": {"attention.head_count_kv": 4}}, "blk.0.attn_k.weight has the shape [32, 64]"),
         (GPT, {"tensors": ["blk.0.attn_q.weight"]}, "has the tensor blk.0.attn_q.weight"),
         (GPT, {"keys": {"block_count": 0}}, "gpt2.block_count is 0"),
-        (GPT, {"keys": {"block_count": 2**31 - 1}}, "claims 2147483647 blocks and has 28 tensors"),
+        (GPT, {"keys": {"block_count": 2**31 - 1}}, "claims 2147483647 blocks, and has 28 tensors"),
         (LLAMA, {"keys": {"attention.head_count": 128}}, "has no llama.attention.key_length"),
     ],
 )

@@ -16,23 +16,18 @@ class NumpyArithmetic(Arithmetic):
     """On arrays; a number is a Python float."""
 
     def sqrt(self, x: Array) -> Array:
-        """See Arithmetic.sqrt."""
         return np.sqrt(x)
 
     def sign(self, x: Array) -> Array:
-        """See Arithmetic.sign."""
         return np.sign(x)
 
     def at_least(self, x: Array, low: float) -> Array:
-        """See Arithmetic.at_least."""
         return np.maximum(x, low)
 
     def sum(self, x: Array) -> Array:
-        """See Arithmetic.sum."""
         return x.sum().reshape(1)
 
     def sum_last(self, x: Array) -> Array:
-        """See Arithmetic.sum_last."""
         return x.sum(-1, keepdims=True)
 
 

@@ -17,76 +17,59 @@ class ReferenceOps(Ops):
     """Every op on float64 arrays, straight from its definition in toyexp.contract.ops."""
 
     def rows(self, table: Array, ids: Array) -> Array:
-        """See Ops.rows."""
         return table[ids]
 
     def first_rows(self, table: Array, n: int) -> Array:
-        """See Ops.first_rows."""
         return table[:n]
 
     def matmul(self, x: Array, w: Array, bias: Array | None = None) -> Array:
-        """See Ops.matmul."""
         return x @ w.T if bias is None else x @ w.T + bias
 
     def add(self, a: Array, b: Array) -> Array:
-        """See Ops.add."""
         return a + b
 
     def mul(self, a: Array, b: Array) -> Array:
-        """See Ops.mul."""
         return a * b
 
     def scale(self, x: Array, factor: float) -> Array:
-        """See Ops.scale."""
         return x * factor
 
     def sigmoid(self, x: Array) -> Array:
-        """See Ops.sigmoid."""
         return 1 / (1 + np.exp(-x))
 
     def centre(self, x: Array) -> Array:
-        """See Ops.centre."""
         return x - x.mean(-1, keepdims=True)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        """See Ops.reshape."""
         return x.reshape(shape)
 
     def part(self, x: Array, axis: int, start: int, stop: int) -> Array:
-        """See Ops.part."""
         return x.take(range(start, stop), axis)
 
     def concat(self, parts: Sequence[Array], axis: int) -> Array:
-        """See Ops.concat."""
         return np.concatenate(parts, axis)
 
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
-        """See Ops.rms_norm."""
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w
 
     def layer_norm(self, x: Array, w: Array, b: Array, eps: float) -> Array:
-        """See Ops.layer_norm."""
         centred = x - x.mean(-1, keepdims=True)
         return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * w + b
 
     def heads(self, x: Array, n: int) -> Array:
-        """See Ops.heads."""
         return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
 
     def split(self, x: Array, n: int) -> tuple[Array, ...]:
-        """See Ops.split."""
         return tuple(np.split(x, n, axis=-1))
 
     def prepend(self, x: Array, token: Array) -> Array:
-        """See Ops.prepend."""
         return np.stack([np.vstack([token, rows]) for rows in x])
 
     def select(self, x: Array, i: int) -> Array:
-        """See Ops.select."""
         return x[:, i]
 
     def rope(self, x: Array, rotary: Rotary) -> Array:
-        """See Ops.rope; as a product of complex numbers, which a rotation of pairs is."""
+        """As a product of complex numbers, which a rotation of pairs is."""
         size = x.shape[-1]
         angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
         if rotary.factors:
@@ -98,7 +81,7 @@ class ReferenceOps(Ops):
         return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-        """See Ops.attention; head by head."""
+        """Head by head."""
         length, heads, size = q.shape[1:]
         out = np.empty_like(q)
         for h in range(heads):
@@ -111,19 +94,15 @@ class ReferenceOps(Ops):
         return out.reshape(*q.shape[:2], heads * size)
 
     def gelu(self, x: Array) -> Array:
-        """See Ops.gelu."""
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def silu(self, x: Array) -> Array:
-        """See Ops.silu."""
         return x / (1 + np.exp(-x))
 
     def swiglu(self, gate: Array, up: Array) -> Array:
-        """See Ops.swiglu."""
         return gate / (1 + np.exp(-gate)) * up
 
     def cross_entropy(self, logits: Array, targets: Array, weights: Array) -> Array:
-        """See Ops.cross_entropy."""
         top = logits.max(-1, keepdims=True)
         log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
         chosen = np.take_along_axis(logits, targets[..., None].astype(int), axis=-1)[..., 0]

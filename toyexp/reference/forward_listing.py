@@ -201,7 +201,7 @@ class ShapeOps(Ops):
         return Traced(result)
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
-        """See Ops.block; a block inside another is a part of it."""
+        """A block inside another is a part of it."""
         outer = self._block
         if outer is None:
             self._block, self._blocks = self._blocks, self._blocks + 1
@@ -214,33 +214,26 @@ class ShapeOps(Ops):
     silu, gelu, swiglu = map(_alike, ("silu", "gelu", "swiglu"))
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        """See Ops.rows."""
         return self._line("rows", [table], (*ids.shape, table.shape[1]))
 
     def first_rows(self, table: Tensor, n: Size) -> Tensor:
-        """See Ops.first_rows."""
         return self._line("first_rows", [table], (n, table.shape[1]))
 
     def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Ops.matmul."""
         reads = [w] if bias is None else [w, bias]
         return self._line("matmul", reads, (*x.shape[:-1], w.shape[0]), cost=(2, *x.shape, w.shape[0]))
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """See Ops.scale."""
         return self._line("scale", [x], x.shape, f"times {factor:g}")
 
     def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
-        """See Ops.reshape."""
         return self._line("reshape", [x], tuple(shape))
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """See Ops.part."""
         shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
         return self._line("part", [x], shape, f"{start} to {stop - 1} of axis {axis}")
 
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """See Ops.concat."""
         sizes = [p.shape[axis] for p in parts]
         letters = [n for n in sizes if isinstance(n, str)]
         number = sum(n for n in sizes if isinstance(n, int))
@@ -249,24 +242,19 @@ class ShapeOps(Ops):
         return self._line("concat", parts, (*first[:axis], joined, *first[axis + 1 :]), f"axis {axis}")
 
     def heads(self, x: Tensor, n: int) -> Tensor:
-        """See Ops.heads."""
         return self._line("heads", [], (*x.shape[:-1], n, x.shape[-1] // n))
 
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """See Ops.split."""
         return (self._line("split", [], (*x.shape[:-1], x.shape[-1] // n), results=n),) * n
 
     def prepend(self, x: Tensor, token: Tensor) -> Tensor:
-        """See Ops.prepend."""
         rows, length, width = x.shape
         return self._line("prepend", [token], (rows, length + 1 if isinstance(length, int) else f"{length}+1", width))
 
     def select(self, x: Tensor, i: int) -> Tensor:
-        """See Ops.select."""
         return self._line("select", [], (x.shape[0], x.shape[2]), f"position {i}")
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """See Ops.rope."""
         words = [f"base {rotary.base:g}"]
         words += [f"scale {rotary.scale:g}"] if rotary.scale != 1 else []
         words += ["factors"] if rotary.factors else []
@@ -274,12 +262,11 @@ class ShapeOps(Ops):
         return self._line("rope", [], x.shape, ", ".join(words))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """See Ops.attention; its two products count every position, hidden ones too."""
+        """Its two products count every position, hidden ones too."""
         rows, length, heads, size = q.shape
         shared = "" if k.shape[2] == heads else f", {heads} heads on {k.shape[2]}"
         detail = ("causal" if causal else "all positions") + shared
         return self._line("attention", [], (rows, length, heads * size), detail, (4, *q.shape, length))
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """See Ops.cross_entropy."""
         return self._line("cross_entropy", [], ())

@@ -50,6 +50,9 @@ def architecture_of(model: Model | type[Model]) -> str:
 
 def read_model(cls: type[M], file: ModelFile) -> M:
     """The model of class `cls` that `file` holds; UserError for what it cannot represent exactly."""
+    blocks = file.metadata.get(f"{file.architecture}.block_count")
+    if isinstance(blocks, int) and blocks > len(file.tensors):  # which would take long to list
+        raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
     model: M = gguf_form(cls).read(cls, file)
     return model
 

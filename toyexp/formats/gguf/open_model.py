@@ -98,7 +98,7 @@ def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
 
 def _model_in(file: ModelFile, models: Iterable[type[Model]]) -> Model:
     found = class_in(file, models)
-    _check_counts(file)
+    _check_tokens(file)
     model = read_model(found, file)
     try:
         model.check()
@@ -107,11 +107,8 @@ def _model_in(file: ModelFile, models: Iterable[type[Model]]) -> Model:
     return model
 
 
-def _check_counts(file: ModelFile) -> None:
-    """Raises UserError for more blocks than the file can have, which would take long to list, and unmatched tokens."""
-    blocks, tokens = file.metadata.get(f"{file.architecture}.block_count"), file.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(blocks, int) and blocks > len(file.tensors):
-        raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
-    embedding = file.tensors.get("token_embd.weight")
+def _check_tokens(file: ModelFile) -> None:
+    """Raises UserError for other tokens than the embedding has rows."""
+    tokens, embedding = file.metadata.get("tokenizer.ggml.tokens"), file.tensors.get("token_embd.weight")
     if embedding is not None and isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
         raise file.error(f"its tokenizer has {len(tokens)} tokens, its embedding {embedding.shape[0]} rows")

@@ -84,7 +84,7 @@ class WrongEngine(GGMLCPU):
 
     def realize(self, plan):
         Wrong.fault = self.fault
-        return Wrong(plan, self).open()
+        return Wrong(plan, self.device, self.profile, self.thread_count(), self.recompute).open()
 
 
 @pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])

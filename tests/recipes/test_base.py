@@ -163,7 +163,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
             "recipe=full recipe.base=other.gguf",
             "other.gguf: its architecture is gemma2; there is: gemma, gpt2, llama, qwen2, qwen3",
         ),
-        ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama.embedding_length"),
+        ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=99", "use recipe.rank=32 or less"),

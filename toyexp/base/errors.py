@@ -60,7 +60,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     others, parts = [c for c in choices if c != word], set(re.split("[._]", word))
     wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
     swapped = [choice for choice in others if sorted(choice) == sorted(word)]
-    close = difflib.get_close_matches(word, others, 1, cutoff=0.72)
+    close = difflib.get_close_matches(word, others, 1, cutoff=0.72 if len(word) > 3 else 0.66)  # of three letters two
     found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0)
     return found[0] if found else None
 

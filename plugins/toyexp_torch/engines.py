@@ -99,6 +99,7 @@ class TorchCUDA(TorchEngine):
     device: ClassVar[str] = "cuda"
     priority: ClassVar[int] = 40
 
+    capture: bool = True  # launch the kernels of a step as one graph; false: one by one
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
@@ -126,7 +127,7 @@ class TorchCUDA(TorchEngine):
         return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
 
     def _wanted(self, title: str) -> Wanted:
-        return replace(super()._wanted(title), tf32=self.tf32)
+        return replace(super()._wanted(title), tf32=self.tf32, capture=self.capture)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepM
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
+from toyexp_torch.resident import Resident
 from toyexp_torch.update import Update
 
 ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
@@ -39,6 +40,7 @@ class Wanted:
     recompute: bool  # hold the activations of one block at a time and compute them twice
     threads: int | None = None  # None leaves the process's own
     tf32: bool | None = None  # whether float32 products may round their inputs; None leaves that as it is
+    capture: bool = False  # launch the steps of a GPU as graphs
 
 
 class TorchSession(Session):
@@ -52,6 +54,7 @@ class TorchSession(Session):
         self._ops = TorchOps(wanted.recompute)
         self._settings = _Switches(wanted)
         self._tensors: dict[str, Tensor | Packed] = {}
+        self._resident: Resident | None = None  # what computes on a GPU
 
     def do_open(self) -> None:
         order = [self.plan.tensor(name) for group in self.plan.updates for name in group.tensors]
@@ -68,14 +71,25 @@ class TorchSession(Session):
         self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile)
 
     def describe(self) -> dict[str, Any]:
-        """Device, precision and threads."""
-        return {
+        """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""
+        captured = {"captured": self._uncaptured or True} if self._device.type == "cuda" else {}
+        return captured | {
             "framework": f"torch {torch.__version__}",
             "device": self._wanted.title,
             "dtype": self._wanted.dtype,
             "compile": self._wanted.compile,
             "threads": self._settings.threads or torch.get_num_threads(),
         }
+
+    @property
+    def _uncaptured(self) -> str:
+        """Why a GPU's kernels are launched one by one; empty where they are not."""
+        return "engine.dtype=float64" if self._resident is None else self._resident.refused
+
+    def notes(self) -> Iterable[str]:
+        """That its steps wait for their launches, where nobody asked for that."""
+        if self._device.type == "cuda" and self._wanted.capture and self._uncaptured:
+            yield f"its steps are launched kernel by kernel and not as one graph: {self._uncaptured}"
 
     # -- the contract -------------------------------------------------------------------------------------------
 
@@ -113,6 +127,11 @@ class TorchSession(Session):
                 self._logits(self._upload_batch(shape))
             self._loss = torch.compile(self._loss, dynamic=False)
             self._forward = torch.compile(self._forward, dynamic=False)
+        if self._device.type == "cuda" and self._dtype is torch.float32:
+            with self._settings.applied():
+                self._resident = Resident(
+                    self.plan, self._update, self._measured, self._evaluated, self._wanted.capture
+                )
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
         params = self.plan.params(self._tensors, batch) if self._params is None else self._params
@@ -126,35 +145,47 @@ class TorchSession(Session):
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         with self._settings.applied():
-            loss = self._backward(micros)
-            norm = torch.linalg.vector_norm(self._grad)
-            metrics = torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
+            if self._resident is not None:
+                return StepMetrics(*self._resident.step(micros, numbers).tolist())
+            metrics = self._measured([self._upload_batch(micro) for micro in micros])
             if self.plan.skip_nonfinite and not all(map(math.isfinite, metrics.tolist())):
                 return StepMetrics(*metrics.tolist())
             if self.plan.grad_clip:
-                self._grad.mul_((self.plan.grad_clip / (norm + 1e-6)).clamp_(max=1.0))
+                self._grad.mul_((self.plan.grad_clip / (metrics[1] + 1e-6)).clamp_(max=1.0))
             self._update(numbers)
             return StepMetrics(*metrics.tolist())
 
-    def _backward(self, micros: Sequence[Batch]) -> Tensor:
+    def _measured(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Leaves the summed gradient in the flat vector and returns the loss and the gradient's norm, [2]."""
+        loss = self._backward(micros)
+        norm = torch.linalg.vector_norm(self._grad)
+        return torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
+
+    def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
         """Leaves the summed gradient in the flat vector and returns the summed loss."""
         self._grad.zero_()
         losses = []
         for micro in micros:
             with self._autocast():
-                loss = self._loss(self._upload_batch(micro))
+                loss = self._loss(micro)
             loss.backward()
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
-            self._backward(micros)
+            self._backward([self._upload_batch(micro) for micro in micros])
         return {t.name: _host(self._leaf(t).grad) for t in self.plan.trainable}
 
     def do_loss(self, micro: Batch) -> float:
-        with self._settings.applied(), torch.no_grad(), self._autocast():
-            return float(self._loss(self._upload_batch(micro)))
+        with self._settings.applied():
+            if self._resident is not None:
+                return float(self._resident.loss(micro))
+            return float(self._evaluated(self._upload_batch(micro)))
+
+    def _evaluated(self, micro: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), self._autocast():
+            return self._loss(micro)
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._settings.applied(), torch.no_grad(), self._autocast():
@@ -183,9 +214,11 @@ class TorchSession(Session):
         return CachedDecoder(self, forward)
 
     def do_close(self) -> None:
+        if self._resident is not None:
+            self._resident.close()
         self._tensors.clear()
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
-        self._flat = self._grad = self._update = None  # type: ignore[assignment]
+        self._flat = self._grad = self._update = self._resident = None  # type: ignore[assignment]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

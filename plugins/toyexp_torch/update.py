@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,20 +89,52 @@ class Update:
             for values in state.values():
                 values.zero_()
 
+    def resident_sizes(self) -> list[int]:
+        """How many numbers a step reads from the device, for each group."""
+        return [len(self._split(i, np.ones(len(s.group.rule.names())))[1]) for i, s in enumerate(self._stretches)]
+
+    def resident(self, numbers: Sequence[np.ndarray]) -> tuple[tuple[Constants, ...], list[np.ndarray]]:
+        """For each group the numbers that its kernels have built in, and those that a step reads from the device."""
+        split = [self._split(i, vector) for i, vector in enumerate(numbers)]
+        return tuple(constants for constants, _ in split), [changing for _, changing in split]
+
+    def _split(self, i: int, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
+        fused = FUSED.get(self._stretches[i].group.rule.fused or "")
+        return fused.split(vector) if fused else ((), vector)
+
+    @torch.no_grad()
+    def on_device(
+        self, constants: Sequence[Constants], changing: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        """One step that reads what changes from the device: a graph can hold it.
+
+        The gradient is divided by `divisor`, and where `skip` is 1 nothing changes; both have no axes.
+        """
+        for stretch, built_in, numbers in zip(self._stretches, constants, changing, strict=True):
+            rule, fused = stretch.group.rule, FUSED.get(stretch.group.rule.fused or "")
+            n = {} if fused else dict(zip(rule.names(), numbers.unbind(), strict=True))
+            for w, g, state in self._pieces(stretch):
+                if fused:
+                    fused.on_device(w, g, state, built_in, numbers, divisor, skip)
+                else:
+                    self._apply(rule, w, g if divisor is None else g / divisor, state, n, skip)
+
     @torch.no_grad()
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
         """One step with each group's numbers."""
         for stretch, vector in self._merged(numbers):
             rule, fused = stretch.group.rule, FUSED.get(stretch.group.rule.fused or "")
-            if fused:
-                for w, g, state in self._pieces(stretch):
-                    fused(w, g, state, vector.tolist())
-                continue
-            n = dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
+            n = {} if fused else dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
             for w, g, state in self._pieces(stretch):
-                results = self._formula(rule, w, g, state, n)
-                for target, values in zip((w, *state.values()), results, strict=True):
-                    target.copy_(values)
+                if fused:
+                    fused.on_host(w, g, state, vector.tolist())
+                else:
+                    self._apply(rule, w, g, state, n)
+
+    def _apply(self, rule: Rule, w: Tensor, g: Tensor, state: State, n: State, skip: Tensor | None = None) -> None:
+        results = self._formula(rule, w, g, state, n)
+        for target, values in zip((w, *state.values()), results, strict=True):
+            target.copy_(values if skip is None else torch.where(skip > 0, target, values))
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
         """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
@@ -132,23 +165,60 @@ def _formula(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[T
     return rule.results(TorchArithmetic(), w, g, state, n)
 
 
-def adamw(w: Tensor, g: Tensor, state: State, hp: Sequence[float]) -> None:
+class FusedAdamW:
     """AdamW in place on flat tensors, from AdamW's seven numbers, through torch's fused kernel.
 
-    The fused kernel works out its own bias corrections from a step count, so it is given one at which they are 1,
-    and the slots are folded into its other numbers:
-    lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
+    The kernel works out bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t of its own from a step count t:
+    w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps).
     """
-    lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
-    if weight_decay:
-        w.mul_(1 - lr * weight_decay)
-    root = slot6**0.5
-    steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
-    torch._fused_adamw_(
-        [w], [g], [state["m"]], [state["v"]], [], [steps],
-        lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+
+    @staticmethod
+    def on_host(w: Tensor, g: Tensor, state: State, hp: Sequence[float]) -> None:
+        """Given a step count at which the corrections are 1, slots 5 and 6 are folded into the other numbers.
+
+        lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
+        """
+        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
+        if weight_decay:
+            w.mul_(1 - lr * weight_decay)
+        root = slot6**0.5
+        steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
+        torch._fused_adamw_(
+            [w], [g], [state["m"]], [state["v"]], [], [steps],
+            lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def split(hp: np.ndarray) -> tuple[Constants, np.ndarray]:
+        """(beta1, beta2, eps, weight decay), which the kernel has built in, and [lr, t], which it reads.
+
+        Where slot 6 is a bias correction, t is the step that it belongs to and lr takes what slot 5 differs from that
+        step's by; elsewhere both slots are folded into lr and eps as above.
+        """
+        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp.tolist()
+        left = 1 - 1 / slot6 if slot6 > 1 else 0.0  # beta2^t
+        if left > 0:
+            t = math.log(left) / math.log(beta2)
+            factor, eps = slot5 * (1 - beta1**t), eps
+        else:
+            t, factor, eps = NO_STEPS, slot5 / slot6**0.5, eps / slot6**0.5
+        factor = round(factor, 9)  # which is 1 for the usual corrections
+        return (beta1, beta2, eps, weight_decay / factor if factor else 0.0), np.array([lr * factor, t], np.float32)
+
+    @staticmethod
+    def on_device(
+        w: Tensor, g: Tensor, state: State, constants: Constants, numbers: Tensor,
+        divisor: Tensor | None, skip: Tensor | None,
+    ) -> None:  # fmt: skip
+        """One pass over memory, the division of the gradient and the question whether to skip in it."""
+        beta1, beta2, eps, weight_decay = constants
+        torch._fused_adamw_(
+            [w], [g], [state["m"]], [state["v"]], [], [numbers[1]],
+            lr=numbers[0], beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+            amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
+        )  # fmt: skip
 
 
-FUSED: dict[str, Callable[[Tensor, Tensor, State, Sequence[float]], None]] = {"adamw": adamw}
+Constants = tuple[float, ...]
+FUSED = {"adamw": FusedAdamW}

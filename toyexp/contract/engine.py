@@ -291,6 +291,10 @@ class Session(ABC):
         """What run_start records about the engine: device, threads, precision."""
         return {}
 
+    def notes(self) -> Iterable[str]:
+        """What a person should know of how it computes this plan, a line each, before the first step."""
+        return ()
+
     # -- what an engine implements ------------------------------------------------------------------------------
 
     @abstractmethod

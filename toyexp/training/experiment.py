@@ -100,6 +100,9 @@ def execute(
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
             with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
+                for line in session.notes():
+                    log.info("note    %s", line)
+                    say(f"note    {line}")
                 run = _run(prepared, run_dir, session, signals, resumed)
                 outcome, failures = _live(prepared, run, signals, resumed, say)
             return judged(prepared, run_dir, outcome, failures, signals)

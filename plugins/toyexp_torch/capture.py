@@ -1,0 +1,118 @@
+"""Work on a GPU as one CUDA graph: launched with one call, however many kernels it is.
+
+A step of a small model is hundreds of kernels of a few microseconds each, which Python launches more slowly than the
+GPU runs them. A graph keeps them with the addresses that they read; what changes from step to step comes in `Inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes
+log = logging.getLogger("toyexp")
+
+Kind = tuple[tuple[int, ...], np.dtype]  # an array's shape and type
+
+KEPT = 4  # graphs of one piece of work; one that wants more of them has something that changes at every step
+
+
+class Inputs:
+    """Arrays that a graph reads, side by side in the GPU's memory, so that one copy brings all of them."""
+
+    def __init__(self, kinds: Mapping[Hashable, Kind]):
+        sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in kinds.items()}
+        room = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
+        self._host = torch.zeros(room, dtype=torch.uint8, pin_memory=True)  # the copy then runs beside the host's work
+        self._device = torch.zeros(room, dtype=torch.uint8, device="cuda")
+        self._arrays: dict[Hashable, np.ndarray] = {}
+        self.tensors: dict[Hashable, Tensor] = {}
+        start = 0
+        for key, (shape, dtype) in kinds.items():
+            here = slice(start, start + sizes[key])
+            self._arrays[key] = self._host[here].numpy().view(dtype).reshape(shape)
+            kind = torch.from_numpy(np.empty(0, dtype)).dtype
+            self.tensors[key] = self._device[here].view(kind).view(shape)
+            start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
+
+    def put(self, arrays: Mapping[Hashable, np.ndarray]) -> None:
+        """Sends the arrays; only after what the last ones were for has been waited for."""
+        for key, array in arrays.items():
+            np.copyto(self._arrays[key], array, casting="same_kind")
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class Captured:
+    """`work()` as graphs, one for each of the few values of what they have built in; called itself where that fails.
+
+    `rehearse()` is called before the first: the same kernels, but nothing that lasts is changed by them.
+    """
+
+    def __init__(self, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any, refused: str = ""):
+        self._work, self._rehearse, self._pool = work, rehearse, pool
+        self.refused = refused  # why it is called and not captured
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, built_in: Hashable = None) -> Tensor:
+        """What `work()` gives; its tensor is overwritten by the next call."""
+        if built_in not in self._graphs and not self.refused:
+            self.prepare(built_in)
+        if self.refused:
+            return self._work()
+        graph, result = self._graphs[built_in]
+        graph.replay()
+        return result
+
+    def prepare(self, built_in: Hashable = None) -> None:
+        """Captures it, or says in `refused` why that cannot be."""
+        if self.refused:
+            return
+        if len(self._graphs) == KEPT:
+            self._graphs.clear()
+            self.refused = "what its kernels have built in changes from step to step"
+            log.warning("from here on kernels are launched one by one and not as a graph: %s", self.refused)
+            return
+        try:
+            if not self._graphs:
+                self._warm_up()
+            graph = torch.cuda.CUDAGraph()
+            with _without_collection(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                result = self._work()
+            self._graphs[built_in] = graph, result
+        except (RuntimeError, NotImplementedError) as error:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+            self.refused = str(error).strip().partition("\n")[0]
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        self._graphs.clear()
+
+    def _warm_up(self) -> None:
+        """Lets kernels and libraries allocate and choose what they keep, on a stream of their own as graphs want it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._rehearse()
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Nothing is collected meanwhile: another graph that is freed spoils the one that is being captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,133 @@
+"""engine=cuda: captured steps beside the same steps launched one kernel at a time, where there is an NVIDIA GPU."""
+
+import numpy as np
+import pytest
+from tiny import VOCAB, batches, plan, weighted, write_base
+
+from toyexp import Unavailable
+from toyexp.contract.plan import optimised
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+from toyexp_recipes.lora import Lora
+from toyexp_torch.engines import TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+STEPS = 8
+OPTIMISERS = {
+    "adamw": AdamWOptimiser(weight_decay=0.1, mode="lora"),
+    "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
+    "sgd": SGD(momentum=0.9, nesterov=True),
+    "lion": Lion(),
+    "adafactor": Adafactor(),
+    "muon": Muon(),
+}
+
+
+def outcome(the_plan, bad=None, **settings):
+    """Every step's numbers, a held-out loss, the state at the end, and why it was not captured.
+
+    The step `bad` alone reads a token whose embedding is infinite.
+    """
+    data = batches(rows=the_plan.rows * the_plan.accumulate)
+    engine = TorchCUDA(deterministic=True, **settings)
+    with engine.realize(the_plan) as session:
+        if bad is not None:
+            embedding = session.download("token_embd.weight")
+            embedding[-1] = np.inf
+            session.upload("token_embd.weight", embedding)
+        session.build()
+        metrics = []
+        for step in range(STEPS):
+            batch = weighted(data.batch(step), step)
+            if bad is not None:
+                batch["tokens"] = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
+                batch["tokens"] = batch["tokens"].astype(np.int32)
+            metrics.append(session.step(batch, the_plan.numbers(step, 1e-2 / (1 + step))))
+        loss = session.evaluate([data.batch(99)])
+        return metrics, loss, session.snapshot(), session.describe()["captured"]
+
+
+def assert_same(the_plan, **how):
+    captured, one_by_one = outcome(the_plan, **how), outcome(the_plan, **how, capture=False)
+    assert (captured[3], one_by_one[3]) == (True, "engine.capture=false")
+    np.testing.assert_array_equal(captured[0], one_by_one[0])
+    np.testing.assert_equal(captured[1], one_by_one[1])
+    for name, array in captured[2].items():
+        np.testing.assert_array_equal(array, one_by_one[2][name], err_msg=name)
+    return captured
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_every_optimiser_gives_the_same_bits(model, name):
+    assert_same(optimised(plan(model), OPTIMISERS[name].settled("lora"), 1e-2))
+
+
+@pytest.mark.parametrize("changes", [{"accumulate": 3}, {"grad_clip": 0.05}, {"skip_nonfinite": True}])
+def test_what_a_plan_asks_for_gives_the_same_bits(changes):
+    assert_same(optimised(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.parametrize("settings", [{"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}, {"tf32": True}])
+def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
+    assert_same(optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_on_adapters_gives_the_same_bits(tmp_path, packed):
+    write_base(tmp_path / "base.gguf", "llama", "q8_0")
+    recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
+    assert_same(optimised(plan("llama", recipe=recipe), OPTIMISERS["adamw"], 1e-2), packed=packed)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_a_bad_step_leaves_everything_as_it_was(name):
+    the_plan = optimised(plan("llama", skip_nonfinite=True), OPTIMISERS[name].settled("lora"), 1e-2)
+    metrics, _, arrays, _ = assert_same(the_plan, bad=5)
+    assert [np.isfinite(step).all() for step in metrics] == [step != 5 for step in range(STEPS)]
+    arrays["token_embd.weight"] = arrays["token_embd.weight"][:-1]
+    assert all(np.isfinite(array).all() for array in arrays.values())
+
+
+def test_a_clipped_step_is_that_of_pytorch():
+    the_plan = optimised(plan("llama", grad_clip=0.05), OPTIMISERS["adamw"], 1e-2)
+    import torch
+
+    with TorchCUDA().realize(the_plan) as session:
+        session.build()
+        batch = batches(rows=3).batch(0)
+        leaves = {n: torch.from_numpy(session.download(n)).requires_grad_() for n in session.gradients(batch)}
+        for name, gradient in session.gradients(batch).items():
+            leaves[name].grad = torch.from_numpy(gradient)
+        torch.nn.utils.clip_grad_norm_(leaves.values(), 0.05)
+        decays = [leaves[t.name] for t in the_plan.trainable if t.decays]
+        rest = [leaves[t.name] for t in the_plan.trainable if not t.decays]
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999)).step()
+        session.step(batch, the_plan.numbers(0, 1e-2))
+        for name, leaf in leaves.items():
+            np.testing.assert_allclose(session.download(name), leaf.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_of_what_kernels_have_built_in_is_launched_one_by_one():
+    the_plan = optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2)
+    data = batches(rows=3)
+    curves = []
+    for capture in (True, False):
+        with TorchCUDA(deterministic=True, capture=capture).realize(the_plan) as session:
+            session.build()
+            factors = ({"beta1": 1 - step / 100} for step in range(STEPS))
+            numbers = (the_plan.numbers(step, 1e-2, own) for step, own in enumerate(factors))
+            curves.append([session.step(data.batch(step), vector) for step, vector in enumerate(numbers)])
+            assert "built in" in session.describe()["captured"] or not capture
+    assert curves[0] == curves[1]

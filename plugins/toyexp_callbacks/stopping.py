@@ -59,7 +59,7 @@ class EarlyStop(Scored):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf)")
+        require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""

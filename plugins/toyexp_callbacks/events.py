@@ -94,6 +94,10 @@ class Events(Callback):
         """Raises UserError for an interval below 1."""
         require_within("callbacks.events", self, every="[1,inf)")
 
+    def looks(self, step: int) -> bool:
+        """Never: it goes by what it is told."""
+        return False
+
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The record."""
         return ["events.jsonl"]

@@ -45,6 +45,10 @@ class Sample(Callback):
         require_within("callbacks.sample", self, every="[0,inf)", top_k="[0,inf)", tokens="[1,inf)")
         require_within("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
+    def looks(self, step: int) -> bool:
+        """Where it samples."""
+        return bool(self.every) and step % self.every == 0
+
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That there is one sample alone, and that nothing is drawn."""
         yield from planned.beyond("callbacks.sample.every", self.every, "there is a sample at the end")

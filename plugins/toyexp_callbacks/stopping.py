@@ -61,6 +61,10 @@ class EarlyStop(Scored):
         """Raises UserError for values that cannot work."""
         require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
+    def looks(self, step: int) -> bool:
+        """Never: it ends a run after an eval, where nothing is under way."""
+        return False
+
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
         return self.metric

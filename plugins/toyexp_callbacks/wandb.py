@@ -62,6 +62,10 @@ class Wandb(Callback):
 
             _ = wandb.init, wandb.Settings  # what is left of a package that was removed has none
 
+    def looks(self, step: int) -> bool:
+        """Never: it goes by what it is told."""
+        return False
+
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no step is sent."""
         return planned.beyond("callbacks.wandb.every", self.every, "none of them is sent")

@@ -59,6 +59,10 @@ class Watch(Callback):
         require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)")
         require_within("callbacks.watch", self, factor="(0,inf)", rise="(0,inf)")
 
+    def looks(self, step: int) -> bool:
+        """Never: it goes by what it is told."""
+        return False
+
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That it cannot warn in so short a run, where it was told how long it takes."""
         for key, of in (("warmup", "a spike"), ("patience", "a training loss that climbs")):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError
-from toyexp.base import require_within, require_words
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError, choose
 
 
 @dataclass
@@ -25,8 +24,13 @@ class AdamWOptimiser(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        require_words("optim", self, mode=(*MODES, "auto"))
-        require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
+        if self.mode not in (*MODES, "auto"):
+            raise UserError(f"optim.mode={self.mode}: {choose(self.mode, (*MODES, 'auto'))}")
+        self.require("beta1", 0, 1)
+        if self.beta2 is not None:
+            self.require("beta2", 0, 1)
+        if not self.eps > 0:
+            raise UserError(f"optim.eps={self.eps}: must be above 0")
 
     def settled(self, mode: str) -> AdamWOptimiser:
         """In `mode` unless one was chosen, with the mode's beta2.

@@ -11,6 +11,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,28 +27,64 @@ KEPT = 4  # graphs of one piece of work; one that wants more of them has somethi
 
 
 class Inputs:
-    """Arrays that a graph reads, side by side in the GPU's memory, so that one copy brings all of them."""
+    """Arrays that a graph reads, side by side in the GPU's memory, so that one copy brings all of them.
+
+    The host has them twice: one set is filled while the other may still be on its way.
+    """
 
     def __init__(self, kinds: Mapping[Hashable, Kind]):
         sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in kinds.items()}
         room = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
-        self._host = torch.zeros(room, dtype=torch.uint8, pin_memory=True)  # the copy then runs beside the host's work
         self._device = torch.zeros(room, dtype=torch.uint8, device="cuda")
-        self._arrays: dict[Hashable, np.ndarray] = {}
+        self._hosts = [_Host({}, torch.zeros(room, dtype=torch.uint8, pin_memory=True)) for _ in range(2)]
         self.tensors: dict[Hashable, Tensor] = {}
         start = 0
         for key, (shape, dtype) in kinds.items():
             here = slice(start, start + sizes[key])
-            self._arrays[key] = self._host[here].numpy().view(dtype).reshape(shape)
+            for host in self._hosts:
+                host.arrays[key] = host.memory[here].numpy().view(dtype).reshape(shape)
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
             self.tensors[key] = self._device[here].view(kind).view(shape)
             start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
 
     def put(self, arrays: Mapping[Hashable, np.ndarray]) -> None:
-        """Sends the arrays; only after what the last ones were for has been waited for."""
+        """Sends the arrays, once what was queued before has read the last ones."""
+        self._hosts.reverse()
+        host = self._hosts[0]
+        host.sent.synchronize()
         for key, array in arrays.items():
-            np.copyto(self._arrays[key], array, casting="same_kind")
-        self._device.copy_(self._host, non_blocking=True)
+            np.copyto(host.arrays[key], array, casting="same_kind")
+        self._device.copy_(host.memory, non_blocking=True)
+        host.sent.record()
+
+
+@dataclass
+class _Host:
+    """Arrays in memory that the GPU copies from beside the host's work."""
+
+    arrays: dict[Hashable, np.ndarray]
+    memory: Tensor
+    sent: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+class Results:
+    """A few numbers of each step, on their way from the GPU; of two steps at a time at most."""
+
+    def __init__(self, size: int):
+        self._hosts = [torch.zeros(size, dtype=torch.float32, pin_memory=True) for _ in range(2)]
+
+    def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Begins to copy them; what it returns waits until they are there."""
+        self._hosts.reverse()
+        host, there = self._hosts[0], torch.cuda.Event()
+        host.copy_(numbers, non_blocking=True)
+        there.record()
+
+        def wait() -> list[float]:
+            there.synchronize()
+            return host.tolist()
+
+        return wait
 
 
 class Captured:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Plan, UserError
-from toyexp_torch.capture import Captured, Inputs, Kind
+from toyexp_torch.capture import Captured, Inputs, Kind, Results
 from toyexp_torch.update import Update
 
 Micro = dict[str, Tensor]
@@ -39,7 +39,7 @@ class Resident:
                 i: ((size,), np.dtype(np.float32)) for i, size in enumerate(update.resident_sizes())
             }
             many: dict[Hashable, Kind] = {(i, name): kind for i in range(plan.accumulate) for name, kind in one.items()}
-            self._inputs = Inputs(many | numbers)
+            self._inputs, self._results = Inputs(many | numbers), Results(2)
             self._micros: list[Micro] = [
                 {n: self._inputs.tensors[i, n] for n in plan.inputs} for i in range(plan.accumulate)
             ]
@@ -54,12 +54,12 @@ class Resident:
         """Why the step is not captured; empty where it is."""
         return self._step.refused if self._plan.trainable else self._loss.refused
 
-    def step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Tensor:
-        """Takes one; its loss and the gradient's norm, [2]."""
+    def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
+        """Begins a step; what it returns waits for its loss and the gradient's norm."""
         self._built_in, changing = self._update.resident(numbers)
         batches = {(i, name): micro[name] for i, micro in enumerate(micros) for name in self._plan.inputs}
         self._inputs.put(batches | dict(enumerate(changing)))
-        return self._step(self._built_in)
+        return self._results.fetch(self._step(self._built_in))
 
     def loss(self, micro: Batch) -> Tensor:
         """Of one micro-batch, without training."""

@@ -143,10 +143,22 @@ class TorchSession(Session):
     def do_reset_state(self) -> None:
         self._update.reset()
 
-    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
+    @property
+    def runs_ahead(self) -> bool:
+        """On a GPU: the host only queues what is to be done there."""
+        return self._resident is not None
+
+    def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
+        if self._resident is None:
+            return super().do_launch(micros, numbers)
         with self._settings.applied():
-            if self._resident is not None:
-                return StepMetrics(*self._resident.step(micros, numbers).tolist())
+            wait = self._resident.launch(micros, numbers)
+        return lambda: StepMetrics(*wait())
+
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
+        if self._resident is not None:
+            return self.do_launch(micros, numbers)()
+        with self._settings.applied():
             metrics = self._measured([self._upload_batch(micro) for micro in micros])
             if self.plan.skip_nonfinite and not all(map(math.isfinite, metrics.tolist())):
                 return StepMetrics(*metrics.tolist())

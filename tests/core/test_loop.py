@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from toyexp import AdamW, Bus, Callback, Run, RunFailed, Setup, StepMetrics, hookimpl
+from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMetrics, hookimpl
 from toyexp.base.errors import PluginFailed
 from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor, grouped
@@ -34,6 +34,16 @@ class Scripted(NullSession):
         return self.script.pop(0) if self.script else GOOD
 
 
+class Queued(Scripted):
+    """Takes a step when it is waited for, as a GPU does that is given two at a time."""
+
+    runs_ahead = True
+
+    def do_launch(self, micros, numbers):
+        self.heard.append("launch")
+        return lambda: self.do_step(micros, numbers)
+
+
 @dataclass(eq=False)
 class Recorder(Callback):
     """Notes every hook that it hears, and answers what it was told to."""
@@ -41,9 +51,13 @@ class Recorder(Callback):
     name = "recorder"
     rate: float | None = None
     stops_at: int = 0
+    looked_at: tuple | None = None  # steps; None: all
     heard: list = field(default_factory=list)
     metrics: list = field(default_factory=list)
     events: list = field(default_factory=list)
+
+    def looks(self, step):
+        return super().looks(step) if self.looked_at is None else step in self.looked_at
 
     @hookimpl
     def lr(self, step, steps):
@@ -77,11 +91,14 @@ class Notes(Saver):
     """Notes when it could save, what it was told and whether that was the last time."""
 
     def __init__(self, heard):
-        self.heard, self.told = heard, []
+        self.heard, self.told, self.wanted = heard, [], ()
 
     def begin(self, metrics):
         self.heard.append("begin")
         self.told.append((0, dict(metrics), False))
+
+    def wants(self, step):
+        return step in self.wanted
 
     def after(self, outcome, metrics, last):
         self.heard.append(f"after {outcome.steps}")
@@ -112,14 +129,26 @@ class Stage:
 def stage(tmp_path):
     """Sets up a training of so many steps on a script, every field of Training and Plan at choice."""
 
-    def make(steps=4, script=(), recorder=None, model=None, data=None, skip=False, adamw=None, outcome=None, **options):
+    def make(
+        steps=4,
+        script=(),
+        recorder=None,
+        model=None,
+        data=None,
+        skip=False,
+        adamw=None,
+        outcome=None,
+        kind=Scripted,
+        **options,
+    ):
         model, recorder = model or OpModel("rows"), recorder or Recorder()
         dataset = token_dataset(8, 4000)
         batches = data or dataset.batches(5, 3, 0)
         setup = Setup(batches.inputs, rows=3, skip_nonfinite=skip)
         plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
         plan = replace(plan, groups=grouped(plan.trainable, (adamw or AdamW.for_from_scratch(),)))
-        session, bus = Scripted(plan, script).open(), Bus({"recorder": recorder})
+        session, bus = kind(plan, script).open(), Bus({"recorder": recorder})
+        session.heard = recorder.heard
         session.build()
         run = Run("test", tmp_path, 0, steps, BASE_LR, {}, "noop", plan, session, dataset, {}, bus)
         saver, options = Notes(recorder.heard), {"eval_every": 0, **options}
@@ -399,6 +428,113 @@ def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
     it = stage(5)
     loop = it.training.asks()
     loop.send(None)
-    loop.send(it.session.step(it.training.batches.batch(0), it.session.plan.numbers(0, BASE_LR)))
+    loop.send(it.session.launch(it.training.batches.batch(0), it.session.plan.numbers(0, BASE_LR)))
     with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 2: ValueError: no device"):
         loop.throw(ValueError("no device"))
+
+
+# -- steps that are launched while another is taken ------------------------------------------------------------------
+
+
+def queued(stage, steps=6, looked_at=(), **options):
+    """A training on a session that runs ahead, with a callback that looks at those steps alone."""
+    return stage(steps, recorder=Recorder(looked_at=looked_at), kind=Queued, **options)
+
+
+def told(it, *kinds):
+    return [hook for hook in it.recorder.heard if hook.split()[0] in kinds]
+
+
+def test_a_step_is_launched_behind_the_one_before_where_nobody_looks(stage):
+    """One, never two; and what is heard, batch by batch, is what a session that waits gives."""
+    it, plain = queued(stage), stage(6)
+    assert it.train().steps == plain.train().steps == 6
+    wanted = ["launch", *(hook for k in range(1, 6) for hook in ("launch", f"on_step {k}")), "on_step 6"]
+    assert told(it, "launch", "on_step") == wanted
+    assert it.session.digests == plain.session.digests and np.array_equal(it.session.hps, plain.session.hps)
+    assert [m["tokens"] for m in it.recorder.metrics] == [m["tokens"] for m in plain.recorder.metrics]
+    assert sum(m["wall_us"] for m in it.recorder.metrics) <= it.training.outcome.seconds * 1e6
+
+
+@pytest.mark.parametrize("by", ["callback", "checkpoint", "eval", "unknown callback"])
+def test_nothing_is_under_way_where_someone_looks(stage, by):
+    """At the steps that a callback, a checkpoint or an evaluation needs, and after all of them for an unknown one."""
+    it = queued(stage, looked_at={"callback": (2, 4), "unknown callback": None}.get(by, ()))
+    it.saver.wanted = (2, 4) if by == "checkpoint" else ()
+    it.training.eval_every = 2 if by == "eval" else 0
+    it.train()
+    before = {
+        hook: told(it, "launch", "on_step")[: i + 1].count("launch")
+        for i, hook in enumerate(told(it, "launch", "on_step"))
+    }
+    ahead = [k for k in range(1, 7) if before[f"on_step {k}"] == k + 1]
+    assert ahead == ([] if by == "unknown callback" else [1, 3, 5])
+    assert told(it, "stop_reason") == [f"stop_reason {k}" for k in range(1, 7) if k not in ahead]
+    assert told(it, "after") == [f"after {k}" for k in range(1, 7) if k not in ahead]
+
+
+def test_a_signal_ends_the_run_after_the_step_that_is_under_way(stage):
+    """With the session as that step left it."""
+    it = queued(stage, 50)
+    it.training.stopped = lambda: "on_step 3" in it.recorder.heard
+    outcome = it.train()
+    assert (outcome.reason, outcome.steps, len(it.session.hps)) == ("interrupted", 4, 4)
+    assert told(it, "on_step", "after")[-3:] == ["on_step 3", "on_step 4", "after 4"]
+
+
+def test_what_was_trained_when_a_callback_fails_is_saved_with_the_step_under_way(stage):
+    """Its callbacks hear of that step first, so that all can go on from there."""
+
+    @dataclass(eq=False)
+    class Fails(Recorder):
+        @hookimpl
+        def on_step(self, step, metrics):
+            self.heard.append(f"on_step {step}")
+            if step == 3:
+                raise ValueError("boom")
+
+    it = stage(50, recorder=Fails(looked_at=()), kind=Queued)
+    with pytest.raises(PluginFailed, match=r"callbacks\.recorder failed at step 3: ValueError: boom"):
+        it.train()
+    assert told(it, "on_step", "after")[-2:] == ["on_step 4", "after 4"]
+    assert it.training.outcome.steps == len(it.session.hps) == 4 and it.saver.told[-1][2]
+
+
+def test_bad_numbers_end_the_run_at_their_own_step(stage):
+    """Though the next one was launched; and where they are skipped, it counts from its own numbers."""
+    it = queued(stage, 50, script=[GOOD, GOOD, BAD])
+    with pytest.raises(RunFailed, match=r"step 3 \(batch 2, digest"):
+        it.train()
+    it = queued(stage, 6, script=[GOOD, BAD, BAD], skip=True)
+    assert it.train().skipped == 2
+    assert [fields["step"] for kind, fields in it.recorder.events if kind == "skipped"] == [2, 3]
+
+
+def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stage):
+    """It is found before anything changes, whether or not a step is under way."""
+    for it in (queued(stage, 9), stage(9)):
+        whole = it.training.batches
+
+        class Torn(type(whole)):
+            def batch(self, k):
+                return super().batch(k) if k < 4 else {"tokens": np.zeros((1, 1), np.int32)}
+
+        whole.__class__ = Torn
+        with pytest.raises(PluginFailed, match=r"at step 5: the batch has no"):
+            it.train()
+        assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (4, 4, 4)
+
+
+def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
+    """Its factor goes by the step; one that learns from what a step gave must hear of it first."""
+
+    @dataclass(eq=False)
+    class Plateau(Schedule):
+        name = "plateau"
+
+        @hookimpl
+        def on_step(self, metrics):
+            pass
+
+    assert not Schedule().looks(3) and Plateau().looks(3)
+    assert not Callback().looks(3) and Recorder().looks(3)

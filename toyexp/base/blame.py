@@ -6,7 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError
 from toyexp.base.memory import running_out
@@ -70,6 +70,20 @@ def asked(who: str, when: str, wanted: type, call: Callable[[], T], log: Path | 
     if not isinstance(found, wanted):
         raise PluginFailed(f"{who} failed {when}: it gave {type(found).__name__}, expected a {wanted.__name__}")
     return found
+
+
+class OnError:
+    """Around code that runs often: `tell` is called with an error inside, and raises what is to be raised instead."""
+
+    def __init__(self, tell: Callable[[Exception | SystemExit], NoReturn]):
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception | SystemExit):
+            self._tell(error)
 
 
 @contextlib.contextmanager

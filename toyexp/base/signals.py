@@ -49,7 +49,7 @@ class Signals:
         self._patient = False
         self._sent_again = False
         self._over = threading.Event()  # nobody handles signals with this any more
-        self._asked_to_save = False
+        self.asked_to_save = False
         self._last_word: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -75,11 +75,11 @@ class Signals:
 
     def ask_to_save(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls on SIGUSR1."""
-        self._asked_to_save = True
+        self.asked_to_save = True
 
     def should_save(self) -> bool:
         """Whether that was asked for since the last call."""
-        asked, self._asked_to_save = self._asked_to_save, False
+        asked, self.asked_to_save = self.asked_to_save, False
         return asked
 
     def wait_for_the_step(self) -> None:

@@ -38,6 +38,14 @@ class Callback(ABC):
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
 
+    def looks(self, step: int) -> bool:
+        """Whether it needs the run as it stands after `step`: the weights, or a say before the next step begins.
+
+        Where no callback does, and the engine's steps run beside the host's work, `on_step` may come while the next
+        step is already under way. Unless told otherwise, one looks that hears of steps or answers about them.
+        """
+        return any(implements(self, hook) for hook in ("on_step", "lr", "factors", "stop_reason"))
+
     def best_by(self) -> str | None:
         """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
         return None
@@ -71,6 +79,10 @@ class Schedule(Callback):
         """What the number is multiplied by at 0-based `step` of `steps`."""
         raise NotImplementedError
 
+    def looks(self, step: int) -> bool:
+        """Only one that hears of steps or stops runs: `factor` goes by the step alone."""
+        return implements(self, "on_step") or implements(self, "stop_reason")
+
     def check_plan(self, plan: Plan) -> None:
         """Raises UserError for a number that the plan's optimiser does not have."""
         known = {"lr"}.union(*(scalable(group.rule) for group in plan.updates))
@@ -100,6 +112,9 @@ class Schedule(Callback):
 
 def answers_lr(callback: Callback) -> bool:
     """Whether a callback sets the learning rate."""
-    if isinstance(callback, Schedule) and callback.scales != "lr":
-        return False
-    return getattr(getattr(callback, "lr", None), "toyexp_impl", None) is not None
+    return implements(callback, "lr") and not (isinstance(callback, Schedule) and callback.scales != "lr")
+
+
+def implements(callback: Callback, hook: str) -> bool:
+    """Whether a callback has that hook of `RunHooks`."""
+    return getattr(getattr(callback, hook, None), "toyexp_impl", None) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, final
@@ -176,6 +176,14 @@ class Session(ABC):
 
         `numbers` are those of `plan.numbers(step, lr)`, or AdamW's seven for a plan that AdamW alone trains.
         """
+        return self.launch(batch, numbers)()
+
+    @final
+    def launch(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> Callable[[], StepMetrics]:
+        """Begins such a step; what it returns, called once, waits until the step is taken.
+
+        Where `runs_ahead`, a second step may be launched before the first is waited for; they are taken in order.
+        """
         self._require_training("step()")
         numbers = _for_groups(self.plan, numbers)
         micros = self._micro_batches(batch)
@@ -185,7 +193,7 @@ class Session(ABC):
             )
         self._prepare_state()
         self.version += 1
-        return self.do_step(micros, numbers)
+        return self.do_launch(micros, numbers)
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -324,6 +332,16 @@ class Session(ABC):
         `numbers` has a vector for each group of `plan.updates`. Where the plan says `skip_nonfinite`, a loss or norm
         that is not finite leaves weights and state as they are.
         """
+
+    def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
+        """Begins such a step, and returns what waits for it; an engine whose steps begin at once and take time."""
+        metrics = self.do_step(micros, numbers)
+        return lambda: metrics
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host is free while a step is taken, so that the next one can be launched behind it."""
+        return False
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:

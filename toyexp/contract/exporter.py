@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp.base.bounds import require_within, require_words
-from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.errors import RunFailed, UserError, choose
 from toyexp.base.writing import bytes_in
 from toyexp.contract.callback import Callback
 from toyexp.contract.format import Exported, Format, require_written
@@ -45,8 +44,10 @@ class Exporter(Callback):
 
     def check(self) -> None:
         """Raises UserError for a negative interval, unknown weights, and what the format refuses."""
-        require_words(f"callbacks.{self.name}", self, weights=WEIGHTS)
-        require_within(f"callbacks.{self.name}", self, every="[0,inf)")
+        if self.weights not in WEIGHTS:
+            raise UserError(f"callbacks.{self.name}.weights={self.weights}: {choose(self.weights, WEIGHTS)}")
+        if self.every < 0:
+            raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
         try:
             self._format.check()
         except UserError as error:
@@ -58,6 +59,10 @@ class Exporter(Callback):
             self._format.check_model(plan.model)
         except UserError as error:
             raise UserError(f"{error}; to train without this file: '~callbacks.{self.name}'") from None
+
+    def looks(self, step: int) -> bool:
+        """Where it writes a file."""
+        return bool(self.every) and step % self.every == 0
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The model, and what is written beside it."""

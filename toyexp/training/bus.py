@@ -42,6 +42,7 @@ class Bus:
         self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
         self.step: int | None = None  # the step that training is at; None before the first eval
         self.log: Path | None = None  # where tracebacks stand
+        self._callbacks = tuple(callbacks.values())
         self._ending = False
         self._failure: Exception | None = None
         for hook in QUESTIONS | OBSERVERS:
@@ -89,6 +90,10 @@ class Bus:
                     raise RunFailed(f"two callbacks scale {printable(name)}; drop one")
                 found[name] = float(value)
         return found
+
+    def looks(self, step: int) -> bool:
+        """Whether a callback needs the run as it stands after `step`."""
+        return any(callback.looks(step) for callback in self._callbacks)
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
         """The function with what it raises told as its callback's.

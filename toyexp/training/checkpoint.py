@@ -301,6 +301,10 @@ class Keeper:
         waited = time.monotonic() - self._last_time
         return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
+    def comes(self, step: int) -> bool:
+        """Whether it is time after `step`, or something is to be told."""
+        return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
+
     def best(self, present: int, weights: bool = True) -> Best | None:
         """The best eval so far, of those whose weights stand on the disk or are those of the `present` step.
 

@@ -17,14 +17,14 @@ from toyexp.contract.engine import Session, StepMetrics
 
 @dataclass(frozen=True)
 class Step:
-    """Asks for one training step; the answer is its StepMetrics."""
+    """Asks for one training step to begin; the answer waits for its StepMetrics when it is called."""
 
     batch: Batch
     numbers: Sequence[np.ndarray]  # of `plan.numbers`
 
-    def answer(self, session: Session) -> StepMetrics:
-        """Takes it."""
-        return session.step(self.batch, self.numbers)
+    def answer(self, session: Session) -> Callable[[], StepMetrics]:
+        """Launches it."""
+        return session.launch(self.batch, self.numbers)
 
 
 @dataclass(frozen=True)

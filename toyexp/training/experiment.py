@@ -194,6 +194,10 @@ class RunSaver(Saver):
         """Raises UserError when the best cannot be told by these scores."""
         self._keeper.check(metrics)
 
+    def wants(self, step: int) -> bool:
+        """Where a checkpoint is due or asked for, and where one came to stand that nobody was told of."""
+        return self._signals.asked_to_save or self._keeper.comes(step)
+
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
         self._step = outcome.steps

@@ -5,16 +5,20 @@ It is a generator: it asks for a step or an evaluation and is sent what came of 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from toyexp.base.blame import batches_of, blamed
+import numpy as np
+
+from toyexp.base.blame import OnError, batches_of, blamed
+from toyexp.base.errors import BadBatch
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
+from toyexp.contract.engine import StepMetrics
 from toyexp.contract.run import Run
 from toyexp.training.bad_numbers import gave_up
 from toyexp.training.bus import Bus
@@ -49,6 +53,8 @@ class Training:
         """
         outcome, began = self.outcome, time.perf_counter()
         before, self._whole = outcome.seconds, True
+        self._under_way: list[_Launched] = []
+        self._ended_at = began  # the step before
         self.bus.step = outcome.steps
         try:
             with self._blamed("data"):
@@ -57,7 +63,7 @@ class Training:
             yield from self._steps(before, began)
         except Exception:
             outcome.seconds = before + time.perf_counter() - began
-            if self._whole and outcome.steps:
+            if self._whole:
                 self._save_anyway()
             raise
         return outcome
@@ -65,19 +71,18 @@ class Training:
     def _steps(self, before: float, began: float) -> Asks[None]:
         run, bus, outcome = self.run, self.bus, self.outcome
         outcome.reason, outcome.why = "completed", None
-        bad_in_a_row = 0
+        self._bad_in_a_row = 0
         finished = yield from self._evaluate_if_due()  # of a resumed run too: it may have been stopped in the middle
         self.saver.begin(self._scores())
 
         while outcome.steps < run.steps and not finished:
-            metrics, batch = yield from self._step()
-            bus.hook.on_step(run=run, step=outcome.steps, metrics=metrics, batch=batch)
+            yield from self._launch_steps()
+            metrics, batch = self._taken()
+            self._tell(metrics, batch)
             bus.check()
-            if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-                bad_in_a_row = 0
-            else:
-                bad_in_a_row += 1
-                self._bad_numbers(metrics, batch, bad_in_a_row)
+            self._check_numbers(metrics, batch)
+            if self._under_way:  # nobody looks at the run here
+                continue
             finished = (yield from self._evaluate_if_due()) or (yield from self._ended(metrics))
             outcome.seconds = before + time.perf_counter() - began
             self.saver.after(outcome, self._scores(), last=finished or outcome.steps == run.steps)
@@ -86,22 +91,39 @@ class Training:
     def _save_anyway(self) -> None:
         """What was trained before a plugin failed, as far as that can be saved."""
         try:
-            self.saver.after(self.outcome, self._scores(), last=True)
+            while self._under_way:
+                self._tell(*self._taken())
+            if self.outcome.steps:
+                self.saver.after(self.outcome, self._scores(), last=True)
         except Exception as error:
             log.error("what was trained could not be saved: %s", error)
 
-    @contextlib.contextmanager
-    def _blamed(self, kind: str) -> Iterator[None]:
+    def _blamed(self, kind: str) -> OnError:
         """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
-        run, plan, when = self.run, self.run.plan, f"at step {self.bus.step}"
-        names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
-        others = plan.parts if kind == "engine" else {}
-        with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
-            yield
+        return OnError(lambda error: self._told(kind, error))
 
-    def _step(self) -> Asks[tuple[dict[str, float], Batch]]:
-        run, step = self.run, self.outcome.steps
-        started = time.perf_counter()
+    def _told(self, kind: str, error: Exception | SystemExit) -> NoReturn:
+        run, when = self.run, f"at step {self.bus.step}"
+        names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
+        others = run.plan.parts if kind == "engine" else {}
+        with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
+            raise error
+
+    def _launch_steps(self) -> Asks[None]:
+        """Launches the next step; the one behind it too where the session can and nobody looks in between."""
+        step = self.outcome.steps
+        if not self._under_way:
+            yield from self._launch(step)
+        if self.run.session.runs_ahead and not self._looked_at(step + 1):
+            yield from self._launch(step + 1)
+
+    def _looked_at(self, step: int) -> bool:
+        """Whether someone needs the run as it stands after `step`."""
+        ends = step == self.run.steps or self.stopped()
+        return ends or self._is_due(step) or self.saver.wants(step) or self.bus.looks(step)
+
+    def _launch(self, step: int) -> Asks[None]:
+        run, began = self.run, time.perf_counter()
         self.bus.step = step + 1
         lr = self.bus.lr(run, step)
         factors = self.bus.factors(run, step)
@@ -109,26 +131,45 @@ class Training:
             numbers = run.plan.numbers(step, lr, factors)
         with self._blamed("data"):
             batch = self.batches.batch(step)
+        with self._blamed("engine"):
+            try:
+                metrics = yield Step(batch, numbers)
+            except Exception as error:
+                self._whole = isinstance(error, BadBatch)  # which is found before anything changes
+                raise
+        self._under_way.append(_Launched(batch, lr, began, metrics))
+
+    def _taken(self) -> tuple[dict[str, float], Batch]:
+        """Waits for the first of the steps that are under way."""
+        outcome, launched = self.outcome, self._under_way.pop(0)
+        self.bus.step = outcome.steps + 1
         self._whole = False
         with self._blamed("engine"):
-            loss, grad_norm = yield Step(batch, numbers)
+            loss, grad_norm = launched.metrics()
         self._whole = True
-        seconds = time.perf_counter() - started
-        count = int(batch["weights"].astype(bool).sum())
-        self.outcome.steps, self.outcome.train_loss = step + 1, loss
-        self.outcome.tokens += count
-        self.outcome.training_seconds += seconds
-        return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": count, "wall_us": seconds * 1e6}, batch
+        ended = time.perf_counter()
+        seconds, self._ended_at = ended - max(launched.began, self._ended_at), ended
+        count = int(np.count_nonzero(launched.batch["weights"]))
+        outcome.steps, outcome.train_loss = outcome.steps + 1, loss
+        outcome.tokens += count
+        outcome.training_seconds += seconds
+        metrics = {"loss": loss, "lr": launched.lr, "grad_norm": grad_norm, "tokens": count}
+        return {**metrics, "wall_us": seconds * 1e6}, launched.batch
+
+    def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
+        self.bus.hook.on_step(run=self.run, step=self.outcome.steps, metrics=metrics, batch=batch)
 
     def _evaluate_if_due(self) -> Asks[bool]:
         """Evaluates when it is time and was not done; whether a signal came meanwhile."""
         outcome = self.outcome
-        due = outcome.steps % self.eval_every == 0 or outcome.steps == self.run.steps if self._held_out else False
         if self.stopped():
             outcome.reason = "interrupted"
-        elif due and outcome.eval_step != outcome.steps:
+        elif self._is_due(outcome.steps) and outcome.eval_step != outcome.steps:
             yield from self._evaluate()
         return outcome.reason == "interrupted"
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._held_out) and (step % self.eval_every == 0 or step == self.run.steps)
 
     def _evaluate(self) -> Asks[None]:
         outcome = self.outcome
@@ -167,17 +208,32 @@ class Training:
                 yield from self._evaluate()
         return bool(outcome.why)
 
-    def _bad_numbers(self, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> None:
+    def _check_numbers(self, metrics: Mapping[str, float], batch: Batch) -> None:
+        """Raises RunFailed for bad numbers, unless they are to be skipped."""
         run, outcome = self.run, self.outcome
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            self._bad_in_a_row = 0
+            return
+        self._bad_in_a_row += 1
         place = f"step {outcome.steps} (batch {outcome.steps - 1}, digest {batch_digest(batch)})"
         what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
-        if run.plan.skip_nonfinite and in_a_row < SKIPPED_IN_A_ROW:
+        if run.plan.skip_nonfinite and self._bad_in_a_row < SKIPPED_IN_A_ROW:
             outcome.skipped += 1
             numbers = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
             run.emit("skipped", step=outcome.steps, **numbers, batch=batch_digest(batch), skipped=outcome.skipped)
             return
         self._whole = False
-        raise gave_up(run, place, what, batch, in_a_row)
+        raise gave_up(run, place, what, batch, self._bad_in_a_row)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that is under way."""
+
+    batch: Batch
+    lr: float
+    began: float
+    metrics: Callable[[], StepMetrics]  # waits for it
 
 
 class _Stopped(BaseException):

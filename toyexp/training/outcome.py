@@ -36,5 +36,9 @@ class Saver:
     def begin(self, metrics: Mapping[str, float]) -> None:
         """Called before the first step, with the scores of an evaluation then."""
 
+    def wants(self, step: int) -> bool:
+        """Whether it must be called after `step`, with the session as it stands then, whatever that step gives."""
+        return False
+
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Called at the end of each step, with the scores of an evaluation after this very step."""

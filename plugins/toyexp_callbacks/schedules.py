@@ -31,8 +31,8 @@ class WarmupSchedule(Schedule):
 
     def check(self) -> None:
         """Raises UserError for values out of range."""
-        require_within(f"callbacks.{self.name}", self, warmup="[0,inf)")
-        require_within(f"callbacks.{self.name}", self, **{key: "[0,1]" for key in SHARES if key in vars(self)})
+        shares = {key: "[0,1]" for key in SHARES if key in vars(self)}
+        require_within(f"callbacks.{self.name}", self, warmup="[0,inf)", **shares)
 
     def factor(self, step: int, steps: int) -> float:
         """The share of the base value at the 0-based `step`."""

@@ -56,8 +56,8 @@ class Watch(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)")
-        require_within("callbacks.watch", self, factor="(0,inf)", rise="(0,inf)")
+        require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
+                       factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
     def looks(self, step: int) -> bool:
         """Never: it goes by what it is told."""

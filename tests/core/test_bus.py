@@ -181,7 +181,7 @@ def test_a_schedule_multiplies_the_base_rate():
 def test_two_that_answer_the_learning_rate_are_refused_with_what_to_type(heard, names, by_default, dropped):
     known = {"half": Half(), "falling": Falling(), "own": Answering("own").bind(heard)}
     with pytest.raises(UserError) as error:
-        Bus({name: known[name] for name in names.split()}, by_default.split())
+        Bus({name: known[name] for name in names.split()}, by_default.split)
     assert f"callbacks {' and '.join(names.split())} both" in str(error.value)
     assert f"'~callbacks.{dropped}'" in str(error.value)
 

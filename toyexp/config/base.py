@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from toyexp.base.errors import UserError
 from toyexp.config.build import made, resolved, typed
-from toyexp.config.schema import class_of
+from toyexp.config.keys import Keys
 from toyexp.contract.compatibility import misfit, suited
-from toyexp.contract.data import Data
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe
-from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.source import opened
 
@@ -29,23 +27,22 @@ class Base:
     settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
 
 
-def base_of(cfg: DictConfig, given: Sequence[Override], registry: Registry) -> Base | None:
+def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys) -> Base | None:
     """The base of the recipe, if it has one; UserError for a file that no model here can represent.
 
     Raises UserError too where anything of `model` but its context was given, and is not so in the file.
     """
-    cls = cast("type[Recipe]", class_of("recipe", cfg.recipe, registry))
+    cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = made(cls, typed(cls, resolved(cfg)["recipe"], "recipe"))
-    if unfit := misfit(recipe, model := class_of("model", cfg.model, registry)()):
-        data = cast("type[Data]", class_of("data", cfg.data, registry))
-        raise UserError(f"{unfit}{suited(by_key(given), recipe, model, data, registry)}")
+    if unfit := misfit(recipe, described()):
+        raise UserError(f"{unfit}{suited(by_key(given), recipe, described(), data, keys.registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:
         return None
-    model = model_in(opened(str(path)), registry, recipe.reads)
+    model = model_in(opened(str(path)), keys.registry, recipe.reads)
     settings = {"name": model.name, **model.settings()}
     for override in given:
         _require_same(override, cfg, f"recipe={recipe.name} takes the model from {path}, a {model.name}", model)

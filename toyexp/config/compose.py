@@ -91,12 +91,11 @@ class Composed:
 
         Names and directories that are made of the model's name are then of the one that is trained.
         """
-        check_keys(self.cfg, self.every)
         return self._base
 
     @cached_property
     def _base(self) -> Model | None:
-        base = base_of(self.cfg, self.given, self.every.registry)
+        base = base_of(self.cfg, self.given, check_keys(self.cfg, self.every))
         if base is None:
             return None
         with open_dict(self.cfg):
@@ -118,7 +117,7 @@ class Composed:
         require_plugins(parts["settings"].plugins, self.modules, "the config")
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
-            **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks(),
+            **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks,
             suited=lambda: suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
             left_out=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),

@@ -22,7 +22,7 @@ class Keys:
     """The classes whose fields are keys, by where those stand: "" is the top, then sweep, model, callbacks.cosine."""
 
     registry: Registry
-    classes: Mapping[str, Sequence[type]]
+    classes: Mapping[str, Sequence[type[Any]]]
     offers: Mapping[str, Mapping[str, type]]  # what can be chosen of each kind, beside presets
 
     @classmethod
@@ -35,6 +35,14 @@ class Keys:
         """Those of what a configuration chooses, as far as there is such a thing."""
         chosen = {kind: [n for n in names_in(cfg, kind) if n in known] for kind, known in self.offers.items()}
         return replace(self, classes=_placed({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()}))
+
+    def strangers(self, cfg: DictConfig) -> list[str]:
+        """The keys in a configuration that nobody reads, at the top and in what it chooses."""
+        found = sorted({str(key) for key in cfg} - self.under("") - {"hydra"})
+        for where in (w for w, classes in self.classes.items() if w and classes and not w.startswith("sweep")):
+            there = {str(key) for key in OmegaConf.select(cfg, where)}
+            found += [f"{where}.{key}" for key in sorted(there - self.under(where))]
+        return found
 
     def under(self, where: str) -> set[str]:
         """The names of the keys that may stand at a place."""

@@ -8,17 +8,17 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, nearest, printable
 from toyexp.base.words import typed
 from toyexp.config.chosen import files, includes_itself, misplaced, place
-from toyexp.config.keys import Keys, choices, names_in, value_of
-from toyexp.config.schema import Source, class_of, compose_raw, load_yaml
+from toyexp.config.keys import Keys, choices, names_in
+from toyexp.config.schema import Source, compose_raw, load_yaml
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level
-from toyexp.config.trust import CODE, names_code
-from toyexp.contract.registry import NAMES_CODE, Registry
+from toyexp.config.trust import check_typed
+from toyexp.contract.registry import Registry
 
 EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
@@ -27,6 +27,7 @@ EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
+    check_typed(given)
     for override in given:
         choice = override.key_or_group in GROUPS and not override.is_delete()
         if wrong := _wrong_form(override, keys) or (_wrong_choice(override, keys, source) if choice else None):
@@ -35,12 +36,10 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
 
 def _wrong_form(override: Override, keys: Keys) -> str | None:
     """What is wrong with a setting, but for the names that it chooses."""
-    key, line, value = str(override.key_or_group), str(override.input_line), value_of(override)
-    text, types, empty = line.partition("=")[2], keys.types(key), line.endswith("=")
+    key, line, value = str(override.key_or_group), str(override.input_line), override.value()
+    text = line.partition("=")[2]
     kind, *rest = key.split(".")
     kind = kind.split("/")[0]
-    if code := next((part for part in (kind, *rest) if part in NAMES_CODE), None) or names_code(value):
-        return f"{line}: {code} {CODE}"
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
         launchers = f"sweep.launcher={', '.join(LAUNCHERS)}"
         return f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with {launchers} and sweep.jobs=4"
@@ -49,12 +48,8 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     if override.is_sweep_override():
         listed = f"{key}=[{text}] is a list, or " if keys.holds_list(key) else ""
         return f"{line}: several values; {listed}add -m to sweep over them"
-    if empty and key not in GROUPS and (types or kind == "hydra"):
+    if line.endswith("=") and key not in GROUPS and ((types := keys.types(key)) or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
-    if isinstance(value, int) and value not in (0, 1) and types == {bool}:
-        return f"{line}: must be true or false"
-    if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
-        return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
     if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
         return _unknown(key, None, keys.registry)
     if "/" in key:
@@ -62,6 +57,10 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
+    if isinstance(value, int) and value not in (0, 1) and keys.types(key) == {bool}:
+        return f"{line}: must be true or false"
+    if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
+        return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
     if kind in GROUPS and rest:
         return _wrong_part(override, kind, rest, keys.registry)
     if key in ("sweep", "sweep.submitit"):
@@ -89,18 +88,21 @@ def _wrong_part(override: Override, kind: str, rest: Sequence[str], registry: Re
 
 def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
     """What is wrong with what is chosen by name."""
-    kind, line, value = str(override.key_or_group), str(override.input_line), value_of(override)
-    names = value if isinstance(value, list) else [value]
+    kind, line, value = str(override.key_or_group), str(override.input_line), override.value()
+    names: list[Any] = value if isinstance(value, list) else [value]
     if line.startswith("+"):
         return f"{line}: leave out the '+': {line.lstrip('+')}"
     if isinstance(value, list) and kind != "callbacks":
         several = f"; to run several, sweep: -m {kind}={','.join(map(str, names))}" if len(names) > 1 else ""
         return f"{line}: takes one name, without brackets{several}"
-    known = choices(kind, keys.registry, source)
-    if not all(isinstance(name, str) and name for name in names):
+    strangers = [name for name in names if not isinstance(name, str) or name not in keys.offers.get(kind, ())]
+    if not strangers:
+        return None
+    known = choices(kind, keys.registry, source)  # presets too
+    if not all(isinstance(name, str) and name for name in strangers):
         return f"{line}: takes a name; {choose('', known)}"
-    strangers = (name for name in names if name not in known)
-    return next((f"{keys.registry.missing(kind, name)}; {choose(name, known)}" for name in strangers), None)
+    strangers = [name for name in strangers if name not in known]
+    return f"{keys.registry.missing(kind, strangers[0])}; {choose(strangers[0], known)}" if strangers else None
 
 
 def _sweep_keys() -> set[str]:
@@ -113,26 +115,20 @@ def _sweep_keys() -> set[str]:
 def check_keys(cfg: DictConfig, every: Keys) -> Keys:
     """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
     keys, registry = every.of_config(cfg), every.registry
-    _require_known("", cfg, keys, cfg)
-    for kind in PARTS:
-        node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
-        if not isinstance(node, DictConfig) or "name" not in node:
-            raise UserError(f"the config chooses no {kind}; add {kind}=..., {choose('', choices(kind, registry))}")
-        class_of(kind, node, registry)
-        _require_known(kind, node, keys, cfg)
     for name in names_in(cfg, "callbacks"):
-        registry.get("callbacks", name)
+        if name not in keys.offers["callbacks"]:
+            registry.get("callbacks", name)  # which says that there is none
         node = cfg.callbacks[name]
         if not isinstance(node, DictConfig) or node.get("name") != name:
             raise UserError(_not_chosen(f"callbacks.{name}"))
-        _require_known(f"callbacks.{name}", node, keys, cfg)
+    for key in keys.strangers(cfg):
+        raise unknown_key(key, cfg, registry)
+    for kind in PARTS:
+        if not keys.classes[kind]:
+            for name in names_in(cfg, kind):
+                registry.get(kind, name)
+            raise UserError(f"the config chooses no {kind}; add {kind}=..., {choose('', choices(kind, registry))}")
     return keys
-
-
-def _require_known(where: str, node: DictConfig, keys: Keys, cfg: DictConfig) -> None:
-    for key in sorted({str(key) for key in node} - keys.under(where)):
-        if where or key != "hydra":
-            raise unknown_key(f"{where}.{key}" if where else key, cfg, keys.registry)
 
 
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserError:

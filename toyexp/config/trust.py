@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError, printable
 from toyexp.contract.registry import NAMES_CODE
@@ -128,13 +129,20 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
                 raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not taken")
 
 
-def names_code(value: Any) -> str | None:
+def check_typed(given: Sequence[Override]) -> None:
+    """Raises UserError for a setting of the command line by which something would be called."""
+    for override in given:
+        if code := _names_code(dict.fromkeys(re.split("[./]", override.key_or_group), override.value())):
+            raise UserError(f"{override.input_line}: {code} {CODE}")
+
+
+def _names_code(value: Any) -> str | None:
     """The first key in plain data by which something would be called."""
     if isinstance(value, dict):
         for key, item in value.items():
-            found = key if key in NAMES_CODE else names_code(item)
+            found = key if key in NAMES_CODE else _names_code(item)
             if found:
                 return str(found)
     if isinstance(value, list):
-        return next(filter(None, map(names_code, value)), None)
+        return next(filter(None, map(_names_code, value)), None)
     return None

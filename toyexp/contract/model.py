@@ -111,9 +111,8 @@ class Model(ABC):
         addition but what decides.
         """
         value = getattr(self, name)
-        if value > 0 and not LEAST_EPS <= value <= 1:
-            raise UserError(f"model.{name}={value}: must be from {LEAST_EPS:g} to 1")
-        self.require_positive(name)
+        if not LEAST_EPS <= value <= 1:
+            raise UserError(f"model.{name}={value}: must be above 0, from {LEAST_EPS:g} to 1")
 
     def require_counts(self, *names: str) -> None:
         """Raises UserError for a named field that is more than 31 bits count."""

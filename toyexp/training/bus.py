@@ -33,7 +33,7 @@ class Bus:
     Raises UserError for two callbacks that answer `lr`, and advises to drop the one that is `by_default`.
     """
 
-    def __init__(self, callbacks: Mapping[str, Callback], by_default: Collection[str] = ()):
+    def __init__(self, callbacks: Mapping[str, Callback], by_default: Callable[[], Collection[str]] = list):
         self._manager = pluggy.PluginManager("toyexp")
         self._manager.add_hookspecs(RunHooks)
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
@@ -57,7 +57,7 @@ class Bus:
         for number in set(scaled.values()):
             rivals = [name for name in callbacks if scaled.get(name) == number]
             if len(rivals) > 1:
-                least = next((name for name in rivals if name in by_default), rivals[0])
+                least = next((name for name in rivals if name in by_default()), rivals[0])
                 what = "the learning rate" if number == "lr" else number
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)

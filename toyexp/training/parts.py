@@ -36,7 +36,7 @@ class Config:
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
-    by_default: Sequence[str] = ()  # the callbacks that a run has unless told otherwise
+    by_default: Callable[[], Sequence[str]] = list  # the callbacks that a run has unless told otherwise
     suited: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
     left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
 

@@ -38,11 +38,11 @@ def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
     parts = {kind: made(classes[kind], plain[kind]) for kind in PARTS if kind != "engine"}
     callbacks = {name: made(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
     settings = made(Settings, plain)
-    check_parts({"settings": settings, **{f"{kind}={plain[kind]['name']}": part for kind, part in parts.items()}})
+    named = {f"{kind}={plain[kind]['name']}": part for kind, part in parts.items()}
+    check_parts({"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}})
     batch_size, accumulate = plain["batch_size"], plain["optim"]["accumulate"]
     if batch_size % accumulate:
         raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
-    check_parts({f"callbacks.{name}": callback for name, callback in callbacks.items()})
     return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
 
 

@@ -91,16 +91,18 @@ class Composed:
 
         Names and directories that are made of the model's name are then of the one that is trained.
         """
-        return self._base
+        return self._settled[0]
 
     @cached_property
-    def _base(self) -> Model | None:
-        base = base_of(self.cfg, self.given, check_keys(self.cfg, self.every))
+    def _settled(self) -> tuple[Model | None, Keys]:
+        """The model of the base file, and the keys of what the configuration then chooses."""
+        keys = check_keys(self.cfg, self.every)
+        base = base_of(self.cfg, self.given, keys)
         if base is None:
-            return None
+            return None, keys
         with open_dict(self.cfg):
             self.cfg.model = dict(base.settings)
-        return base.model
+        return base.model, self.every.of_config(self.cfg)
 
     def look_over(self) -> None:
         """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
@@ -112,8 +114,8 @@ class Composed:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
-        base, registry = self.settle(), self.every.registry
-        parts = parts_of(self.cfg, self.every.of_config(self.cfg))
+        (base, keys), registry = self._settled, self.every.registry
+        parts = parts_of(self.cfg, keys)
         require_plugins(parts["settings"].plugins, self.modules, "the config")
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -178,21 +178,20 @@ class Plan:
 def grouped(
     tensors: Sequence[PlanTensor],
     rules: Sequence[Rule],
-    weight_decay: float = 0.0,
-    own: Mapping[str, Mapping[str, float]] | None = None,
+    own: Callable[[PlanTensor, Rule], tuple[float, float]] = lambda tensor, rule: (0.0, 1.0),
 ) -> tuple[Group, ...]:
-    """Tensors in groups: by the first rule that takes them, what they have of their `own`, and whether they decay.
+    """Tensors in groups: by the first rule that takes them, whether they decay, and what is their own.
 
-    `own` gives a tensor's "weight_decay", and its "lr_scale". Raises UserError for a tensor that no rule takes.
+    `own` gives a tensor's weight decay, for norms and biases unread, and its learning rate by the run's. Raises
+    UserError for a tensor that no rule takes.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
         index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
         if index is None:
             raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
-        mine = (own or {}).get(t.name, {})
-        decay = mine.get("weight_decay", weight_decay) if t.decays else 0.0
-        members.setdefault((index, not t.decays, decay, mine.get("lr_scale", 1.0)), []).append(t.name)
+        decay, lr_scale = own(t, rules[index])
+        members.setdefault((index, not t.decays, decay if t.decays else 0.0, lr_scale), []).append(t.name)
     # Of each rule what decays comes first, so that it is one stretch of an engine's memory.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
 
@@ -202,26 +201,25 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
 
     Raises UserError for patterns that match nothing, and where nothing is left to train.
     """
-    rules, names, own = optimiser.rules(), [t.name for t in plan.trainable], {}
-    for name in names:
-        own[name] = dict(optimiser.group_of(name)[1])
+    names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             hint = choose(pattern, names) if len(names) < 20 else f"such as {names[0]}"
             raise UserError(f"optim.groups: {printable(pattern)} is no tensor that trains; {hint}")
-    for t in plan.trainable:
-        rule = next((rule for rule in rules if rule.takes(t.name, t.shape)), optimiser)
-        base = own[t.name].get("lr", optimiser.base_lr(rule))
-        if base is not None:
-            if not lr:
-                raise UserError(f"optim: {t.name} has an lr of its own, which a schedule scales as it does lr: not 0")
-            own[t.name]["lr_scale"] = base / lr
-    frozen = {name for name, mine in own.items() if mine.get("frozen")}
+    frozen = {name for name in names if optimiser.group_of(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
+
+    def own(tensor: PlanTensor, rule: Rule) -> tuple[float, float]:
+        mine = optimiser.group_of(tensor.name)[1]
+        base = mine.get("lr", optimiser.base_lr(rule))
+        if base is not None and not lr:
+            raise UserError(f"optim: {tensor.name} has an lr of its own, which a schedule scales as it does lr: not 0")
+        return mine.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
+
     trainable = [t for t in tensors if t.trainable]
-    groups, shapes = grouped(trainable, rules, optimiser.weight_decay, own), {t.name: t.shape for t in trainable}
+    groups, shapes = grouped(trainable, optimiser.rules(), own), {t.name: t.shape for t in trainable}
     try:
         for group in groups:
             _check_group(group, shapes, lr)

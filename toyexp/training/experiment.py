@@ -14,7 +14,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.data import open_data
-from toyexp.contract.dataset import Batches
+from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Session
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan, optimised
@@ -38,15 +38,33 @@ log = logging.getLogger("toyexp")
 
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
-    settings, recipe, optim = config.settings, config.recipe, config.optim
-    reason = refusal(recipe, config.model)
-    if reason:
-        raise UserError(reason + (config.suited() if config.model.reads not in recipe.reads else ""))
-    if reason := unread(f"model={config.model.name}", config.model.reads, config.data):
-        raise UserError(reason + config.suited())
+    _require_suited(config)
     bus = Bus(config.callbacks, config.by_default)
-    with blamed(f"recipe.{recipe.name}", "while it said whose tokens it takes"):
-        vocabulary = recipe.vocabulary()
+    dataset = _opened(config)
+    model, batches = _fitted(config, dataset)
+    plan = _planned(config, dataset, model, batches)
+    optim = config.optim.settled(model.optim_mode or config.recipe.optim_mode)
+    with blamed(f"optim.{optim.name}", "while it took its tensors"):
+        plan = optimised(plan, optim, config.settings.lr)
+    _check(config, plan)
+    batches = Dropout(batches, plan) if plan.drops else batches
+    planned = Planned(config.plain, dataset, batches, plan)
+    return Prepared(config, dataset, model, batches, plan, optim, bus, config.warnings(planned))
+
+
+def _require_suited(config: Config) -> None:
+    """Raises UserError where recipe, model and data are not for one another."""
+    model, recipe = config.model, config.recipe
+    if reason := refusal(recipe, model):
+        raise UserError(reason + (config.suited() if model.reads not in recipe.reads else ""))
+    if reason := unread(f"model={model.name}", model.reads, config.data):
+        raise UserError(reason + config.suited())
+
+
+def _opened(config: Config) -> Dataset:
+    """The data in the recipe's vocabulary; the settings that it fills in stand in the configuration from now on."""
+    with blamed(f"recipe.{config.recipe.name}", "while it said whose tokens it takes"):
+        vocabulary = config.recipe.vocabulary()
     dataset = open_data(config.data, vocabulary)
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
@@ -59,31 +77,40 @@ def prepare(config: Config) -> Prepared:
             f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
             "leave data.tokenizer out, which is then the base's own"
         )
-    who, when = f"model.{config.model.name}", "while it was fitted to the data"
+    return dataset
+
+
+def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
+    """The model that trains, fitted to the data unless it is a file's, and the data's batches."""
+    settings, who, when = config.settings, f"model.{config.model.name}", "while it was fitted to the data"
     fitted = asked(who, when, Model, lambda: config.model.fit(dataset), data=config.data)
     make = partial(fitted.batches, dataset, settings.batch_size, settings.seed)
     batches = asked(who, when, Batches, make, data=config.data)
     model = config.base or fitted
     if settings.checkpoint_best is not None:
         model.require_metric("checkpoint_best", settings.checkpoint_best)
+    return model, batches
+
+
+def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
+    """The recipe's plan, in which no optimiser has a say yet."""
+    settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
         model.reads.held(batches.inputs, dataset.vocab),
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
-    plan = asked(f"recipe.{recipe.name}", "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
-    optim = optim.settled(model.optim_mode or recipe.optim_mode)
-    with blamed(f"optim.{optim.name}", "while it took its tensors"):
-        plan = optimised(plan, optim, settings.lr)
+    return asked(f"recipe.{recipe.name}", "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
+
+
+def _check(config: Config, plan: Plan) -> None:
+    """Raises UserError where callbacks, memory, engine or files are against the plan."""
     for callback in config.callbacks.values():
         with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
             callback.check_plan(plan)
     check_plan(plan, config.engine)
     config.engine.check_plan(plan)
     plan.check_values()
-    batches = Dropout(batches, plan) if plan.drops else batches
-    planned = Planned(config.plain, dataset, batches, plan)
-    return Prepared(config, dataset, model, batches, plan, optim, bus, config.warnings(planned))
 
 
 def execute(

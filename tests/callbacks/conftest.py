@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from lines import last_of_each
 
 from toyexp.commands.line import main
 
@@ -63,8 +64,7 @@ def settings(tmp_path):
     def build(*overrides, to="run", engine="cpu"):
         data = ["data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=byte"]
         sizes = ["steps=12", "batch_size=4", "eval_every=4", f"hydra.run.dir={tmp_path / to}"]
-        words = [*data, *MODEL, *ENGINES[engine], *sizes, *overrides]
-        return list({word.partition("=")[0]: word for word in words}.values())
+        return last_of_each(*data, *MODEL, *ENGINES[engine], *sizes, *overrides)
 
     return build
 

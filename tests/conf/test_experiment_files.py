@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lines import failed
 
 from toyexp.commands.line import main
 
@@ -21,8 +22,7 @@ def _here(tmp_path, monkeypatch):
 @pytest.fixture
 def refused(capsys):
     def run(*argv: str) -> str:
-        assert main([*argv, *TINY]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line, _ = failed(capsys, *argv, *TINY, codes=(2,))
         assert not list(Path().rglob("events.jsonl"))
         return line
 

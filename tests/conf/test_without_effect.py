@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lines import last_of_each
 
 from toyexp import Planned, PlanTensor
 from toyexp.commands.line import main
@@ -43,8 +44,7 @@ def warnings_of(registry):
     """What a run of the text would be told."""
 
     def told(*words):
-        words = list({word.partition("=")[0]: word for word in [*TEXT, *words]}.values())
-        return list(prepare(Request([], registry, MODULES).parts(*words)).warnings)
+        return list(prepare(Request([], registry, MODULES).parts(*last_of_each(*TEXT, *words))).warnings)
 
     return told
 

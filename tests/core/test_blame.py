@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from lines import failed, last_of_each, noop
 
 from toyexp.commands.line import main
 from toyexp.training import checkpoint
@@ -217,9 +218,8 @@ def register_engines(register):
 def register_data(register):
     register(ClumsyData)
 """
-PLUGINS = "plugins=[toyexp.testing.null,clumsy_plugin]"
-NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
-        "model.context=16", "steps=6", "eval_every=4", "checkpoint_every=100", "hydra.run.dir=run"]  # fmt: skip
+PLUGINS, *TINY = noop("clumsy_plugin")
+NOOP = [PLUGINS, *TINY, "steps=6", "eval_every=4", "checkpoint_every=100", "hydra.run.dir=run"]
 CALLBACKS = "callbacks=[clumsy,events,heard,gguf_export]"
 
 
@@ -229,14 +229,8 @@ def _here(tmp_path, monkeypatch):
     Path("clumsy_plugin.py").write_text(PLUGIN)
 
 
-def failed(capsys, *words):
-    """The one line with which a command line fails, and what it printed before."""
-    capsys.readouterr()
-    given = {word.partition("=")[0]: word for word in [*NOOP, *words]}
-    assert main(list(given.values())) == 1
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    return line.removeprefix("toyexp: error: "), out
+def run_failed(capsys, *words):
+    return failed(capsys, *last_of_each(*NOOP, *words))
 
 
 def last_event():
@@ -257,7 +251,7 @@ def last_event():
     ],
 )
 def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_saved(hook, when, saved, capsys):
-    line, out = failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
+    line, out = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
     if hook in ("on_checkpoint", "on_event"):  # written beside the training: heard of at the end, or a step before
         when = "at step 6" if "at step 6" in line else when
     assert line.startswith(f"callbacks.clumsy failed {when}: KeyError: ") and line.endswith("; see " + log())
@@ -274,12 +268,12 @@ def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_s
     ("hook", "when"), [("on_start", "at the start"), ("on_step", "at step 3"), ("on_end", "at the")]
 )
 def test_a_callback_that_calls_sys_exit_is_one_that_failed(hook, when, capsys):
-    line, _ = failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
+    line, _ = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
     assert line.startswith(f"callbacks.clumsy failed {when}") and "SystemExit: 0" in line
 
 
 def test_a_run_whose_callback_failed_at_the_end_is_gone_on_with_by_the_line_that_it_prints(capsys):
-    _, out = failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
+    _, out = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
     command = out[out.index("go on: toyexp ") :].splitlines()[0].removeprefix("go on: toyexp ")
     assert main([*shlex.split(command), "callbacks.clumsy.at=nowhere"]) == 0
     assert last_event()["reason"] == "completed" and last_event()["exit_code"] == 0
@@ -290,7 +284,7 @@ def log():
 
 
 def test_what_was_saved_goes_on_to_the_same_end(capsys):
-    failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
+    run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
     assert main(["resume=run", PLUGINS, "callbacks.clumsy.at=nowhere"]) == 0
     assert main([*NOOP[:-1], CALLBACKS, "hydra.run.dir=whole"]) == 0
 
@@ -314,7 +308,7 @@ def test_what_is_raised_on_purpose_keeps_its_own_words(kind, code, words, capsys
 
 
 def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
-    line, _ = failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
+    line, _ = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
     assert "callbacks.clumsy failed at step 3: OSError: [Errno 28] No space left on device" in line
 
 
@@ -331,7 +325,7 @@ def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
     ],
 )
 def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_is_made(words, told, capsys):
-    line, _ = failed(capsys, *words)
+    line, _ = run_failed(capsys, *words)
     assert line.startswith(f"{told}: KeyError: ") and "(clumsy_plugin.py, line " in line
     assert not Path("run").exists()
 
@@ -350,7 +344,7 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
 )
 def test_a_plugin_that_raises_during_the_run_is_named_and_what_is_whole_is_saved(words, told, saved, capsys):
     """A step that broke off is not whole; then the last checkpoint counts."""
-    line, _ = failed(capsys, *words)
+    line, _ = run_failed(capsys, *words)
     assert told in line and line.endswith("; see " + log())
     assert "Traceback (most recent call last)" in Path("run/log.txt").read_text()
     assert next(iter(checkpoint.steps(Path("run/checkpoints"))), None) == saved

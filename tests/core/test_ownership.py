@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from lines import failed, noop
 
 from toyexp import RunFailed, UserError
 from toyexp.base.ownership import LEDGER, Ledger, require_empty
@@ -13,9 +14,8 @@ from toyexp.commands.line import main
 from toyexp.contract.run import Run
 from toyexp.training.rundir import RunDir, lock
 
-PLUGINS = "plugins=[toyexp.testing.null]"
-NOOP = [PLUGINS, "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16", "model.n_layers=1",
-        "model.context=16", "steps=4", "checkpoint_every=2"]  # fmt: skip
+PLUGINS, *TINY = noop()
+NOOP = [PLUGINS, *TINY, "steps=4", "checkpoint_every=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,7 @@ def contents(folder="."):
 def refused(capsys, *words):
     """The one line in which a command line is refused, and with which nothing changes."""
     before = contents()
-    capsys.readouterr()
-    assert main([*words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line, _ = failed(capsys, *words, codes=(2,))
     assert contents() == before
     return line
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from lines import failed, last_of_each, noop
 
 from toyexp.commands.line import main
 
@@ -187,9 +188,8 @@ def register_optimisers(register):
     register(OddOptim)
     register(Whole)
 """
-NOOP = ["plugins=[toyexp.testing.null,odd_plugin]", "engine=noop", "data=random", "model.d_model=16", "model.d_ff=16",
-        "model.n_layers=1", "model.context=16", "steps=6", "eval_every=4", "callbacks=[gguf_export]",
-        "hydra.run.dir=run"]  # fmt: skip
+PLUGINS, *TINY = noop("odd_plugin")
+NOOP = [PLUGINS, *TINY, "steps=6", "eval_every=4", "callbacks=[gguf_export]", "hydra.run.dir=run"]
 IMAGES = ["experiment=vit_digits", "data=odd_digits"]
 
 
@@ -201,16 +201,13 @@ def _here(tmp_path, monkeypatch):
 
 def told(capsys, *words):
     """The one line with which a command line fails."""
-    capsys.readouterr()
-    assert main(list(words)) in (1, 2)
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("toyexp: error: ")
+    return failed(capsys, *words, codes=(1, 2))[0]
 
 
 def run_told(capsys, *words):
     """The same of a run that computes nothing."""
-    given = {word.partition("=")[0]: word for word in [*NOOP, *words]}
-    return told(capsys, *(word for word in given.values() if "experiment" not in given or "model." not in word))
+    own = words[0].startswith("experiment=")  # has sizes of its own
+    return told(capsys, *last_of_each(*(w for w in NOOP if not own or "model." not in w), *words))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +260,7 @@ def test_held_out_batches_that_are_no_sequence_are_told(capsys):
 def test_eval_names_the_data_too(capsys):
     assert main([*NOOP, "steps=1"]) == 0
     Path("x.txt").write_text("words")
-    given = ["eval", "run", "plugins=[toyexp.testing.null,odd_plugin]", "engine=noop"]
+    given = ["eval", "run", PLUGINS, "engine=noop"]
     assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed while it looked at x.txt: KeyError")
     assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd failed while it was opened")
     line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
@@ -320,7 +317,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
     target = Path("x.odd" if form == "odd" else "x-odd")
     target.write_text("before") if form == "odd" else target.mkdir()
     before = sorted(Path().iterdir())
-    given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", NOOP[0]]
+    given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", PLUGINS]
     assert told(capsys, *given).startswith(wanted)
     assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")
 
@@ -329,4 +326,4 @@ def test_a_session_that_is_not_open_is_told_at_once(capsys):
     wanted = "realize() gave a NullSession that is not open; it returns Session(plan).open()"
     assert run_told(capsys, "engine=unopened") == wanted
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
-    assert told(capsys, "eval", "whole", NOOP[0], "engine=unopened") == wanted
+    assert told(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted

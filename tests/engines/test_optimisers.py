@@ -277,9 +277,8 @@ def test_two_rules_with_equal_numbers_are_two_rules(engine):
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@dataclass
-class Delayed(Rule):
-    """Its new state is worked out from the weights and the state that the step replaces."""
+class Chained(Rule):
+    """Base of two: of its state, `late` follows `seen` a step later."""
 
     elementwise = True
 
@@ -289,9 +288,36 @@ class Delayed(Rule):
     def numbers(self, step, lr, weight_decay):
         return {"lr": lr}
 
+
+@dataclass
+class Delayed(Chained):
+    """Its new state is worked out from the weights and the state that the step replaces."""
+
     def update(self, ops, w, g, state, n):
         new = {"seen": ops.add(w, g), "late": ops.scale(state["seen"], 0.5)}
         return ops.sub(w, ops.scale(state["late"], n["lr"])), new
+
+
+@dataclass
+class Remembers(Chained):
+    """Keeps what the weights and its own state were before the step."""
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.scale(g, n["lr"])), {"seen": w, "late": state["seen"]}
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
+    the_plan = plan("llama")
+    the_plan = replace(the_plan, groups=(Group(Remembers(), tuple(t.name for t in the_plan.trainable)),))
+    seen = []
+    with built(engine, the_plan) as session:
+        for step in range(2):
+            seen.append(session.download("output.weight"))
+            session.step(batches().batch(step), the_plan.numbers(step, 0.1))
+        after = session.snapshot()
+    np.testing.assert_array_equal(after["output.weight@seen"], seen[1])
+    np.testing.assert_array_equal(after["output.weight@late"], seen[0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -463,36 +489,6 @@ def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsy
     assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]", "optim=muon"]) == 0
     assert main(["resume=run", "steps=4", "optim=adamw"]) == 2
     assert "optim was muon and is adamw" in capsys.readouterr().err
-
-
-@dataclass
-class Remembers(Rule):
-    """Keeps what the weights and its own state were before the step."""
-
-    elementwise = True
-
-    def slots(self, shape):
-        return {"before": shape, "earlier": shape}
-
-    def numbers(self, step, lr, weight_decay):
-        return {"lr": lr}
-
-    def update(self, ops, w, g, state, n):
-        return ops.sub(w, ops.scale(g, n["lr"])), {"before": w, "earlier": state["before"]}
-
-
-@pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
-    the_plan = plan("llama")
-    the_plan = replace(the_plan, groups=(Group(Remembers(), tuple(t.name for t in the_plan.trainable)),))
-    seen = []
-    with built(engine, the_plan) as session:
-        for step in range(2):
-            seen.append(session.download("output.weight"))
-            session.step(batches().batch(step), the_plan.numbers(step, 0.1))
-        after = session.snapshot()
-    np.testing.assert_array_equal(after["output.weight@before"], seen[1])
-    np.testing.assert_array_equal(after["output.weight@earlier"], seen[0])
 
 
 def test_a_schedule_scales_only_what_the_formula_reads(tmp_path, monkeypatch, capsys):

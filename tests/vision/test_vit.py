@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from float64_models import vit
+from lines import last_of_each
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -145,8 +146,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tmp_path, line, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    last = {word.partition("=")[0]: word for word in [*TINY, "steps=1", *line.split(" ")]}
-    assert main(list(last.values())) == 2
+    assert main(last_of_each(*TINY, "steps=1", *line.split(" "))) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

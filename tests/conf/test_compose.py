@@ -14,9 +14,11 @@ from toyexp import Unavailable
 from toyexp.commands.line import main
 from toyexp.config.keys import choices
 from toyexp.config.request import Request
-from toyexp.config.schema import Root, Source, conf_dir
+from toyexp.config.schema import Root, Source
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, PARTS, top_level
-from toyexp.contract.registry import load, settings_of
+from toyexp.contract.registry import load
+from toyexp.contract.settings import settings_of
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()

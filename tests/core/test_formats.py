@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -11,10 +13,12 @@ from kinds import VIT
 from safetensors.numpy import load_file, save_file
 from tiny import MODELS, VOCAB, write_base
 
-from toyexp import Format, UserError
+from toyexp import Callback, Format, UserError, hookimpl
 from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
-from toyexp.contract.registry import _registrar, check_class, load, settings_of
+from toyexp.contract.registry import load
+from toyexp.contract.rules import check_class
+from toyexp.contract.settings import settings_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 from toyexp.testing import FormatSuite, OpModel
@@ -68,7 +72,7 @@ class Tall(Format):
 
 def test_a_formats_callback_has_its_settings_with_their_types_and_help_behind_its_own():
     cls = exporter(Tall)
-    check_class(cls, "callbacks", object)
+    check_class(cls, Callback)
     found = {s.name: (s.default, s.comment) for s in settings_of(cls)}
     assert list(found) == ["every", "weights", "digits", "names"]
     assert found["digits"] == (9, "of a number") and found["every"][1]
@@ -282,6 +286,7 @@ def test_a_run_writes_a_strangers_format_on_the_way_and_at_the_end(tall, capsys)
 
 MODEL = """
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 from toyexp import hookimpl
 from toyexp_models.gpt2 import GPT2
@@ -333,9 +338,11 @@ def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tal
         ({"types": {"hf-f16": {}}}, "--type hf-f16 is already a word of format=hf"),
     ],
 )
-def test_a_format_takes_nothing_of_anothers(changes, told):
+def test_a_format_takes_nothing_of_anothers(changes, told, monkeypatch):
     made = dataclass(type("Theirs", (Tall,), {"name": "theirs", "suffix": ".theirs", "types": {}, **changes}))
     made.__doc__ = "Numbers as text."
-    register = _registrar(load(), [], "format", Format, "theirs", "theirs 1.0")
+    module = ModuleType("theirs")
+    module.register_formats = hookimpl(lambda register: register(made), specname="register_formats")
+    monkeypatch.setitem(sys.modules, "theirs", module)
     with pytest.raises(UserError, match=re.escape(told)):
-        register(made)
+        load(["theirs"])

@@ -13,9 +13,10 @@ from structure import PUBLIC
 import toyexp
 from toyexp import UserError
 from toyexp.commands.line import main
-from toyexp.config.schema import conf_dir
+from toyexp.config.shipped import conf_dir
 from toyexp.contract.hooks import Registration, RunHooks
-from toyexp.contract.registry import KINDS, load, settings_of
+from toyexp.contract.registry import KINDS, load
+from toyexp.contract.settings import settings_of
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -43,6 +44,17 @@ def register_callbacks(register):
 
 def callback(name, body="", cls="Mine", help="Does something."):
     return CALLBACK.format(name=name, body="\n".join(f"    {line}" for line in body.splitlines()), cls=cls, help=help)
+
+
+def part(kind, *body):
+    """The source of a plugin with one part of a kind."""
+    lines = "".join(f"    {line}\n" for line in ("'''Does something.'''", "name = 'other'", *body))
+    return (
+        "from dataclasses import dataclass\n"
+        f"from toyexp import IMAGES, TOKENS, {kind}, hookimpl\n"
+        f"@dataclass\nclass Mine({kind}):\n{lines}"
+        f"@hookimpl\ndef register_{kind.lower()}{'' if kind == 'Data' else 's'}(register):\n    register(Mine)\n"
+    )
 
 
 @pytest.fixture
@@ -126,43 +138,15 @@ BROKEN = {
     "has a name nobody can type": (callback("Other One"), ["Mine.name is 'Other One'", "lower-case"]),
     "has no name": (callback("other").replace("    name: ClassVar[str] = \"other\"\n", ""), ["Mine.name is None"]),
     "leaves abstract methods": (
-        "from dataclasses import dataclass\n"
-        "from toyexp import Recipe, hookimpl\n"
-        "@dataclass\n"
-        "class Mine(Recipe):\n"
-        "    '''Trains something.'''\n"
-        "    name = 'other'\n"
-        "@hookimpl\n"
-        "def register_recipes(register):\n"
-        "    register(Mine)\n",
+        part("Recipe"),
         ["Mine does not implement plan"],
     ),
     "starts from what is no setting": (
-        "from dataclasses import dataclass\n"
-        "from toyexp import Recipe, hookimpl\n"
-        "@dataclass\n"
-        "class Mine(Recipe):\n"
-        "    '''Trains something.'''\n"
-        "    name = 'other'\n"
-        "    starts_from = 'base'\n"
-        "    def plan(self, model, setup): ...\n"
-        "@hookimpl\n"
-        "def register_recipes(register):\n"
-        "    register(Mine)\n",
+        part("Recipe", "def plan(self, model, setup): ...", "starts_from = 'base'"),
         ["Mine.starts_from is 'base'", "no setting"],
     ),
     "says in a word which data it reads": (
-        "from dataclasses import dataclass\n"
-        "from toyexp import Recipe, hookimpl\n"
-        "@dataclass\n"
-        "class Mine(Recipe):\n"
-        "    '''Trains something.'''\n"
-        "    name = 'other'\n"
-        "    reads = ('tokens',)\n"
-        "    def plan(self, model, setup): ...\n"
-        "@hookimpl\n"
-        "def register_recipes(register):\n"
-        "    register(Mine)\n",
+        part("Recipe", "def plan(self, model, setup): ...", "reads = ('tokens',)"),
         ["Mine.reads is ('tokens',)", "TOKENS"],
     ),
     "registers another kind of thing": (
@@ -170,6 +154,51 @@ BROKEN = {
         ["Mine is no subclass of toyexp.Engine"],
     ),
     "registers an object": (callback("other").replace("register(Mine)", "register(Mine())"), ["no subclass of"]),
+    "names a setting like a method": (
+        callback("other", "state: str = ''"),
+        ["Mine.state cannot be a setting: toyexp.Callback has something else of that name"],
+    ),
+    "makes a setting of its name": (
+        callback("other").replace("name: ClassVar[str]", "name: str"),
+        ["Mine.name cannot be a setting", "ClassVar"],
+    ),
+    "schedules nothing": (
+        callback("other").replace("Callback", "Schedule"),
+        ["Mine does not implement factor"],
+    ),
+    "forgets the comma of a tuple": (
+        part("Recipe", "def plan(self, model, setup): ...", "needs_tensors = ('token_embd.weight')"),
+        ["Mine.needs_tensors is 'token_embd.weight'; it is a tuple of names: ('token_embd.weight',)"],
+    ),
+    "fills what is no setting": (
+        part("Data", "gives = TOKENS", "fills = ('date',)", "def check(self): ...", "def open(self, vocabulary): ..."),
+        ["Mine.fills is 'date'", "no setting"],
+    ),
+    "wants a mode that AdamW does not have": (
+        part("Recipe", "def plan(self, model, setup): ...", "optim_mode = 'lor'"),
+        ["Mine.optim_mode is 'lor'", "did you mean lora?"],
+    ),
+    "reads nothing of its kind": (
+        part("Model", "reads = IMAGES", "def check(self): ...", "def tensors(self): ...", "def forward(self): ..."),
+        ["Mine does not implement inputs", "images"],
+    ),
+    "writes no adapters after all": (
+        part("Format", "suffix = '.mine'", "adapters = True", "def write(self, exported, path): ..."),
+        ["Mine does not implement write_adapter"],
+    ),
+    "writes numbers of what is no setting": (
+        part("Format", "suffix = '.mine'", "numbers = 'type'", "def write(self, exported, path): ..."),
+        ["Mine.numbers is 'type'", "no setting"],
+    ),
+    "gives a format a setting of its callback": (
+        part("Format", "suffix = '.mine'", "every: int = 2  # files", "def write(self, exported, path): ..."),
+        ["Mine.every cannot be a setting", "callback"],
+    ),
+    "registers two formats with one suffix": (
+        part("Format", "suffix = '.mine'", "def write(self, exported, path): ...")
+        + "    register(dataclass(type('Its', (Mine,), {'name': 'its', '__doc__': 'Another.'})))\n",
+        ["Its.suffix is '.mine'", "format=other"],
+    ),
 }  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from toyexp.commands.flags import FLAGS, SHORT
 from toyexp.commands.table import find
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.contract.command import Command
-from toyexp.contract.registry import Registry, Setting, conf_dir, load, settings_of
+from toyexp.contract.registry import Registry, load
+from toyexp.contract.settings import Setting, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
 RUNS = 20  # the newest of them are offered

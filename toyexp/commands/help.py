@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.command import Arguments
-from toyexp.contract.registry import Registry, conf_dir, load
+from toyexp.contract.registry import Registry, load
 
 HEAD = """\
 usage: toyexp [key=value ...]        run one experiment

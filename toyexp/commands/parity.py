@@ -21,8 +21,8 @@ from toyexp.config.request import Request
 from toyexp.contract.command import Arguments
 from toyexp.contract.dataset import Batches
 from toyexp.contract.recipe import start
-from toyexp.contract.registry import settings_of
 from toyexp.contract.run import Run
+from toyexp.contract.settings import settings_of
 from toyexp.sweep.combinations import combinations, own_sweep
 from toyexp.training.introduction import introduction
 from toyexp.training.parts import Prepared

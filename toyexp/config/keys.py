@@ -13,8 +13,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from toyexp.config.schema import Root, Source, all_offered, offered
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import PARTS, Submitit, Sweep
-from toyexp.contract.registry import Registry, conf_dir
+from toyexp.contract.registry import Registry
 
 
 @dataclass(frozen=True)

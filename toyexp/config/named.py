@@ -9,9 +9,11 @@ import yaml
 
 from toyexp.base.errors import UserError, nearest, printable
 from toyexp.base.words import typed
-from toyexp.config.schema import AUTO, AutoEngine, conf_dir
+from toyexp.config.schema import AUTO, AutoEngine
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS
-from toyexp.contract.registry import Registry, settings_of
+from toyexp.contract.registry import Registry
+from toyexp.contract.settings import settings_of
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:

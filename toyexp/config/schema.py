@@ -27,9 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
-from toyexp.contract.registry import Registry, conf_dir
+from toyexp.contract.registry import Registry
 from toyexp.training.settings import Settings
 
 AUTO = "auto"

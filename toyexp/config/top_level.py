@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from toyexp.base.errors import UserError, choose
 from toyexp.contract.planned import changed
-from toyexp.contract.registry import Setting, settings_of
+from toyexp.contract.settings import Setting, settings_of
 from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")

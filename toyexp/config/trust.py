@@ -15,7 +15,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError, printable
-from toyexp.contract.registry import NAMES_CODE
+from toyexp.contract.rules import NAMES_CODE
 
 SIZE_LIMIT = 256 << 10  # bytes of a file
 NODE_LIMIT = 20_000  # values in it, each repeated one counted again

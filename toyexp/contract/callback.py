@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -75,9 +75,9 @@ class Schedule(Callback):
 
     scales: str = "lr"  # what it multiplies: lr, weight_decay, or another number of the optimiser, such as momentum
 
+    @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """What the number is multiplied by at 0-based `step` of `steps`."""
-        raise NotImplementedError
+        """What the number is multiplied by at the 0-based `step` of `steps`."""
 
     def looks(self, step: int) -> bool:
         """Only one that hears of steps or stops runs: `factor` goes by the step alone."""

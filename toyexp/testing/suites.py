@@ -25,8 +25,10 @@ from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.contract.recipe import Recipe, Setup, start
-from toyexp.contract.registry import KINDS, check_class, settings_of
+from toyexp.contract.registry import KINDS
+from toyexp.contract.rules import check_class
 from toyexp.contract.run import Run
+from toyexp.contract.settings import settings_of
 from toyexp.contract.values import Given
 from toyexp.datasets.images import ImageDataset
 from toyexp.datasets.tokens import TokenDataset
@@ -49,7 +51,7 @@ class PluginSuite:
 
     def test_the_registry_takes_the_class(self) -> None:
         """It is a dataclass with a name, a help line and defaults."""
-        check_class(self.subject(), self.kind, KINDS[self.kind][0])
+        check_class(self.subject(), KINDS[self.kind][0])
 
     def test_every_setting_is_explained(self) -> None:
         """Each field has a comment, which help shows."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, UserError, hookimpl
-from toyexp.base import drop_output, for_terminal, say
+from toyexp import Callback, Planned, Run, hookimpl
+from toyexp.base import drop_output, for_terminal, require_within, say
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn
@@ -32,8 +32,7 @@ class Progress(Callback):
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
-        if self.every < 0:
-            raise UserError(f"callbacks.progress.every={self.every}: must be 0 (about ten lines) or above")
+        require_within("callbacks.progress", self, every="[0,inf)")
 
     def looks(self, step: int) -> bool:
         """Never: it goes by what it is told."""

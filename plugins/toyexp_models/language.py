@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from toyexp import TOKENS, Dataset, Kind, Model, UserError
+from toyexp.base import MOST, require_within
 
 
 @dataclass
@@ -25,12 +26,10 @@ class LanguageModel(Model):
 
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
-        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "context")
+        self.require_positive("d_model", "n_heads", "d_ff", "context")
+        self.require_blocks("n_layers")
         self.require_eps("norm_eps")
-        self.require_counts("vocab")
-        self.require_few_blocks(self.n_layers)
-        if self.vocab < 0:
-            raise UserError(f"model.vocab={self.vocab}: must be 0 (take the tokenizer's) or above")
+        require_within("model", self, vocab=f"[0,{MOST}]")
 
     def require_shared_heads(self) -> None:
         """Raises UserError unless the heads divide d_model among themselves."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
-from toyexp.base import MOST
+from toyexp.base import MOST, require_within
 from toyexp_models.language import LanguageModel
 
 
@@ -35,10 +35,8 @@ class RotaryModel(LanguageModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
-        self.require_counts("head_dim")
+        require_within("model", self, head_dim=f"[0,{MOST}]")
         given = f"model.head_dim={self.head_dim}"
-        if self.head_dim < 0:
-            raise UserError(f"{given}: must be 0 (d_model / n_heads) or above")
         if not self.head_dim:
             self.require_shared_heads()
             given = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"

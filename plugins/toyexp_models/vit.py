@@ -25,8 +25,8 @@ from toyexp import (
     Tensor,
     TensorSpec,
     UserError,
-    choose,
 )
+from toyexp.base import MOST, require_within, require_words
 from toyexp_models.vit_forms import ViTGGUF, vit_layout
 
 BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
@@ -54,15 +54,11 @@ class ViT(Model):
 
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
-        self.require_positive("d_model", "n_layers", "n_heads", "d_ff", "patch")
+        self.require_positive("d_model", "n_heads", "d_ff", "patch")
+        self.require_blocks("n_layers")
         self.require_eps("norm_eps")
-        self.require_counts("image_size", "channels", "classes")
-        self.require_few_blocks(self.n_layers)
-        if self.block not in BLOCKS:
-            raise UserError(f"model.block={self.block}: {choose(self.block, BLOCKS)}")
-        for name in ("image_size", "channels", "classes"):
-            if getattr(self, name) < 0:
-                raise UserError(f"model.{name}={getattr(self, name)}: must be 0 (take the data's) or above")
+        require_words("model", self, block=BLOCKS)
+        require_within("model", self, **dict.fromkeys(("image_size", "channels", "classes"), f"[0,{MOST}]"))
         if self.d_model % self.n_heads:
             raise UserError(
                 f"model.n_heads={self.n_heads} does not divide model.d_model={self.d_model}: "

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Arithmetic, Optimiser, UserError
+from toyexp import Arithmetic, Optimiser
+from toyexp.base import require_within
 
 
 @dataclass
@@ -24,11 +25,7 @@ class Adafactor(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        if not -1 <= self.beta2_decay < 0:
-            raise UserError(f"optim.beta2_decay={self.beta2_decay}: must be from -1, and below 0")
-        for name in ("eps1", "eps2", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"optim.{name}={getattr(self, name)}: must be above 0")
+        require_within("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 
     @property
     def title(self) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError, choose
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError
+from toyexp.base import require_within, require_words
 
 
 @dataclass
@@ -24,13 +25,8 @@ class AdamWOptimiser(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        if self.mode not in (*MODES, "auto"):
-            raise UserError(f"optim.mode={self.mode}: {choose(self.mode, (*MODES, 'auto'))}")
-        self.require("beta1", 0, 1)
-        if self.beta2 is not None:
-            self.require("beta2", 0, 1)
-        if not self.eps > 0:
-            raise UserError(f"optim.eps={self.eps}: must be above 0")
+        require_words("optim", self, mode=(*MODES, "auto"))
+        require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def settled(self, mode: str) -> AdamWOptimiser:
         """In `mode` unless one was chosen, with the mode's beta2.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Arithmetic, Optimiser
+from toyexp.base import require_within
 
 
 @dataclass
@@ -22,8 +23,7 @@ class Lion(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        self.require("beta1", 0, 1)
-        self.require("beta2", 0, 1)
+        require_within("optim", self, beta1="[0,1)", beta2="[0,1)")
 
     @property
     def title(self) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, LORA, AdamW, Arithmetic, Optimiser, Rule, UserError, choose
+from toyexp import DEFAULT_BETA2, LORA, AdamW, Arithmetic, Optimiser, Rule
+from toyexp.base import require_within, require_words
 
 SCALES = ("match_adamw", "original")
 # Of the polynomial a x + b x^3 + c x^5, whose slope at 0 is as steep as it can be (Jordan 2024).
@@ -32,14 +33,9 @@ class Muon(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        for name in ("momentum", "adamw_beta1", "adamw_beta2"):
-            self.require(name, 0, 1)
-        if not 1 <= self.iterations <= 20:
-            raise UserError(f"optim.iterations={self.iterations}: must be from 1 to 20")
-        if self.scale not in SCALES:
-            raise UserError(f"optim.scale={self.scale}: {choose(self.scale, SCALES)}")
-        if self.adamw_lr is not None:
-            self.require("adamw_lr", 0)
+        require_words("optim", self, scale=SCALES)
+        require_within("optim", self, momentum="[0,1)", adamw_beta1="[0,1)", adamw_beta2="[0,1)")
+        require_within("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
 
     @property
     def title(self) -> str:

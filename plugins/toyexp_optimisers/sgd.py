@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Arithmetic, Optimiser, UserError
+from toyexp.base import require_within
 
 
 @dataclass
@@ -22,7 +23,7 @@ class SGD(Optimiser):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         super().check()
-        self.require("momentum", 0, 1)
+        require_within("optim", self, momentum="[0,1)")
         if self.nesterov and not self.momentum:
             raise UserError("optim.nesterov=true: needs optim.momentum, such as 0.9")
 

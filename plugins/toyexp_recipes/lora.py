@@ -51,13 +51,11 @@ class Lora(FromBase):
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a base that is not given."""
         super().check()
-        if self.rank < 1:
-            raise UserError(f"recipe.rank={self.rank}: must be 1 or above")
         for key in ("alpha", "init_scale"):
             value = getattr(self, key)
             if value is not None:
                 require_positive(f"recipe.{key}", value)
-        require_within("recipe", self, dropout="[0,1)")
+        require_within("recipe", self, rank="[1,inf)", dropout="[0,1)")
         if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 

@@ -164,7 +164,7 @@ def test_time_left_is_said_as_people_say_it(seconds, text):
 
 def test_a_negative_interval_is_refused(train):
     run = train("callbacks.progress.every=-1")
-    assert run.code == 2 and "callbacks.progress.every=-1: must be 0" in run.err
+    assert run.code == 2 and "callbacks.progress.every=-1: must be at least 0" in run.err
     assert not run.dir.exists()
 
 

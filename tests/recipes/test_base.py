@@ -165,7 +165,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
-        ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be 1 or above"),
+        ("recipe=lora recipe.base=base.gguf recipe.rank=0", "recipe.rank=0: must be at least 1"),
         ("recipe=lora recipe.base=base.gguf recipe.rank=99", "use recipe.rank=32 or less"),
         ("recipe=lora recipe.base=base.gguf recipe.targets=[attn_w]", "did you mean attn_"),
         ("recipe=lora recipe.base=base.gguf recipe.targets={q:1}", "recipe.targets={q:1}"),

@@ -192,7 +192,7 @@ def test_targets_are_names_and_patterns(tmp_path, name, targets, chosen):
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": []}, "name at least one"),
-        ("llama", {"rank": 0}, "recipe.rank=0: must be 1 or above"),
+        ("llama", {"rank": 0}, "recipe.rank=0: must be at least 1"),
         ("llama", {"rank": 17, "targets": ["k"]}, "blk.0.attn_k.weight is 16 x 32; use recipe.rank=16 or less"),
         ("llama", {"alpha": 0.0}, "recipe.alpha=0.0: must be above 0"),
         ("llama", {"init_scale": float("inf")}, "recipe.init_scale=inf"),

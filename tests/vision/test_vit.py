@@ -134,7 +134,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
         ("model.image_size=16", "model.image_size=16: the data has 8; leave it at 0"),
         ("model.channels=3", "model.channels=3: the data has 1"),
         ("model.classes=9", "model.classes=9 is smaller than the data's classes (0..9)"),
-        ("model.classes=-1", "model.classes=-1: must be 0"),
+        ("model.classes=-1", "model.classes=-1: must be at least 0"),
         ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=32"),
         ("model.block=rmsnorm_slu", "did you mean rmsnorm_silu?"),
         ("model.norm_eps=0", "model.norm_eps=0.0: must be above 0"),

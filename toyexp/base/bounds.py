@@ -39,9 +39,14 @@ def require_words(place: str, part: object, **words: Collection[str]) -> None:
 
 
 def require_within(place: str, part: object, **bounds: str) -> None:
-    """Raises UserError for a setting of a part that is outside of its interval, written `[1,inf)`, `(0,1]`."""
+    """Raises UserError for a setting of a part that is outside of its interval, written `[1,inf)`, `(0,1]`.
+
+    None, which stands for a setting that is worked out later, is inside of every interval.
+    """
     for name, bound in bounds.items():
-        given, (low, high) = getattr(part, name), bound[1:-1].split(",")
+        if (given := getattr(part, name)) is None:
+            continue
+        low, high = bound[1:-1].split(",")
         above = given > float(low) if bound[0] == "(" else given >= float(low)
         if not (above and (given < float(high) if bound[-1] == ")" else given <= float(high))):
             words = [f"{'above' if bound[0] == '(' else 'at least'} {low}"]

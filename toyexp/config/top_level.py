@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.bounds import MOST, require_within, require_words
+from toyexp.base.errors import UserError
 from toyexp.contract.planned import changed
 from toyexp.contract.settings import Setting, settings_of
 from toyexp.training.settings import Settings
@@ -44,10 +45,8 @@ class Sweep:
 
     def check(self) -> None:
         """Raises UserError for what cannot work together."""
-        if self.launcher not in LAUNCHERS:
-            raise UserError(f"sweep.launcher={self.launcher}: {choose(self.launcher, LAUNCHERS)}")
-        if self.jobs < 0:
-            raise UserError(f"sweep.jobs={self.jobs}: must be 0 or above")
+        require_words("sweep", self, launcher=LAUNCHERS)
+        require_within("sweep", self, jobs="[0,inf)")
         if self.jobs > 1 and self.launcher == "serial":
             raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
         if not self.isolate and self.launcher != "serial":
@@ -59,11 +58,8 @@ class Sweep:
             raise UserError(
                 f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
             )
-        given, limits = self.submitit, {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
-        for name, least in limits.items():
-            value = getattr(given, name)
-            if value is not None and not least <= value < 2**31:
-                raise UserError(f"sweep.submitit.{name}={value}: must be a number from {least} to {2**31 - 1}")
+        limits = {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
+        require_within("sweep.submitit", self.submitit, **{name: f"[{low},{MOST}]" for name, low in limits.items()})
 
 
 def top_level() -> Iterator[tuple[str, Setting]]:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from toyexp.base.errors import RunFailed, UserError, choose
+from toyexp.base.bounds import require_within, require_words
+from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.writing import bytes_in
 from toyexp.contract.callback import Callback
 from toyexp.contract.format import Exported, Format, require_written
@@ -44,10 +45,8 @@ class Exporter(Callback):
 
     def check(self) -> None:
         """Raises UserError for a negative interval, unknown weights, and what the format refuses."""
-        if self.weights not in WEIGHTS:
-            raise UserError(f"callbacks.{self.name}.weights={self.weights}: {choose(self.weights, WEIGHTS)}")
-        if self.every < 0:
-            raise UserError(f"callbacks.{self.name}.every={self.every}: must be 0 (only at the end) or above")
+        require_words(f"callbacks.{self.name}", self, weights=WEIGHTS)
+        require_within(f"callbacks.{self.name}", self, every="[0,inf)")
         try:
             self._format.check()
         except UserError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from toyexp.base.bounds import MOST, require_positive
+from toyexp.base.bounds import require_positive, require_within
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.kind import Kind
 from toyexp.contract.ops import Ops, Params, Tensor
@@ -114,16 +114,9 @@ class Model(ABC):
         if not LEAST_EPS <= value <= 1:
             raise UserError(f"model.{name}={value}: must be above 0, from {LEAST_EPS:g} to 1")
 
-    def require_counts(self, *names: str) -> None:
-        """Raises UserError for a named field that is more than 31 bits count."""
-        for name in names:
-            if getattr(self, name) > MOST:
-                raise UserError(f"model.{name}={getattr(self, name)}: must be at most {MOST}")
-
-    def require_few_blocks(self, count: int) -> None:
-        """Raises UserError for more blocks than anyone trains: each has tensors that a plan lists."""
-        if count > MOST_BLOCKS:
-            raise UserError(f"model.n_layers={count}: must be at most {MOST_BLOCKS}")
+    def require_blocks(self, name: str) -> None:
+        """Raises UserError unless the named field is a number of blocks: each has tensors that a plan lists."""
+        require_within("model", self, **{name: f"[1,{MOST_BLOCKS}]"})
 
     def settings(self) -> dict[str, Any]:
         """The fields and their values."""

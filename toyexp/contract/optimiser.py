@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
-from toyexp.base.bounds import require_float32
+from toyexp.base.bounds import require_float32, require_within
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes
 from toyexp.contract.ops import Tensor
@@ -231,23 +231,13 @@ class Optimiser(Rule):
             value = getattr(self, f.name)
             if isinstance(value, float):
                 require_float32(f"optim.{f.name}", value)
-        for name in ("weight_decay", "grad_clip"):
-            self.require(name, 0)
-        if self.accumulate < 1:
-            raise UserError(f"optim.accumulate={self.accumulate}: must be at least 1")
+        require_within("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)")
         for pattern, own in self.groups.items():
             _check_group(pattern, own)
 
     def group_of(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
         """The first pattern of `groups` that fits a tensor, and what it gives it; nothing where none does."""
         return next(((p, own) for p, own in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
-
-    def require(self, name: str, low: float, below: float = math.inf) -> None:
-        """Raises UserError unless the named setting is a number from `low`, and below `below`."""
-        value = getattr(self, name)
-        if not low <= value < below:
-            limit = f"at least {low:g} and below {below:g}" if below < math.inf else f"{low:g} or above"
-            raise UserError(f"optim.{name}={value}: must be {limit}")
 
     def settled(self, mode: str) -> Self:
         """The same with what model and recipe decide: `mode` is the one they want of AdamW."""

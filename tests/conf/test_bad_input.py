@@ -57,6 +57,40 @@ def refused(tmp_path, capsys):
     return run
 
 
+OWN_CHECK = """
+from dataclasses import dataclass
+from toyexp import UserError, hookimpl
+from toyexp_optimisers.sgd import SGD
+
+@dataclass
+class Mine(SGD):
+    '''Checks what is its own, and nothing else.'''
+    name = "mine"
+    pace: float = 1.0  # of what it does
+
+    def check(self):
+        if self.pace <= 0:
+            raise UserError(f"optim.pace={self.pace}: must be above 0")
+
+@hookimpl
+def register_optimisers(register):
+    register(Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("optim.pace=0", "optim.pace=0.0: must be above 0"),
+        ("optim.grad_clip=-1", "optim.grad_clip=-1.0: must be at least 0"),
+        ("optim.groups={blk.*: 3}", "optim.groups: blk.*: takes settings in braces"),
+    ],
+)
+def test_an_optimiser_that_checks_its_own_settings_alone_has_the_common_ones_checked_too(setting, words, refused):
+    Path("own_check.py").write_text(OWN_CHECK)
+    refused(["plugins=[own_check]", "optim=mine", setting, *SMALL], words)
+
+
 # -- what stands on the command line --------------------------------------------------------------------------------
 
 KEYS = [

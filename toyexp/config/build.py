@@ -21,6 +21,7 @@ from toyexp.config.schema import Root, class_of, schema
 from toyexp.config.top_level import PARTS
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model
+from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import Registry
 from toyexp.training.settings import Settings
@@ -50,6 +51,8 @@ def check_parts(parts: Mapping[str, Any]) -> None:
     """Has each part look at its own settings; what one raises without meaning to is told as its failure."""
     for who, part in parts.items():
         try:
+            if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
+                Optimiser.check(part)
             part.check()
         except (Exception, SystemExit):
             with blamed(who.replace("=", "."), "while its settings were checked"), told_by(who):

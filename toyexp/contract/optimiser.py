@@ -226,7 +226,7 @@ class Optimiser(Rule):
     groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
+        """Raises UserError for values that cannot work; what all optimisers have is checked in any case."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from toyexp.base.blame import asked
 from toyexp.base.errors import UserError, choose
@@ -63,7 +63,7 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
 
 def kind_of(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
-    classes = [cast("type[Data]", offer.cls) for offer in registry.offers["data"].values()]
+    classes: list[type[Data]] = list(registry.classes("data").values())
     fits: dict[type[Data], int] = {
         cls: asked(f"data.{cls.name}", f"while it looked at {path}", int, partial(cls.recognises, path))
         for cls in classes

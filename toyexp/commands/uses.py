@@ -118,13 +118,12 @@ class Offers:
         return ""
 
     def _starting_from(self, what: str) -> list[type[Recipe]]:
-        recipes = (cast("type[Recipe]", offer.cls) for offer in self._registry.offers["recipe"].values())
+        recipes = self._registry.classes("recipe").values()
         return [recipe for recipe in recipes if recipe.starts_from == what and self._models(recipe)]
 
     def _models(self, recipe: type[Recipe]) -> list[Model]:
         """Those that the recipe trains, the first of them where none is named."""
-        models = (cast("type[Model]", offer.cls) for offer in self._registry.offers["model"].values())
-        return [model() for model in models if model.reads in recipe.reads]
+        return [model() for model in self._registry.models() if model.reads in recipe.reads]
 
     def _is_for(self, recipe: type[Recipe]) -> bool:
         return self.model is None or self.model.reads in recipe.reads

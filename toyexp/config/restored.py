@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -70,9 +70,9 @@ def _kept(key: Path, made_of: Path, stem: str, write: Callable[[Path], object]) 
 
 def _read_by(path: Path, registry: Registry | None) -> Format | None:
     """Who reads files of that name, where they are in another format than GGUF."""
-    offers = registry.offers["format"].values() if registry else ()
-    named = [cls for cls in (cast("type[Format]", offer.cls) for offer in offers) if path.name.endswith(cls.suffix)]
-    return next((cls() for cls in named if cls.suffix != ".gguf" and cls.read is not Format.read), None)
+    forms = registry.classes("format").values() if registry else ()
+    named = [form for form in forms if path.name.endswith(form.suffix)]
+    return next((form() for form in named if form.suffix != ".gguf" and form.read is not Format.read), None)
 
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import columns
@@ -18,8 +17,8 @@ from toyexp.contract.registry import Registry
 
 def refusal(recipe: Recipe, model: Model) -> str | None:
     """Why this recipe cannot train this model, on any engine; None where it can."""
-    if unread := misfit(recipe, model):
-        return unread
+    if reason := misfit(recipe, model):
+        return reason
     missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()} if recipe.needs_tensors else set()
     return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have" if missing else None
 
@@ -31,7 +30,7 @@ def unread(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
 
 def of_kind(kind: Kind, registry: Registry) -> list[str]:
     """The names of the data of a kind; the first of them is for those who name none."""
-    return [name for name, offer in registry.offers["data"].items() if cast("type[Data]", offer.cls).gives == kind]
+    return [name for name, cls in registry.classes("data").items() if cls.gives == kind]
 
 
 def misfit(recipe: Recipe, model: Model) -> str | None:
@@ -53,12 +52,10 @@ def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Da
     if "data" in typed:
         kind = data.gives
     fits = kind in (recipe.reads if "recipe" in typed else recipe.reads[:1])
-    others = {name: cast("type[Recipe]", offer.cls) for name, offer in registry.offers["recipe"].items()}
-    recipes = [recipe.name] if fits else [name for name, cls in others.items() if cls.reads[0] == kind]
-    known = {name: cast("type[Model]", offer.cls) for name, offer in registry.offers["model"].items()}
-    models = [model.name] if model.reads == kind else [name for name, cls in known.items() if cls.reads == kind]
-    other_data = [f"data={name}" for name in of_kind(kind, registry)][:1]
-    words = own_data if "data" in typed else other_data
+    recipes = [recipe.name] if fits else [n for n, cls in registry.classes("recipe").items() if cls.reads[0] == kind]
+    others = [n for n, cls in registry.classes("model").items() if cls.reads == kind]
+    models = [model.name] if model.reads == kind else others
+    words = own_data if "data" in typed else [f"data={name}" for name in of_kind(kind, registry)[:1]]
     if not (recipes and models and words):
         return ""
     return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}"
@@ -76,11 +73,11 @@ class Cell:
 
 def cells(registry: Registry) -> Iterator[Cell]:
     """Every recipe with every model."""
-    recipes, models = (sorted(registry.offers[k].items()) for k in ("recipe", "model"))
+    recipes, models = (sorted(registry.classes(kind).items()) for kind in ("recipe", "model"))
     for recipe, r in recipes:
         for model, m in models:
-            refused = refusal(r.cls(), m.cls())
-            yield Cell(recipe, model, refused, None if refused else _setting(r.cls(), m.cls()))
+            refused = refusal(r(), m())
+            yield Cell(recipe, model, refused, None if refused else _setting(r(), m()))
 
 
 def _setting(recipe: Recipe, model: Model) -> str | None:

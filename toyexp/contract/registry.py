@@ -86,20 +86,24 @@ class Registry:
         """The engines in the order in which engine=auto asks them."""
         return sorted(self.offers["engine"].values(), key=lambda o: -cast("type[Engine]", o.cls).priority)
 
+    def classes(self, kind: str) -> dict[str, Any]:
+        """The classes of a kind by name, in the order in which they were registered."""
+        return {name: offer.cls for name, offer in self.offers[kind].items()}
+
     def models(self) -> list[type[Model]]:
         """The classes of models."""
-        return [cast("type[Model]", offer.cls) for offer in self.offers["model"].values()]
+        return list(self.classes("model").values())
 
     def types(self) -> dict[str, tuple[type[Format], Mapping[str, Any]]]:
         """What `toyexp export --type` takes: the format of each word, and the settings that it stands for."""
         known: dict[str, tuple[type[Format], Mapping[str, Any]]] = {}
-        for form in (cast("type[Format]", offer.cls) for offer in self.offers["format"].values()):
+        for form in self.classes("format").values():
             known |= {form.name: (form, {}), **{word: (form, settings) for word, settings in form.types.items()}}
         return known
 
     def suffixes(self) -> dict[str, str]:
         """The formats by what their files' names end in."""
-        return {cast("type[Format]", offer.cls).suffix: name for name, offer in self.offers["format"].items()}
+        return {form.suffix: name for name, form in self.classes("format").items()}
 
     def get(self, kind: str, name: str) -> type:
         """The class of that name; raises UserError with the nearest name, and with the broken plugin that had it."""

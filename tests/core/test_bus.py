@@ -173,6 +173,21 @@ def test_a_schedule_multiplies_the_base_rate():
     assert [bus.lr(run, k) for k in range(4)] == [0.25, 0.1875, 0.125, 0.0625]
 
 
+def test_whoever_scales_another_number_is_asked_at_every_step():
+    @dataclass(eq=False)
+    class Both(Half):
+        @hookimpl
+        def factors(self, step):
+            return {"beta1": 1.0 - step / 4}
+
+    run, other = make_run(), Falling(scales="momentum")
+    assert Bus({"half": Half()}).factors(run, 1) == {}
+    assert Bus({"both": Both()}).factors(run, 1) == {"beta1": 0.75}, "a schedule of lr that has more to say"
+    bus = Bus({"half": Half(), "other": other})
+    assert [bus.factors(run, k) for k in (0, 5)] == [{"momentum": 1.0}, {"momentum": 0.5}]
+    assert bus.lr(run, 5) == 0.125
+
+
 @pytest.mark.parametrize(
     ("names", "by_default", "dropped"),
     [("half falling", "", "half"), ("half falling", "falling", "falling"), ("own half", "half", "half"),

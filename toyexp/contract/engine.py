@@ -115,7 +115,7 @@ def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Seque
     if len(numbers) != len(groups):
         raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
     for vector in numbers:
-        if not np.isfinite(vector).all():
+        if not all(map(math.isfinite, vector.tolist())):
             raise SessionError(f"step(): its numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
     return numbers
 
@@ -201,7 +201,7 @@ class Session(ABC):
         self._require(State.BUILT, "evaluate()")
         total = weight = 0.0
         for batch in batches:
-            for micro in self._cut(batch):
+            for micro in self._cut(batch)[0]:
                 total += self.do_loss(micro)
                 weight += float(micro["weights"].sum(dtype=np.float64))
         if not 0 < weight < math.inf:
@@ -401,30 +401,32 @@ class Session(ABC):
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
-        micros = self._cut(batch)
-        total = batch["weights"].sum(dtype=np.float64)
-        if not 0 < total < math.inf:
+        micros, total = self._cut(batch)
+        if total <= 0:
             raise BadBatch(f"a batch whose targets weigh {total:g} in all has no loss")
         return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
 
-    def _cut(self, batch: Batch) -> list[Batch]:
-        rows = self.plan.rows
+    def _cut(self, batch: Batch) -> tuple[list[Batch], np.float64]:
+        """The micro-batches of a batch that is as the plan wants it, and what its targets weigh in all."""
         if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
             raise BadBatch("a batch is a mapping of names to numpy's arrays, and this is none")
-        missing = {n: s for n, s in self.plan.inputs.items() if s.optional and n not in batch}
-        if missing and "targets" in batch:
-            count = len(batch["targets"])
-            batch = {**batch, **{n: np.zeros((count, *s.shape), s.dtype) for n, s in missing.items()}}
-        self._check_batch(batch)
-        count = len(batch["targets"])
+        for name, spec in self.plan.inputs.items():
+            if name not in batch:
+                if not spec.optional or "targets" not in batch:
+                    raise BadBatch(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+                batch = {**batch, name: np.zeros((len(batch["targets"]), *spec.shape), spec.dtype)}
+        count, rows = len(batch["targets"]), self.plan.rows
+        self._check_arrays(batch, count)
+        total: np.float64 = batch["weights"].sum(dtype=np.float64)
+        if not math.isfinite(total):
+            raise BadBatch("batch['weights'] holds numbers that are NaN or infinite")
         if count % rows:
             raise BadBatch(f"a batch of {count} rows does not divide into micro-batches of {rows}")
-        return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)]
+        if count == rows:
+            return [batch], total
+        return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)], total
 
-    def _check_batch(self, batch: Batch) -> None:
-        for name in self.plan.inputs:
-            if name not in batch:
-                raise BadBatch(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+    def _check_arrays(self, batch: Batch, count: int) -> None:
         for name, spec in self.plan.inputs.items():
             array = batch[name]
             if array.shape[1:] != spec.shape or array.dtype != spec.dtype:
@@ -432,12 +434,12 @@ class Session(ABC):
                     f"batch[{name!r}]: expected [rows, {', '.join(map(str, spec.shape))}] {spec.dtype}, "
                     f"got {list(array.shape)} {array.dtype}"
                 )
-            if len(array) != len(batch["targets"]):
-                raise BadBatch(f"batch[{name!r}] has {len(array)} rows, its targets {len(batch['targets'])}")
+            if len(array) != count:
+                raise BadBatch(f"batch[{name!r}] has {len(array)} rows, its targets {count}")
             if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
                 wrong = array[(array < 0) | (array >= spec.below)][0]
                 raise BadBatch(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
-            if not spec.optional and array.dtype.kind == "f" and not np.isfinite(array).all():
+            if name != "weights" and array.dtype.kind == "f" and not (spec.optional or np.isfinite(array).all()):
                 raise BadBatch(f"batch[{name!r}] holds numbers that are NaN or infinite")
 
     def _padded_logits(self, batch: Batch) -> np.ndarray:

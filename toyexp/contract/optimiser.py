@@ -87,7 +87,7 @@ class Group:
             decay *= factors.get("weight_decay", 1.0)
             own = {k: getattr(rule, k) * f for k, f in factors.items() if k != "weight_decay" and k in scalable(rule)}
             rule = dataclasses.replace(rule, **own)  # type: ignore[type-var]
-        return np.array([*rule.numbers(step, lr * self.lr_scale, decay).values()])
+        return np.fromiter(rule.numbers(step, lr * self.lr_scale, decay).values(), np.float64)
 
 
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
@@ -136,7 +136,6 @@ class AdamW(Rule):
     """
 
     elementwise: ClassVar[bool] = True
-    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -162,6 +161,9 @@ class AdamW(Rule):
         Raises UserError while `mode` is unset or contradicts `bias_correct`: fed into the other kind of graph,
         the same seven slots would silently train with other numbers.
         """
+        return np.array([self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, *self._last_two(t)])
+
+    def _last_two(self, t: int) -> tuple[float, float]:
         if self.mode is None:
             raise UserError("AdamW.hp: mode is unset; use AdamW.for_from_scratch() or AdamW.for_lora(), or set .mode")
         if self.mode not in MODES:
@@ -172,12 +174,11 @@ class AdamW(Rule):
             )
         if self.mode == LORA and not self.bias_correct:
             raise UserError("AdamW.hp: mode=lora but bias_correct=False; its slots 5 and 6 are 1/(1 - beta^t)")
-        slot5, slot6 = self.beta1, self.beta2
-        if self.bias_correct:
-            if t < 1:
-                raise UserError(f"AdamW.hp: bias correction counts steps from 1, got t={t}")
-            slot5, slot6 = 1 / (1 - self.beta1**t), 1 / (1 - self.beta2**t)
-        return np.array([self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, slot5, slot6])
+        if not self.bias_correct:
+            return self.beta1, self.beta2
+        if t < 1:
+            raise UserError(f"AdamW.hp: bias correction counts steps from 1, got t={t}")
+        return 1 / (1 - self.beta1**t), 1 / (1 - self.beta2**t)
 
     def hp_for_step(self, step: int) -> np.ndarray:
         """The seven numbers for the loop's 0-based `step`, in either mode."""
@@ -190,7 +191,7 @@ class AdamW(Rule):
 
     def names(self) -> Sequence[str]:
         """Of the seven, also while the mode is unset."""
-        return self.NUMBERS
+        return ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """The two moments."""
@@ -198,8 +199,11 @@ class AdamW(Rule):
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
         """The seven."""
-        hp = dataclasses.replace(self, lr=lr, weight_decay=weight_decay).hp_for_step(step)
-        return dict(zip(self.NUMBERS, hp.tolist(), strict=True))
+        slot5, slot6 = self._last_two(step + 1 if self.mode == LORA else step)
+        return {
+            "lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "weight_decay": weight_decay,
+            "slot5": slot5, "slot6": slot6,
+        }  # fmt: skip
 
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]

@@ -110,7 +110,7 @@ class Plan:
                 return tensor
         raise KeyError(name)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[PlanTensor, ...]:
         """The tensors that training changes."""
         return tuple(t for t in self.tensors if t.trainable)

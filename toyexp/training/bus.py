@@ -60,6 +60,8 @@ class Bus:
                 least = next((name for name in rivals if name in by_default()), rivals[0])
                 what = "the learning rate" if number == "lr" else number
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
+        answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
+        self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
 
     def lr(self, run: Run, step: int) -> float:
@@ -81,6 +83,8 @@ class Bus:
         Raises RunFailed for an answer that is no finite number from 0, and for two about one number.
         """
         found: dict[str, float] = {}
+        if not self._asks_factors:
+            return found
         for answer in self.hook.factors(run=run, step=step, steps=run.steps):
             for name, value in (answer or {}).items():
                 if not _scales(value):
@@ -179,6 +183,11 @@ class Bus:
             except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
                 raised.append(second)
+
+
+def _scales_lr_alone(callback: object) -> bool:
+    """Whether it is a schedule of the learning rate, which scales no other number at any step."""
+    return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 
 def _scales(answer: Any) -> bool:

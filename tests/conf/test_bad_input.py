@@ -177,6 +177,7 @@ VALUES = [
     ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=64"),
     ("model.n_kv_heads=3", "model.n_kv_heads=3 does not divide model.n_heads=4"),
     ("model.d_model=12", "heads of 3", "even"),
+    ("optim.groups.output.lr=1", "optim.groups.output.lr=1", "in braces: optim.groups={name: value}"),
     ("optim.beta1=1", "optim.beta1=1.0", "below 1"),
     ("optim.beta2=2", "optim.beta2=2.0", "below 1"),
     ("optim.eps=0", "optim.eps=0.0: must be above 0"),

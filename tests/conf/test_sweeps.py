@@ -519,6 +519,25 @@ def test_a_job_that_was_not_composed_has_the_settings_of_one_that_was():
         assert plain[0] == plain[1]
 
 
+def test_patterns_of_a_sweep_are_looked_at_as_its_jobs_take_them_and_told_in_the_same_words():
+    patterns = "{*attn*: {lr: 1}},{blk.0.*: {frozen: true}},{},output.weight,'{output.weight: {lr: 1}}',null"
+    found, ahead = lookahead(f"optim.groups={patterns}", "steps=5,2e3",
+                             fixed=("data=random", "engine=cpu", "optim.groups={*: {weight_decay: 0}}"))  # fmt: skip
+
+    def outcome(config, *words):
+        try:
+            cfg = config(*words).cfg
+        except UserError as error:
+            return str(error)
+        return list(cfg.optim.groups.items()), cfg.steps
+
+    outcomes = [outcome(ahead.config, job) for job in found]
+    assert outcomes == [outcome(ahead.request.compose, *job.overrides) for job in found]
+    assert outcomes[2] == ([("blk.0.*", {"frozen": True}), ("*", {"weight_decay": 0})], 5)
+    assert outcomes[1] == "steps=2000.0: must be a whole number, written out: steps=2000"
+    assert all("takes names with values, in braces: optim.groups={name: value}" in told for told in outcomes[6::2])
+
+
 def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
     for fixed, told in (("optim.beta1=2", "optim.beta1=2.0"), ("stesp=5", "unknown key stesp")):
         found, ahead = lookahead("seed=1,2", fixed=("data=random", fixed))

@@ -62,7 +62,7 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
         return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
     if kind in GROUPS and rest:
-        return _wrong_part(override, kind, rest, keys.registry)
+        return _wrong_part(override, kind, rest, keys)
     if key in ("sweep", "sweep.submitit"):
         return f"{line}: give its settings one by one: {key}.<setting>=..."
     if rest and kind in keys.under("") and kind != "sweep":
@@ -70,16 +70,18 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     return None
 
 
-def _wrong_part(override: Override, kind: str, rest: Sequence[str], registry: Registry) -> str | None:
+def _wrong_part(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
     """What is wrong with where a setting of a part is put."""
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
-    if len(rest) < depth and rest[0] not in registry.offers[kind]:
-        return _unknown(f"{kind}.{rest[0]}", None, registry)
+    if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
+        return _unknown(f"{kind}.{rest[0]}", None, keys.registry)
     if len(rest) < depth:
         one_by_one = f"give a callback's settings one by one ({kind}.{rest[0]}.<setting>=...)"
         return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
     if len(rest) > depth:
-        return f"{line}: {'.'.join([kind, *rest[:depth]])} holds one value, not keys of its own"
+        key = ".".join([kind, *rest[:depth]])
+        names = f"names with values, in braces: {key}={{name: value}}"
+        return f"{line}: {key} holds {names if keys.holds_names(key) else 'one value, not keys of its own'}"
     if rest[-1] == "name":
         name = "[...]" if kind == "callbacks" else override.get_value_element_as_str()
         return f"{line}: cannot be set; choose by name: {kind}={name}"
@@ -198,7 +200,7 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
         key, value = next(_misshapen(load_yaml(path), Keys.of(registry)), (None, None))
         if key in (*PARTS, "callbacks"):
             return UserError(f"{place(path, key)}: {key} holds settings, and no names; {_choice(key, value)}")
-    found = _of_a_key(error, given, registry, source) or _of_a_value(error, key, [] if path else given, registry)
+    found = _of_a_key(error, given, registry, source) or wrong_value(error, key, [] if path else given, registry)
     if path is None or str(found).startswith(str(path)):
         return found
     return UserError(f"{place(path, key or '')}: {found}")
@@ -241,8 +243,8 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
     return UserError(f"{dropped.input_line}: this run has no such callback; {choose(name, there)}")
 
 
-def _of_a_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:
-    """Where it is of the value of a key: by the setting that gave it."""
+def wrong_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:
+    """A complaint about the value of a key as one of ours, by the setting that gave it."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     same = [o for o in given if o.key_or_group == key]  # it may be there twice
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same

@@ -252,7 +252,10 @@ class Optimiser(Rule):
         return (self,)
 
     def base_lr(self, rule: Rule) -> float | None:
-        """The base learning rate of one of its rules, where that is not the run's."""
+        """The base learning rate of one of its rules, where that is not the run's.
+
+        A setting that ends in `_lr` is named where a loss blows up and it is higher than the run's.
+        """
         return None
 
     @property

@@ -78,11 +78,13 @@ class Run:
 
     @property
     def remedy(self) -> str:
-        """What to try where the loss blows up: a lower lr, after what `optim.groups` has higher than the run."""
+        """What to try where the loss blows up: a lower lr, after what `optim` has higher for some of the tensors."""
         optim = self.config.get("optim", {})
         usual = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
         own = [(p, name, v) for p, mine in optim.get("groups", {}).items() for name, v in mine.items() if name in usual]
         higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in own if v > usual[name]]
+        rates = {key: v for key, v in optim.items() if key.endswith("_lr") and isinstance(v, int | float)}
+        higher += [f"optim.{key} (it was {v:g})" for key, v in rates.items() if v > self.lr]
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def emit(self, kind: str, **fields: Any) -> None:

@@ -19,7 +19,7 @@ from toyexp.base.errors import UserError
 from toyexp.config.build import made
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
-from toyexp.config.mistakes import check_settings, in_plain_words, unknown_key
+from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, class_of
 from toyexp.config.top_level import GROUPS
@@ -116,7 +116,7 @@ class Lookahead:
         except (ConfigKeyError, AttributeError):
             raise unknown_key(key, cfg, self.request.registry) from None
         except OmegaConfBaseException as error:
-            raise in_plain_words(word, error) from None
+            raise wrong_value(error, key, parse([word]), self.request.registry) from None
 
     def _check_owner(self, cfg: DictConfig, owner: str, names: tuple[str, ...], others: Sequence[str]) -> None:
         """Has the part whose settings vary check them: model, callbacks.cosine, or "" for the top-level keys."""

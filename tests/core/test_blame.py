@@ -45,6 +45,14 @@ class Clumsy(Callback):
     def check_plan(self, plan):
         fail(self.at, "check_plan")
 
+    def warnings(self, planned):
+        fail(self.at, "warnings")
+        return {"text": "a sentence", "nothing": None}.get(self.at, [])
+
+    def state(self):
+        fail(self.at, "state")
+        return {}
+
     @hookimpl
     def on_start(self):
         fail(self.at, "on_start", self.kind)
@@ -115,6 +123,9 @@ class ClumsyRecipe(Recipe):
         fail(self.at, "plan")
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
 
+    def origin(self):
+        fail(self.at, "origin")
+
     def warm(self, session):
         fail(self.at, "warm")
 
@@ -151,6 +162,10 @@ class Session(NullSession):
 
     def do_build(self):
         fail(self._engine.at, "build")
+
+    def notes(self):
+        fail(self._engine.at, "notes")
+        return []
 
 
 @dataclass
@@ -322,6 +337,7 @@ def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
         (["data=clumsy_data", "data.at=open"], "data.clumsy_data failed while it was opened"),
         ([CALLBACKS, "callbacks.clumsy.at=check_plan"], "callbacks.clumsy failed while it looked at the plan"),
         ([CALLBACKS, "callbacks.clumsy.at=check"], "callbacks.clumsy failed while its settings were checked"),
+        ([CALLBACKS, "callbacks.clumsy.at=warnings"], "callbacks.clumsy failed in warnings()"),
     ],
 )
 def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_is_made(words, told, capsys):
@@ -330,12 +346,31 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(("at", "told"), [("text", "'a sentence'"), ("nothing", "None")])
+def test_warnings_that_are_no_list_are_told(at, told, capsys):
+    line, _ = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={at}")
+    assert line == f"Clumsy.warnings() gave {told}, expected sentences in a list"
+
+
+def test_whose_method_an_error_came_out_of_is_told_also_where_nobody_expected_one(capsys):
+    line, _ = run_failed(capsys, "recipe=clumsy_recipe", "recipe.at=origin")
+    assert line.startswith("recipe.clumsy_recipe failed in origin(): KeyError: ") and "(clumsy_plugin.py, line " in line
+
+
+def test_a_mistake_of_toyexps_own_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("toyexp.training.experiment.introduction", lambda prepared: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(last_of_each(*NOOP))
+
+
 @pytest.mark.parametrize(
     ("words", "told", "saved"),
     [
         (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed while it warmed the model", None),
         (["engine=clumsy_engine", "engine.at=realize"], "engine.clumsy_engine failed while it realized", None),
         (["engine=clumsy_engine", "engine.at=build"], "engine.clumsy_engine failed while it built", None),
+        (["engine=clumsy_engine", "engine.at=notes"], "engine's Session failed in notes()", None),
+        ([CALLBACKS, "callbacks.clumsy.at=state"], "callbacks.clumsy failed in state()", None),
         (["engine=clumsy_engine", "engine.at=step"], "engine.clumsy_engine failed at step 3", None),
         (["engine=clumsy_engine", "engine.at=step", "checkpoint_every=1"], "engine.clumsy_engine failed at step 3", 2),
         (["data=clumsy_data", "data.at=batch"], "data.clumsy_data failed at step 3", 2),

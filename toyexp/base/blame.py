@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -93,6 +93,33 @@ def batches_of(data: str, when: str) -> Iterator[None]:
         yield
     except BadBatch as error:
         raise PluginFailed(f"data.{data} {when}: {error}") from error
+
+
+@contextlib.contextmanager
+def of_a_part(kinds: Callable[[], Mapping[type, str]], log: Path | None = None) -> Iterator[None]:
+    """Raises what comes out of any method of a plugin's part as `failure` of that part: the net below `blamed`.
+
+    `kinds` gives the word for the parts of each class. A mistake of toyexp's own, and an OSError, come out as they are.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) or told(error) or (found := _method(error, kinds())) is None:
+            raise
+        raise failure(*found, error, log) from error
+
+
+def _method(error: BaseException, kinds: Mapping[type, str]) -> tuple[str, str] | None:
+    """Whose method, of all outside of toyexp, the error came out of last, and which one."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if not str(frame.f_globals.get("__name__")).startswith("toyexp."):
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            cls = owner if isinstance(owner, type) else type(owner)
+            for base, kind in kinds.items():
+                if issubclass(cls, base):
+                    name = getattr(cls, "name", None)
+                    return f"{kind}.{name}" if name else f"{kind}'s {cls.__name__}", f"in {frame.f_code.co_name}()"
+    return None
 
 
 def _guilty(error: BaseException, others: dict[str, object]) -> str | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import toyexp
-from toyexp.base.blame import blamed
+from toyexp.base.blame import blamed, of_a_part
 from toyexp.base.ending import exit_code_of
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.home import with_home, with_quotes
@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv))
 
 
+def _parts() -> Mapping[type, str]:
+    from toyexp.contract.registry import PARTS  # deferred: something is on the screen before numpy is there
+
+    return PARTS
+
+
+@of_a_part(_parts)
 def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
     follow_the_sweep()
@@ -145,6 +152,7 @@ def _go_on_with_the_newest(request: Request) -> int:
     return 0
 
 
+@of_a_part(_parts)  # each job of a sweep by itself
 def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
     """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
     from toyexp.base.memory import running_out

@@ -19,7 +19,8 @@ from toyexp.base.packages import why
 from toyexp.contract.callback import Callback
 from toyexp.contract.command import Command
 from toyexp.contract.data import Data
-from toyexp.contract.engine import Engine
+from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.engine import Engine, Session
 from toyexp.contract.exporter import exporter
 from toyexp.contract.format import Format
 from toyexp.contract.hooks import Registration
@@ -42,6 +43,11 @@ KINDS: dict[str, tuple[type, str]] = {
     "format": (Format, "register_formats"),
     "command": (Command, "register_commands"),
 }
+
+
+# Whose method something came out of: the parts of each kind, and what they make.
+PARTS: dict[type, str] = {base: kind for kind, (base, _) in KINDS.items()}
+PARTS |= {Session: "engine", Dataset: "data", Batches: "data"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from toyexp.base.blame import asked, blamed
+from toyexp.base.blame import asked, blamed, of_a_part
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
@@ -20,6 +20,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan, optimised
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
+from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.datasets.dropout import Dropout
 from toyexp.training.bus import Bus
@@ -126,7 +127,11 @@ def execute(
                 log.info(line)
                 say(line)
             state = resumed.checkpoint.arrays if resumed else None
-            with running_out(), start(config.recipe, config.engine, prepared.plan, state, directory) as session:
+            with (
+                of_a_part(lambda: PARTS, directory / "log.txt"),
+                running_out(),
+                start(config.recipe, config.engine, prepared.plan, state, directory) as session,
+            ):
                 for line in session.notes():
                     log.info("note    %s", line)
                     say(f"note    {line}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toyexp.base.errors import PluginFailed, printable
 from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.dataset import Batches, Dataset
@@ -45,8 +46,17 @@ class Config:
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
-        return [*self.left_out, *self.settings.warnings(), *(text for p in parts for text in p.warnings(planned)),
-                *idle_groups(planned.plan, self.optim)]  # fmt: skip
+        told = [text for part in parts for text in _warnings(part, planned)]
+        return [*self.left_out, *self.settings.warnings(), *told, *idle_groups(planned.plan, self.optim)]
+
+
+def _warnings(part: Engine | Recipe | Data | Callback, planned: Planned) -> list[str]:
+    """What a part warns of; PluginFailed for a text, which would be told letter by letter, and for nothing."""
+    told = part.warnings(planned)
+    if isinstance(told, str) or not isinstance(told, Iterable):
+        what = f"{type(part).__name__}.warnings() gave {printable(repr(told))}"
+        raise PluginFailed(f"{what}, expected sentences in a list")
+    return list(told)
 
 
 FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change

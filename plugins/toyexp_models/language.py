@@ -27,8 +27,8 @@ class LanguageModel(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
-        self.require_blocks("n_layers")
         self.require_eps("norm_eps")
+        self.require_blocks("n_layers")
         require_within("model", self, vocab=f"[0,{MOST}]")
 
     def require_shared_heads(self) -> None:

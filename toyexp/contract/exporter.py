@@ -170,13 +170,15 @@ def _pairs(plan: Plan) -> list[str]:
     return [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
 
 
-def exporter_base(form: type[Format]) -> type[Exporter]:
-    """The class that a format's callback is made from: of adapters too, where the format has them."""
-    return AdapterExporter if form.adapters else Exporter
-
-
 def exporter(form: type[Format]) -> type[Exporter]:
-    """The callback `<name>_export` of a format, with its settings behind those that all of them have."""
+    """The callback `<name>_export` of a format, with its settings behind those that all of them have.
+
+    Raises UserError for a setting of a name that these have.
+    """
+    base = AdapterExporter if form.adapters else Exporter
+    if taken := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
+        what = f"{form.__qualname__}.{min(taken)}"
+        raise UserError(f"{what} cannot be a setting: the callback that writes it in a run has its own")
     hints = typing.get_type_hints(form)
     settings = [
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in fields(form)
@@ -184,4 +186,4 @@ def exporter(form: type[Format]) -> type[Exporter]:
     adapter = f"; of a lora run also adapter{form.suffix}" if form.adapters else ""
     about = f"Writes model{form.suffix} at the end and every so many steps{adapter}. {(form.__doc__ or '').strip()}"
     own = {"name": f"{form.name}_export", "form": form, "__doc__": about}
-    return make_dataclass(f"{form.__name__}Export", settings, bases=(exporter_base(form),), namespace=own, eq=False)
+    return make_dataclass(f"{form.__name__}Export", settings, bases=(base,), namespace=own, eq=False)

@@ -198,18 +198,8 @@ def unmet_requirement(entry: EntryPoint) -> str | None:
 
 def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], ModuleType]) -> Problem | None:
     """Takes a plugin in whole, or not at all."""
-    grown = Registry({kind: dict(offers) for kind, offers in registry.offers.items()})
-    offered: list[tuple[str, str]] = []
-
-    def take(kind: str, cls: type) -> None:
-        offer = Offer(kind, getattr(cls, "name", "?"), cls, plugin, package)
-        offered.append((kind, offer.name))
-        check_class(cls, KINDS[kind][0])
-        _check_free(offer, grown)
-        grown.offers[kind][offer.name] = offer
-        if issubclass(cls, Format):  # a run writes each format with a callback that has its settings
-            take("callbacks", exporter(cls))
-
+    given: dict[str, list[type]] = {kind: [] for kind in KINDS}
+    exporters: list[type] = []  # the callbacks with which a run writes the formats
     try:
         manager = pluggy.PluginManager("toyexp")
         manager.add_hookspecs(Registration)
@@ -218,27 +208,43 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         manager.register(module, plugin)
         for kind, (_, hook) in KINDS.items():
             for impl in getattr(manager.hook, hook).get_hookimpls():
-                impl.function(partial(take, kind))
-        if not offered:
+                impl.function(given[kind].append)
+        if not any(given.values()):
             raise UserError(f"{plugin} offers nothing; a plugin calls register(...) in @hookimpl functions")
+        for kind, classes in given.items():
+            for cls in classes:
+                check_class(cls, KINDS[kind][0])
+        for form in given["format"]:
+            exporters.append(exporter(form))
+            check_class(exporters[-1], Callback)
+        registry.offers = _joined(registry, plugin, package, [*given.items(), ("callbacks", exporters)])
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
+        offered = [(kind, getattr(cls, "name", "?")) for kind, found in given.items() for cls in found]
         return Problem(plugin, package, why(error), tuple(offered))
-    registry.offers = grown.offers
     return None
 
 
-def _check_free(offer: Offer, registry: Registry) -> None:
-    """Raises UserError for a name, or a format's suffix or word of `--type`, that the registry has already."""
-    taken = registry.offers[offer.kind].get(offer.name)
-    if taken is not None:
-        same = (taken.plugin, taken.package) == (offer.plugin, offer.package)
-        how = "registered twice" if same else f"already offered by {taken.plugin} ({taken.package})"
-        raise UserError(f"{offer.kind}={offer.name} is {how}")
-    if offer.kind == "format":
-        form, label = cast("type[Format]", offer.cls), offer.cls.__qualname__
-        if form.suffix in (suffixes := registry.suffixes()):
-            raise UserError(f"{label}.suffix is {form.suffix!r}, which is that of format={suffixes[form.suffix]}")
-        for word in {form.name, *form.types} & registry.types().keys():
-            raise UserError(f"{label}: --type {word} is already a word of format={registry.types()[word][0].name}")
+def _joined(
+    registry: Registry, plugin: str, package: str, given: Iterable[tuple[str, Iterable[Any]]]
+) -> dict[str, dict[str, Offer]]:
+    """What the registry has, and the classes of a plugin by their kinds.
+
+    Raises UserError for a name, a format's suffix or a word of `--type` that is taken.
+    """
+    grown = Registry({kind: dict(known) for kind, known in registry.offers.items()})
+    for offer in [Offer(kind, cls.name, cls, plugin, package) for kind, classes in given for cls in classes]:
+        taken = grown.offers[offer.kind].get(offer.name)
+        if taken is not None:
+            same = (taken.plugin, taken.package) == (offer.plugin, offer.package)
+            how = "registered twice" if same else f"already offered by {taken.plugin} ({taken.package})"
+            raise UserError(f"{offer.kind}={offer.name} is {how}")
+        if offer.kind == "format":
+            form, label = cast("type[Format]", offer.cls), offer.cls.__qualname__
+            if form.suffix in (suffixes := grown.suffixes()):
+                raise UserError(f"{label}.suffix is {form.suffix!r}, which is that of format={suffixes[form.suffix]}")
+            for word in {form.name, *form.types} & grown.types().keys():
+                raise UserError(f"{label}: --type {word} is already a word of format={grown.types()[word][0].name}")
+        grown.offers[offer.kind][offer.name] = offer
+    return grown.offers

@@ -13,7 +13,6 @@ from toyexp.base.errors import UserError, choose
 from toyexp.contract.callback import Callback
 from toyexp.contract.command import Command
 from toyexp.contract.data import Data
-from toyexp.contract.exporter import exporter_base
 from toyexp.contract.format import Format
 from toyexp.contract.hooks import RunHooks
 from toyexp.contract.kind import Kind
@@ -117,9 +116,6 @@ def _check_format(cls: type[Format], label: str) -> None:
     if cls.adapters and cls.write_adapter is Format.write_adapter:
         raise UserError(f"{label} does not implement write_adapter, as a format with adapters has to")
     _check_setting(cls, "numbers", cls.numbers, label)
-    taken = {f.name for f in dataclasses.fields(exporter_base(cls))} & {f.name for f in dataclasses.fields(cls)}
-    if taken:
-        raise UserError(f"{label}.{min(taken)} cannot be a setting: the callback that writes it in a run has its own")
 
 
 _OF_A_KIND: dict[type, Callable[[Any, str], None]] = {

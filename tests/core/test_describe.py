@@ -20,7 +20,7 @@ from tiny import MODELS, SIZES, VOCAB, write_base
 
 from toyexp.commands.describe import describe
 from toyexp.commands.line import main
-from toyexp.commands.uses import pasted, setting, shell
+from toyexp.commands.uses import pasted, shell
 from toyexp.config.words import parse
 from toyexp.contract.ops import Params, Rotary
 from toyexp.contract.registry import Registry, load
@@ -441,7 +441,7 @@ PATHS = ["m.gguf", "/a/b-c_1.0+x@y%z.gguf", "a b.gguf", "é.gguf", "a=b,c.gguf",
 def test_a_path_of_any_name_can_be_pasted():
     from omegaconf import OmegaConf
 
-    script = "\n".join(f"printf '%s\\0' {setting('recipe.base', Path(p))} {shell(p)}" for p in PATHS)
+    script = "\n".join(f"printf '%s\\0' recipe.base={pasted(Path(p))} {shell(p)}" for p in PATHS)
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")[:-1]
     for path, override, plain in zip(PATHS, words[::2], words[1::2], strict=True):

@@ -129,7 +129,7 @@ class Offers:
         return self.model is None or self.model.reads in recipe.reads
 
     def _command(self, recipe: type[Recipe], context: str = "") -> str:
-        file = setting(f"recipe.{recipe.starts_from}", self._path)
+        file = f"recipe.{recipe.starts_from}={pasted(self._path)}"
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
     def _training(self, recipe: type[Recipe]) -> Use:
@@ -226,13 +226,11 @@ def shell(path: str) -> str:
     return shlex.quote(path) if path.isprintable() else printable(path, 200)
 
 
-def setting(key: str, path: Path) -> str:
-    """`key=path` to be pasted: quoted for Hydra where it would read more than a word, and for the shell."""
-    return f"{key}={pasted(path)}"
-
-
 def pasted(path: Path) -> str:
-    """What stands behind `recipe.base=`, for a shell; one with control characters can only be shown."""
+    """What stands behind `recipe.base=`: quoted for Hydra where it would read more than a word, and for the shell.
+
+    One with control characters can only be shown.
+    """
     text = str(path)
     if not text.isprintable():
         return printable(text, 200)

@@ -18,7 +18,6 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,10 +38,10 @@ NUMBERS = 1 << 18  # numbers dequantised at once: few enough for the processor's
 # What Python needs beside the bytes of a key and its value, of a tensor's entry, and of a string.
 KEY_MEMORY, TENSOR_MEMORY, STRING_MEMORY = 400, 800, 64
 
+# Value types, in the codes that struct and numpy share.
 SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
-DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 # ggml type: (name, elements per block, bytes per block). The quantised ones are read through gguf-py.
 GGUF_TYPES = {
@@ -103,7 +102,7 @@ class GGUFFile(ModelFile):
     def __enter__(self) -> GGUFFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -493,9 +492,9 @@ class _Cursor:
         if item == STRING:
             self.allow(count, 8, STRING_MEMORY, _Of("strings in", key.name))
             return self.strings(count, _Of("a string of", key.name))
-        if item not in DTYPES:
+        if item not in SCALARS:
             raise self.part.error(f"{array} has the unknown element type {item}")
-        dtype = np.dtype(DTYPES[item])
+        dtype = np.dtype(SCALARS[item])
         self.spend(count * dtype.itemsize, array)
         return np.frombuffer(self.take(count * dtype.itemsize, array), dtype)
 

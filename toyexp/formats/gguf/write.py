@@ -28,12 +28,12 @@ from toyexp.formats.gguf.encode import (
 )
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import ARRAY, DTYPES, GGUF_TYPES, SCALARS, STRING
+from toyexp.formats.gguf.read import ARRAY, GGUF_TYPES, SCALARS, STRING
 from toyexp.formats.gguf.special_tokens import fitting_name
 from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
-_KINDS = {np.dtype(form): kind for kind, form in DTYPES.items()}
+_KINDS = {np.dtype(form): kind for kind, form in SCALARS.items()}
 
 
 def write_model(
@@ -61,20 +61,18 @@ def write_model(
             raise RunFailed(f"{error}; the model is in {exact}") from error
         exact.unlink()
         return problems
-    writer = Writer()
-    writer.add("general.architecture", architecture_of(model))
-    writer.add("general.type", "model")
-    writer.add("general.file_type", FILE_TYPES[kind])
-    writer.add("general.quantization_version", 2)
-    writer.add("general.size_label", size_label(sum(a.size for a in tensors.values())))
     general = dict(general or {})
     if isinstance(general.get("name"), str):
         general["name"] = fitting_name(general["name"], tokenizer)
-    for key, value in model_metadata(model, general, data or {}).items():
-        writer.add(key, value)
-    if model.reads.text:
-        for key, value in _vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])).items():
-            writer.add(key, value)
+    writer = Writer({
+        "general.architecture": architecture_of(model),
+        "general.type": "model",
+        "general.file_type": FILE_TYPES[kind],
+        "general.quantization_version": 2,
+        "general.size_label": size_label(sum(a.size for a in tensors.values())),
+        **model_metadata(model, general, data or {}),
+        **(_vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])) if model.reads.text else {}),
+    })  # fmt: skip
     for name, array in {**tensors, **gguf_form(model).constants(model)}.items():
         type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
@@ -93,16 +91,14 @@ def write_adapter(
     llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
     notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
     """
-    alpha = one_alpha(plan)
-    writer = Writer()
-    writer.add("general.architecture", architecture_of(plan.model))
-    writer.add("general.type", "adapter")
-    for key, value in (general or {}).items():
-        writer.add(f"general.{key}", value)
-    writer.add("adapter.type", "lora")
-    writer.add("adapter.lora.alpha", alpha)
-    if chat_template:
-        writer.add("tokenizer.chat_template", chat_template)
+    writer = Writer({
+        "general.architecture": architecture_of(plan.model),
+        "general.type": "adapter",
+        **{f"general.{key}": value for key, value in (general or {}).items()},
+        "adapter.type": "lora",
+        "adapter.lora.alpha": one_alpha(plan),
+        **({"tokenizer.chat_template": chat_template} if chat_template else {}),
+    })  # fmt: skip
     for adapter in plan.adapters:
         for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
             writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))
@@ -151,11 +147,13 @@ def size_label(parameters: int) -> str:
 class Writer:
     """A GGUF to be written: keys and tensors are named first, and `save` then takes their numbers piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Mapping[str, Any] | None = None) -> None:
         self._keys: dict[str, bytes] = {}
         self._alignment = 32
         self._tensors: dict[str, tuple[tuple[int, ...], str, Iterable[np.ndarray]]] = {}
         self._problems: list[str] = []
+        for key, value in (keys or {}).items():
+            self.add(key, value)
 
     def add(self, key: str, value: Any, kind: int | None = None) -> None:
         """One key, in the value type `kind` or else in the one llama.cpp insists on; an array in that of its dtype."""

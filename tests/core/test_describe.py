@@ -468,8 +468,8 @@ def toyexp(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "describe: takes one GGUF file"),
-        (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: takes one GGUF file"),
+        ([], "describe: takes one file"),
+        (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: takes one file"),
         (["a.gguf", "--tensor"], "describe --tensor: there is no such option; did you mean --tensors?"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["broken.gguf"], "broken.gguf: is not a GGUF file"),

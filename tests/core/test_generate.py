@@ -306,8 +306,8 @@ def test_a_chat_is_written_by_the_files_template(generated):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--prompt x", "takes one GGUF file or run directory"),
-        ("text.gguf more --prompt x", "generate more: takes one"),
+        ("--prompt x", "generate: takes one file or run directory"),
+        ("text.gguf more --prompt x", "generate text.gguf more: takes one"),
         ("text.gguf", "give --prompt TEXT"),
         ("text.gguf --prompt x --ids 1", "give --prompt TEXT"),
         ("text.gguf --prompt", "--prompt needs a value"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, printable
+from toyexp.base.errors import printable
 from toyexp.base.words import columns, count, counted, in_bytes
-from toyexp.commands.options import Answer, refuse_settings
+from toyexp.commands.options import Answer, one_file, refuse_settings
 from toyexp.commands.uses import Offers, Use
 from toyexp.config.restored import ADAPTER, MODEL, file_of
 from toyexp.contract.command import Arguments
@@ -56,14 +55,10 @@ SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask"
 
 def run(arguments: Arguments) -> int:
     """Reads the file's header, and shows it."""
-    files, flags = arguments.rest, arguments.switches
-    refuse_settings("describe", files)
-    if len(files) != 1 or not files[0]:
-        raise UserError(
-            f"describe {shlex.join(files)}".rstrip() + ": takes one GGUF file, or the directory of a run: "
-            "toyexp describe model.gguf"
-        )
-    found = describe(Path(files[0]), load(arguments.modules), "--metadata" in flags, "--tensors" in flags)
+    flags = arguments.switches
+    refuse_settings("describe", arguments.rest)
+    what = one_file("describe", arguments.rest, ": toyexp describe model.gguf")
+    found = describe(what, load(arguments.modules), "--metadata" in flags, "--tensors" in flags)
     return found.show(arguments)
 
 

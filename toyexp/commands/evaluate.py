@@ -13,7 +13,7 @@ from toyexp.base.blame import batches_of
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
-from toyexp.commands.options import Answer
+from toyexp.commands.options import Answer, one_file
 from toyexp.commands.variants import one_experiment
 from toyexp.config.request import Request
 from toyexp.config.restored import file_of
@@ -98,13 +98,10 @@ class Evaluation(Answer):
 def run(arguments: Arguments) -> int:
     """Evaluates a model, and shows what it scored; RunFailed for a loss that is no number."""
     files = [word for word in arguments.rest if "=" not in word]
-    if len(files) != 1:
-        raise UserError(
-            f"{' '.join(['eval', *files])}: takes one file or run directory, settings behind it, --data and "
-            "--json: toyexp eval model.gguf batch_size=4"
-        )
+    usage = ", settings behind it, --data and --json: toyexp eval model.gguf batch_size=4"
+    what = one_file("eval", files, usage)
     request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
-    found = evaluate(Path(files[0]), request, arguments.values.get("--data"))
+    found = evaluate(what, request, arguments.values.get("--data"))
     found.show(arguments)
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")

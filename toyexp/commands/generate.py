@@ -18,7 +18,7 @@ from toyexp.base.random import stream
 from toyexp.base.terminal import write_text
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.writing import dump_json
-from toyexp.commands.options import options, refuse_settings
+from toyexp.commands.options import one_file, options, refuse_settings
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.recipe import Setup
@@ -74,7 +74,7 @@ every engine; llama.cpp has its own. seconds count from reading the prompt, with
 class Options:
     """The command line."""
 
-    model: str
+    model: Path
     prompt: str | None = None
     ids: list[int] | None = None
     chat: bool = False
@@ -112,14 +112,12 @@ def read(arguments: Arguments) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
     files, ids = arguments.rest, arguments.values.get("--ids")
     refuse_settings("generate", files, "options, and plugins=[...]")
-    if len(files) != 1:
-        second = f" {files[1]}" if files else ""
-        raise UserError(f"generate{second}: takes one GGUF file or run directory")
+    model = one_file("generate", files, ": toyexp generate model.gguf --prompt 'def '")
     parts = None if ids is None else ids.replace(",", " ").split()
     if parts is not None and not (parts and all(is_whole(part, 0, 2**31 - 1) for part in parts)):
         raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
     numbers = None if parts is None else [int(part) for part in parts]
-    more = {"model": files[0], "ids": numbers, "plugins": arguments.modules}
+    more = {"model": model, "ids": numbers, "plugins": arguments.modules}
     asked = options(Options, arguments, LIMITS, **more, sampling=options(Sampling, arguments, LIMITS))
     if (asked.prompt is None) == (numbers is None):
         raise UserError("generate: give --prompt TEXT (- reads it from standard input), or --ids 1,2,3 in its place")
@@ -206,7 +204,7 @@ def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -
     if name not in engines:
         raise UserError(f"--engine {asked.engine}: {choose(name, engines)}")
     _, own = read_label(asked.engine, f"--engine {asked.engine}")
-    path, asked = file_of(Path(asked.model), registry=registry), replace(asked, prompt=_read_prompt(asked.prompt))
+    path, asked = file_of(asked.model, registry=registry), replace(asked, prompt=_read_prompt(asked.prompt))
     file = opened(str(path))
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")

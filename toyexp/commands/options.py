@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from toyexp.base.bounds import is_whole
@@ -41,6 +43,13 @@ def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[.
             raise UserError(
                 f"{command} {word}: is a setting of a run; {command} takes {taken}: toyexp {command} --help"
             )
+
+
+def one_file(command: str, files: Sequence[str], usage: str) -> Path:
+    """What a command is about; UserError, with its `usage`, for nothing and for several."""
+    if len(files) != 1 or not files[0]:
+        raise UserError(f"{shlex.join([command, *files])}: takes one file or run directory{usage}")
+    return Path(files[0])
 
 
 def require_settings(command: str, words: Sequence[str]) -> None:

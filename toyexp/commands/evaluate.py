@@ -124,7 +124,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     dataset = _opened(built, model, path)
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
-    inputs = model.reads.held(batches.inputs, dataset.vocab)
+    inputs = model.reads.bounded(batches.inputs, dataset.vocab)
     plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size))
     check_plan(plan, built.engine, TO_EVALUATE)
     built.engine.check_plan(plan)

@@ -24,6 +24,9 @@ class Callback(ABC):
 
     Its hook methods, marked `@hookimpl`, are named after those of `RunHooks` in toyexp/contract/hooks.py. It observes
     or answers; whatever two callbacks would have to share belongs to the loop.
+
+    It is asked `check`, `check_run`, `check_plan` and `warnings`, in this order and before anything is written; then,
+    where a run goes on, `outputs` and `resume` or `join`; and then hears `on_start`.
     """
 
     name: ClassVar[str]  # what `callbacks=[...]` takes

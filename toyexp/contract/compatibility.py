@@ -24,12 +24,12 @@ def refusal(recipe: Recipe, model: Model) -> str | None:
 
 
 def unread(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
-    """Why the reader of this kind of data cannot read these; None where it can."""
+    """Why `reader`, which reads this kind of data, cannot read `data`; None where it can."""
     return None if data.gives == kind else f"{reader} reads {kind}; data={data.name} gives {data.gives}"
 
 
 def of_kind(kind: Kind, registry: Registry) -> list[str]:
-    """The names of the data of a kind; the first of them is for those who name none."""
+    """The names of the data of a kind; the first of them is taken where none is named."""
     return [name for name, cls in registry.classes("data").items() if cls.gives == kind]
 
 

@@ -1,7 +1,4 @@
-"""Data as batches of numpy arrays, where batch k is a function of (seed, k) alone.
-
-So every engine sees the same data, micro-batches cut the same rows, and a saved position is one integer.
-"""
+"""Where data comes from: what `data=` names, and how that is opened."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Data(ABC):
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
-        """Reads the data. `vocabulary` is the GGUF whose tokenizer the recipe would like to share, if any."""
+        """Reads the data; `vocabulary` is the GGUF whose tokenizer the recipe would like it to have, if any."""
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""

@@ -1,4 +1,7 @@
-"""Opened data: batches of numpy arrays, where batch k is a function of (seed, k) alone."""
+"""Opened data: batches of numpy arrays, where batch k is a function of (seed, k) alone.
+
+So every engine sees the same data, micro-batches cut the same rows, and a saved position is one integer.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,13 @@ class Dataset(ABC):
 
     @abstractmethod
     def batches(self, context: int, rows: int, seed: int) -> Batches:
-        """Batches of `rows` examples, `context` positions each where that applies."""
+        """Batches of `rows` examples, of `context` positions each where the data are sequences (0: they are not)."""
 
 
 class Batches(ABC):
     """A stream of training batches with random access, and the fixed held-out batches."""
 
-    inputs: Mapping[str, InputSpec]
+    inputs: Mapping[str, InputSpec]  # the arrays of each batch; always with integer `targets` and float `weights`
     facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data
     left_out: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.left_out
 
@@ -64,4 +67,4 @@ class Batches(ABC):
 
     @abstractmethod
     def held_out(self) -> Sequence[Batch]:
-        """The batches that evaluation uses, the same every time."""
+        """The batches that every evaluation uses, each of `rows` rows; what only fills one up has weights of 0."""

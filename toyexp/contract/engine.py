@@ -69,7 +69,7 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
 
 @dataclass
 class Engine(ABC):
-    """A way to run a Plan: subclass it as a dataclass whose fields are the engine's settings."""
+    """Base of all engines, ways to run a Plan: subclass it as a dataclass whose fields are its settings."""
 
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
@@ -96,7 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
-        """A session whose tensors hold the plan's initial values."""
+        """An open session, whose tensors hold the plan's initial values: `return MySession(plan).open()`."""
 
 
 def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:

@@ -138,14 +138,14 @@ class AdapterExporter(Exporter):
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The adapter too, and the model only where it is written."""
-        adapted = bool(_pairs(plan))
+        adapted = bool(_adapter_tensors(plan))
         adapter = [f"adapter{self.form.suffix}"] if adapted else []
         return [*adapter, *(super().outputs(plan) if self.merged or not adapted else ())]
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That there is no adapter to write alone, or no model beside it."""
         yield from super().warnings(planned)
-        adapters = bool(_pairs(planned.plan))
+        adapters = bool(_adapter_tensors(planned.plan))
         if not self.merged and not adapters:
             yield f"callbacks.{self.name}.merged=false: the run has no adapter, so the model is written"
         if not self.merged and adapters and self.form.numbers and changed(self, self.form.numbers):
@@ -153,20 +153,20 @@ class AdapterExporter(Exporter):
             yield f"{given}: is the type of the merged model, which merged=false leaves out; an adapter is f32"
 
     def _export(self, run: Run, path: Path) -> None:
-        pairs = _pairs(run.plan)
-        if pairs:
+        names = _adapter_tensors(run.plan)
+        if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
-            exported = self.exported(run, self._values(run, pairs))
+            exported = self.exported(run, self._values(run, names))
             with run.output(adapter) as place:
                 told = self._format.write_adapter(run.plan, exported, place)
                 problems = require_written(self._format, place, told)
             self._tell(run, adapter, "f32", problems)
-        if self.merged or not pairs:
+        if self.merged or not names:
             super()._export(run, path)
 
 
-def _pairs(plan: Plan) -> list[str]:
-    """The tensors of its LoRA adapters, by name."""
+def _adapter_tensors(plan: Plan) -> list[str]:
+    """The names of the tensors of its LoRA adapters."""
     return [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
 
 

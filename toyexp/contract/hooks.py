@@ -60,7 +60,11 @@ class Registration:
 
 
 class RunHooks:
-    """What a callback may hear and answer during a run. `step` counts finished steps, except in `lr`."""
+    """What a callback may hear (`on_...`) and answer during a run; callbacks come in the order of the configuration.
+
+    `step` counts the steps that were taken; for `lr` and `factors` it is the 0-based number of the one to come. What
+    an `on_...` hook raises ends the run once the others have heard of the same; what an answering one raises, at once.
+    """
 
     @hookspec
     def on_start(self, run: Run) -> None:

@@ -53,8 +53,8 @@ class Kind:
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
-    def held(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """The arrays of a batch, whose ids and targets are below `vocab` or what they say themselves."""
+    def bounded(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
+        """The arrays of a batch with a bound for ids and targets: their own, or `vocab`."""
         ids = self.sequence, "targets"
         return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 

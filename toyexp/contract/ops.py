@@ -1,4 +1,4 @@
-"""The op vocabulary: what a model may use, and the dozen primitives that an engine must implement, once each.
+"""The op vocabulary: what a model may use, and the fourteen primitives that an engine must implement, once each.
 
 Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens.
 Tensors are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes.

@@ -29,7 +29,7 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
 class Rule(ABC):
-    """How a step changes one tensor; a dataclass."""
+    """How a step changes one tensor: subclass it as a dataclass whose fields are what the formula is set by."""
 
     elementwise: ClassVar[bool] = False  # each number by itself: an engine may take many tensors as one long vector
 
@@ -39,7 +39,10 @@ class Rule(ABC):
 
     @abstractmethod
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """What the formula reads at the 0-based `step`: the same names in the same order every time."""
+        """What the formula reads at the 0-based `step`: the same names in the same order every time.
+
+        `lr` is the rate of this step, as the schedule has it; `weight_decay` is 0 for norms and biases.
+        """
 
     @abstractmethod
     def update(
@@ -62,7 +65,7 @@ class Rule(ABC):
         return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in found]
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether it is for that tensor; one that is not goes to the optimiser's next rule."""
+        """Whether it is for the tensor of that name; one that is not goes to the optimiser's next rule."""
         return True
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -77,9 +78,8 @@ class Plan:
     groups: tuple[Group, ...] = ()  # which rule changes which tensors; () leaves all to AdamW
 
     def __post_init__(self) -> None:
-        names = [t.name for t in self.tensors]
-        repeated = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
-        if repeated:
+        names = Counter(t.name for t in self.tensors)
+        if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"plan: tensor {min(repeated)} is listed twice")
         for adapter in self.adapters:
             needed = [adapter.target]
@@ -145,7 +145,7 @@ class Plan:
         return array
 
     def check_values(self) -> None:
-        """Raises GGUFError unless what comes from files is there and holds finite numbers alone."""
+        """Raises UserError unless what comes from files is there and holds finite numbers alone."""
         for values in (t.values for t in self.tensors):
             values.check_finite()
 

@@ -23,11 +23,11 @@ class Planned:
 
     @property
     def steps(self) -> int:
-        """How many the run takes."""
+        """How many steps the run takes."""
         return int(self.config["steps"])
 
     def beyond(self, key: str, every: int, instead: str) -> list[str]:
-        """A warning of an interval that the run does not reach, with what there is `instead`."""
+        """A warning where the run has fewer than `every` steps, as a list: `instead` says what happens then."""
         return [f"{key}={every}: the run has {self.steps} steps; {instead}"] if every > self.steps else []
 
 

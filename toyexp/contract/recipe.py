@@ -22,7 +22,7 @@ from toyexp.contract.planned import Planned
 
 @dataclass(frozen=True)
 class Setup:
-    """What a recipe's plan takes over from the run."""
+    """What a recipe's plan takes over from the run: the fields of Plan that go by the same names."""
 
     inputs: Mapping[str, InputSpec]
     rows: int  # examples in a micro-batch
@@ -33,22 +33,16 @@ class Setup:
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """A Plan of these tensors with this setup."""
-        return Plan(
-            model=model,
-            tensors=tuple(tensors),
-            inputs=self.inputs,
-            rows=self.rows,
-            accumulate=self.accumulate,
-            grad_clip=self.grad_clip,
-            adapters=tuple(adapters),
-            seed=self.seed,
-            skip_nonfinite=self.skip_nonfinite,
-        )
+        return Plan(model, tuple(tensors), adapters=tuple(adapters), **vars(self))
 
 
 @dataclass
 class Recipe(ABC):
-    """Base of all recipes: subclass it as a dataclass whose fields are its settings."""
+    """Base of all recipes: subclass it as a dataclass whose fields are its settings.
+
+    It is asked `check`, `base_file`, `vocabulary`, `plan` and `warnings` before anything is written, each of them any
+    number of times, and `warm` once, with the open session.
+    """
 
     name: ClassVar[str]  # what `recipe=` takes
     optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
@@ -59,7 +53,10 @@ class Recipe(ABC):
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """The tensors of `model` and where their values come from; raises UserError for what cannot work."""
+        """The tensors of `model`, where their values come from, and which of them train: `setup.plan(model, tensors)`.
+
+        Raises UserError for what cannot work.
+        """
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
         """Raises UserError for settings that cannot work and files that are not there."""
@@ -81,7 +78,7 @@ class Recipe(ABC):
         return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
-        """Replaces values while the warm window is open."""
+        """Replaces initial values, with `session.upload(name, array)`, before the training step is built."""
 
 
 def start(

@@ -54,24 +54,24 @@ def likeliest(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def continuation(
-    decoder: Decoder, ids: Sequence[int] | np.ndarray, sampling: Sampling, words: np.random.Philox, vocab: int
+    decoder: Decoder, ids: Sequence[int] | np.ndarray, sampling: Sampling, random: np.random.Philox, vocab: int
 ) -> Iterator[int]:
-    """Tokens below `vocab` that follow `ids`, without end but for the decoder's context; `words` draws them."""
+    """Tokens below `vocab` that follow `ids`, without end but for the decoder's context; `random` draws them."""
     while len(ids) <= decoder.context - decoder.position:
         logits = decoder.feed(ids)[:vocab]
-        token = sampling.choose(logits, float(words.random_raw()) / 2**64)
+        token = sampling.choose(logits, float(random.random_raw()) / 2**64)
         yield token
         ids = [token]
 
 
 def endless(
-    session: Session, ids: Sequence[int], sampling: Sampling, words: np.random.Philox, vocab: int
+    session: Session, ids: Sequence[int], sampling: Sampling, random: np.random.Philox, vocab: int
 ) -> Iterator[int]:
     """Tokens that follow `ids`; whenever the context is full, its later half is read anew."""
     seen = list(ids)
     while True:
         decoder = session.decoder()
         window = seen[-decoder.context if len(seen) == len(ids) else -max(1, decoder.context // 2) :]
-        for token in continuation(decoder, window, sampling, words, vocab):
+        for token in continuation(decoder, window, sampling, random, vocab):
             seen.append(token)
             yield token

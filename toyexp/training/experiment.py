@@ -97,7 +97,7 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
     """The recipe's plan, in which no optimiser has a say yet."""
     settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
-        model.reads.held(batches.inputs, dataset.vocab),
+        model.reads.bounded(batches.inputs, dataset.vocab),
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip

@@ -108,8 +108,54 @@ def test_a_loss_that_is_no_number_exceeds_and_the_json_stays_strict(capsys):
     assert "noop exceeds loss: one step's differs by inf" in capsys.readouterr().out
 
 
-def test_help_names_every_option_and_its_default(capsys):
+def test_help_names_every_option_and_the_tolerances(capsys):
     assert main(["parity", "--help"]) == 0
     out = capsys.readouterr().out
-    for words in ("--loss 0.001", "--gradient 0.0001", "--weights 0.01", "--all", "--json", "steps=20"):
+    for words in ("--loss X", "--gradient X", "--weights X", "--all", "--json", "steps=20"):
         assert words in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["float32", "0.001", "0.0001", "0.005"] in rows and ["float16", "0.001", "0.005", "0.2"] in rows
+
+
+ROUNDING = """
+from dataclasses import dataclass
+
+from toyexp import hookimpl
+from toyexp.testing import NullEngine
+
+
+@dataclass
+class Rounding(NullEngine):
+    '''Computes nothing, and says that it rounds.'''
+
+    name = "rounding"
+    to: str = "float32"
+
+    def rounds_to(self):
+        return self.to
+
+
+@hookimpl
+def register_engines(register):
+    register(Rounding)
+"""
+
+
+def test_two_engines_are_held_to_the_coarser_of_what_they_round_to(tmp_path, capsys):
+    """Its tolerances are those of the report, but for what was asked for."""
+    (tmp_path / "rounding_engine.py").write_text(ROUNDING)
+    line = [LINE[0], "plugins=[rounding_engine]", *LINE[2:], "steps=1"]
+    engines = "engine=rounding:to=float16,rounding:to=bfloat16,rounding"
+    assert main([*line, engines, "--json", "--loss=7"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [e["rounds_to"] for e in report["engines"]] == ["bfloat16", "float16"]
+    assert [e["tolerances"]["gradient"] for e in report["engines"]] == [5e-2, 5e-3]
+    assert [e["tolerances"]["loss"] for e in report["engines"]] == [7, 7]
+    assert main([*line, engines]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines() if row.startswith("tolerance, ")]
+    assert rows == [
+        ["tolerance,", "bfloat16", "1.0e-02", "5.0e-02", "5.0e-01"],
+        ["tolerance,", "float16", "1.0e-03", "5.0e-03", "2.0e-01"],
+    ]
+    assert main([*line, "engine=rounding,rounding:to=float8"]) == 2
+    assert "engine=rounding: rounds_to() is 'float8'; did you mean" in capsys.readouterr().err

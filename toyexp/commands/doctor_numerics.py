@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from toyexp.base.errors import Unavailable, UserError, choose
+from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.words import columns
 from toyexp.contract.batch import Batch
 from toyexp.contract.engine import Engine
@@ -18,18 +18,10 @@ from toyexp.contract.plan import Plan
 from toyexp.contract.registry import Registry
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss
 from toyexp.reference.opmodel import CASES, op_batch, op_plan
+from toyexp.reference.tolerances import TOLERANCES, precision
 
 Arrays = Mapping[str, np.ndarray]
 
-# By the type that an engine's products round to: the largest relative error of values, and of gradients. Where weights
-# have moved to may be off by ten times as much: AdamW makes steps of one size from small gradients and large ones.
-TOLERANCES = {
-    "float64": (1e-6, 1e-6),  # what is compared is handed over in float32
-    "float32": (1e-4, 5e-4),
-    "tf32": (5e-3, 5e-3),
-    "float16": (1e-2, 1e-2),
-    "bfloat16": (5e-2, 5e-2),
-}
 ADAPTED = (("matmul", "lens"), ("bias", "lora"))
 STEPS, CLIP = 3, 0.5
 TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
@@ -54,7 +46,7 @@ class Line:
     name: str
     values: float  # relative to the largest
     gradients: float  # of the worst tensor, in norm; of a training, the weights, relative to how far they moved
-    tolerances: tuple[float, float]
+    tolerances: tuple[float, float]  # of values, and of gradients or weights
     failure: str = ""  # what it raised instead
 
     @property
@@ -143,14 +135,11 @@ def _trained(adamw: AdamW) -> Trained:
 
 def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) -> Iterator[Line]:
     """One line for each op and training; what an engine raises fails its line and no other."""
-    precision = engine.rounds_to()
-    if precision not in TOLERANCES:
-        raise UserError(f"engine={engine.name}: rounds_to() is {precision!r}; {choose(precision, TOLERANCES)}")
-    values, gradients = TOLERANCES[precision]
+    limits = TOLERANCES[precision(engine)]
     for op in ops:
-        yield _line(op.name, (values, gradients), partial(_op_errors, engine, op))
+        yield _line(op.name, (limits.values, limits.slopes), partial(_op_errors, engine, op))
     for run in runs:
-        yield _line(run.name, (values, 10 * gradients), partial(_training_errors, engine, run))
+        yield _line(run.name, (limits.values, limits.weights), partial(_training_errors, engine, run))
 
 
 def _line(name: str, tolerances: tuple[float, float], measure: Callable[[], tuple[float, float]]) -> Line:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +24,7 @@ from toyexp.contract.dataset import Batches
 from toyexp.contract.recipe import start
 from toyexp.contract.run import Run
 from toyexp.contract.settings import settings_of
+from toyexp.reference.tolerances import TOLERANCES, Tolerances, coarser, precision
 from toyexp.sweep.combinations import combinations, own_sweep
 from toyexp.training.introduction import introduction
 from toyexp.training.parts import Prepared
@@ -39,15 +41,16 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Tolerances:
-    """The largest differences that count as agreement.
+class Limits:
+    """What was asked for in the place of a tolerance of the table; see `toyexp.reference.tolerances`."""
 
-    Measured on tiny llama and gpt2 over 20 steps, float32 engines differ by at most 8e-6, 2e-6 and 6e-4.
-    """
+    loss: float | None = None  # largest difference of one step's loss
+    gradient: float | None = None  # worst relative error of one tensor's gradient, on the first batch
+    weights: float | None = None  # worst difference of one tensor after the last step, relative to how far it moved
 
-    loss: float = 1e-3  # largest difference of one step's loss
-    gradient: float = 1e-4  # worst relative error of one tensor's gradient, on the first batch
-    weights: float = 1e-2  # worst difference of one tensor after the last step, relative to how far it moved
+    def among(self, tolerances: Tolerances) -> Tolerances:
+        """The tolerances with what was asked for."""
+        return replace(tolerances, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class EngineReport:
     losses: list[float]  # one a step
     loss: LossDifference
     tensors: list[TensorDifference]  # the furthest from the tolerances first
+    rounds_to: str  # by which it is judged: the coarser of what its products and the reference's round to
+    tolerances: Tolerances
     exceeded: list[str]  # a sentence for each tolerance that is
 
 
@@ -91,7 +96,6 @@ class Report:
     note: str
     losses: list[float]
     steps: int
-    tolerances: Tolerances
     engines: list[EngineReport]
 
     @property
@@ -117,7 +121,7 @@ class Measured:
     weights: Arrays  # the trainable tensors after the last step
 
 
-def compare(runs: Mapping[str, Prepared], tolerances: Tolerances, watch: Callable[[str], None]) -> Report:
+def compare(runs: Mapping[str, Prepared], limits: Limits, watch: Callable[[str], None]) -> Report:
     """Trains on one engine after another and compares each with the first; `watch` gets a line as each starts.
 
     Raises UserError for fewer than two engines, RunFailed when they do not start from the same bytes.
@@ -126,6 +130,7 @@ def compare(runs: Mapping[str, Prepared], tolerances: Tolerances, watch: Callabl
         raise UserError(f"engine={','.join(runs)}: parity takes two or more: engine=cpu,ggml")
     notes = {label: run.config.engine_note.removeprefix(f"{label.partition(':')[0]}: ") for label, run in runs.items()}
     plans = {label: [(t.name, t.shape, t.trainable) for t in run.plan.tensors] for label, run in runs.items()}
+    rounds = {label: precision(run.config.engine) for label, run in runs.items()}
     (first, prepared), *others = runs.items()
     for line in [*introduction(prepared)[1:], f"engine  {first}: {notes[first]}"]:
         watch(line)
@@ -139,11 +144,14 @@ def compare(runs: Mapping[str, Prepared], tolerances: Tolerances, watch: Callabl
             if array.tobytes() != measured.start[name].tobytes():
                 raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
-        tensors.sort(key=lambda t: -max(_ratio(t.gradient, tolerances.gradient), _ratio(t.weights, tolerances.weights)))
+        judged_by = coarser(rounds[first], rounds[label])
+        tolerances = limits.among(TOLERANCES[judged_by])
+        tensors.sort(key=partial(_remoteness, tolerances), reverse=True)
         exceeded = list(_exceeded(loss, tensors, tolerances))
-        engines.append(EngineReport(label, notes[label], measured.losses, loss, tensors, exceeded))
-    steps = prepared.config.settings.steps
-    return Report(first, notes[first], reference.losses, steps, tolerances, engines)
+        engines.append(
+            EngineReport(label, notes[label], measured.losses, loss, tensors, judged_by, tolerances, exceeded)
+        )
+    return Report(first, notes[first], reference.losses, prepared.config.settings.steps, engines)
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
@@ -198,6 +206,11 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     return differences
 
 
+def _remoteness(limits: Tolerances, tensor: TensorDifference) -> float:
+    """How many times its tolerance a tensor's gradient, or its weights, are off."""
+    return max(_ratio(tensor.gradient, limits.gradient), _ratio(tensor.weights, limits.weights))
+
+
 def _exceeded(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
     """A sentence for each exceeded tolerance: where it is worst, and by how much."""
 
@@ -246,7 +259,7 @@ def _ratio(difference: float, scale: float) -> float:
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     require_settings("parity", arguments.rest)
-    tolerances = options(Tolerances, arguments, dict.fromkeys(arguments.values, (0, math.inf)))
+    limits = options(Limits, arguments, dict.fromkeys(arguments.values, (0, math.inf)))
     as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
     request, labels = on_engines("parity", arguments, ALONE)
     _require_schedules(request)
@@ -259,7 +272,7 @@ def run(arguments: Arguments) -> int:
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
-        reports[label] = report = compare(prepared_on(request.plus(*varied), labels), tolerances, watch)
+        reports[label] = report = compare(prepared_on(request.plus(*varied), labels), limits, watch)
         for line in summary(report, every):
             watch(line)
     within = sum(report.within for report in reports.values())
@@ -280,7 +293,15 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-_LIMITS = "\n".join(f"  {f'--{s.name} {s.default:g}':<18} {s.comment}" for s in settings_of(Tolerances))
+_LIMITS = "\n".join(f"  {f'--{s.name} X':<18} {s.comment}" for s in settings_of(Limits))
+_TABLE = "\n".join(
+    f"  {row}"
+    for row in columns(
+        [("products in", "loss", "gradient", "weights")]
+        + [(name, f"{t.loss:g}", f"{t.gradient:g}", f"{t.weights:g}") for name, t in TOLERANCES.items()],
+        right=range(1, 4),
+    )
+)
 HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
@@ -289,10 +310,13 @@ engine=cpu,ggml is the default; a setting of one engine stands behind its name: 
 All other settings are those of a run; steps={STEPS} unless given. Nothing is written.
 An experiment that sweeps, such as parity_all, is compared job by job.
 
-options, with their defaults
+options
 {_LIMITS}
   --all              list every tensor, not the {SHOWN} that differ most
   --json             print the whole report as JSON
+
+The tolerances, by the coarser of what the two engines' products round to:
+{_TABLE}
 
 Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input."""
 
@@ -304,8 +328,9 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     for engine in report.engines:
         worst = [max((getattr(t, w) for t in engine.tensors), default=0.0) for w in ("gradient", "weights", "of_norm")]
         rows.append((engine.engine, *(f"{n:.1e}" for n in (*astuple(engine.loss), *worst))))
-    loss, gradient, weights = (f"{n:.1e}" for n in astuple(report.tolerances))
-    rows.append(("tolerance", loss, "", "", "", gradient, weights, ""))
+    for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
+        loss, gradient, weights = (f"{n:.1e}" for n in (limits.loss, limits.gradient, limits.weights))
+        rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
     lines = ["", *columns(rows, right=range(1, 8))]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:SHOWN]

@@ -343,8 +343,11 @@ class Graph:
         """x held between two numbers, in place: x is used up."""
         return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
 
-    def total(self, x: Node) -> Node:
-        """The sum of everything, [1]."""
+    def total(self, x: Node, by_rows: bool = False) -> Node:
+        """The sum of everything, [1]; `by_rows` cuts it into rows, as many as they are long, and sums those first."""
+        if by_rows:
+            width = next(n for n in range(math.isqrt(x.size), 0, -1) if x.size % n == 0)
+            x = self.sum_last(self.reshape(x, width, x.size // width))
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:

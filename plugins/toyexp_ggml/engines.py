@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threa
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+NO_HALF, VISIBLE = "GGML_VK_DISABLE_F16", "GGML_VK_VISIBLE_DEVICES"  # what ggml's Vulkan reads, once in a process
+SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan device that is the CPU
 
 
 def require_ggml() -> None:
@@ -212,5 +215,81 @@ class GGMLVulkan(GGMLGPU):
     name: ClassVar[str] = "vulkan"
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
-    profile: ClassVar[profiles.Profile] = profiles.VULKAN
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
+
+    half: bool = False  # let matrix products round their inputs to float16, which many GPUs multiply faster
+
+    _claimed: ClassVar[bool | None] = None  # which of the two this process has ggml open the device for
+    _is_exact: ClassVar[bool] = False  # whether that was seen to hold
+
+    @property
+    def profile(self) -> profiles.Profile:
+        """Float32's, or the one whose gradients are scaled on the way."""
+        return profiles.VULKAN_HALF if self.half else profiles.VULKAN
+
+    def rounds_to(self) -> str:
+        """What was asked for."""
+        return "float16" if self.half and not self.emulate else "float32"
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no product is computed on the GPU."""
+        yield from super().warnings(planned)
+        if self.half and self.emulate:
+            yield "engine.half=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
+
+    def check(self) -> str:
+        """The device, whether it is software, and what its products round to."""
+        try:
+            note = super().check()
+        except Unavailable as reason:
+            raise Unavailable(f"{reason}{self._visible()}") from None
+        if self.emulate:
+            return note
+        if self.half and NO_HALF in os.environ:
+            raise UserError(f"engine.half=true: {NO_HALF} is set in the environment and forbids it; unset it")
+        if GGMLVulkan._claimed not in (None, self.half):
+            raise UserError(
+                f"engine.half={str(self.half).lower()}: ggml opens a Vulkan device with float16 or without, once in a "
+                "process, and this one has it the other way; run this in a process of its own"
+            )
+        GGMLVulkan._claimed = self.half
+        software = ", software on the CPU" if any(name in note for name in SOFTWARE) else ""
+        return f"{note}{software}, products in {self.rounds_to()}"
+
+    def _visible(self) -> str:
+        from toyexp_ggml.binding import built_with
+
+        if visible := os.environ.get(VISIBLE):
+            return f" ({VISIBLE}={visible}: it looks for no other device, and for none where one of these is not here)"
+        if built_with(self.profile.device):
+            return f"; one in software is taken where {VISIBLE} names it: {VISIBLE}=0"
+        return ""
+
+    def realize(self, plan: Plan) -> Session:
+        """A session on this device; UserError where ggml had opened it for float16 before, in this process."""
+        if self.half or self.emulate:
+            return super().realize(plan)
+        self.check()
+        with _set(NO_HALF):  # while ggml opens the device, and not for what else this process may start
+            if not GGMLVulkan._is_exact:
+                from toyexp_ggml.rounding import rounds_products
+
+                if rounds_products(self.device):
+                    raise UserError(
+                        "engine.half=false: this process has opened the device for float16 already, without toyexp; "
+                        "run this in a process of its own"
+                    )
+                GGMLVulkan._is_exact = True
+            return super().realize(plan)
+
+
+@contextmanager
+def _set(variable: str) -> Iterator[None]:
+    """With a variable of the environment set, whatever its value was."""
+    before = os.environ.get(variable)
+    os.environ[variable] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]

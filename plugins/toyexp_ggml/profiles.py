@@ -29,6 +29,7 @@ class Profile:
     half_products: bool = False  # matrix products round their inputs to float16
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
+    narrow_sum: bool = False  # SUM runs on one group of threads, while SUM_ROWS takes a group for each row
 
     def has(self, op: str) -> bool:
         """Whether the device computes this op."""
@@ -38,8 +39,10 @@ class Profile:
 CPU = Profile("CPU", "CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
-METAL = Profile("MTL", "Metal", COMMON, half_products=True)
-VULKAN = Profile("Vulkan", "Vulkan", COMMON | FUSED)
+METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True)
+# Its SUM has one group of 32 threads for all numbers, and its REPEAT_BACK one thread for each column.
+VULKAN = Profile("Vulkan", "Vulkan", (COMMON | FUSED) - {"REPEAT_BACK"}, narrow_sum=True)
+VULKAN_HALF = replace(VULKAN, half_products=True)
 # CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
 # thread and its RMS_NORM_BACK is not much better: together they took half of a step.
 CUDA = Profile("CUDA", "CUDA", (COMMON | FUSED | {"OUT_PROD"}) - {"REPEAT_BACK", "RMS_NORM_BACK"}, query_block=1024)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -201,13 +202,20 @@ class GGMLSession(Session):
 
     def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
         """The global norm, [1]."""
-        squares = [graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients.values()]
-        total = squares[0]
-        for square in squares[1:]:
-            total = graph.add(total, square)
-        norm = graph.sqrt(total)
+        norm = graph.sqrt(reduce(graph.add, self._squares(graph, gradients.values())))
         graph.want(norm, keep=True)
         return norm
+
+    def _squares(self, graph: Graph, gradients: Iterable[Node]) -> Iterator[Node]:
+        """What adds up to the sum of all squares, [1] each."""
+        if not self._profile.narrow_sum:
+            yield from (graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients)
+            return
+        alike: dict[int, Node] = {}  # the squares of tensors of one size, added up: half as many nodes as summing each
+        for gradient in gradients:
+            squares = graph.reshape(graph.sqr(gradient), gradient.size)
+            alike[squares.size] = graph.add(alike[squares.size], squares) if squares.size in alike else squares
+        yield from (graph.total(squares, by_rows=True) for squares in alike.values())
 
     def _step(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:
         clip = self.plan.grad_clip

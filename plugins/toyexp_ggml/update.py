@@ -47,7 +47,7 @@ class GGMLArithmetic(Arithmetic):
         return self._g.clamp(self._g.scale(x, 1.0), low, LARGEST)
 
     def sum(self, x: Node) -> Node:
-        return self._g.total(x)
+        return self._g.total(x, by_rows=self._profile.narrow_sum)
 
     def sum_last(self, x: Node) -> Node:
         return self._g.sum_last(x)

@@ -16,7 +16,7 @@ from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.source import FromGGUF
 from toyexp.training.experiment import prepare
-from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
+from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR
 from toyexp_torch.engines import TorchCPU, TorchCUDA
@@ -169,6 +169,8 @@ def test_engines_say_which_of_their_settings_have_nothing_to_do():
         (GGMLMetal(threads=2, emulate=True), bare, None),
         (GGMLCUDA(tf32=True, emulate=True), bare, "engine.tf32=true"),
         (GGMLCUDA(tf32=True), bare, None),
+        (GGMLVulkan(half=True, emulate=True), bare, "engine.half=true"),
+        (GGMLVulkan(half=True), bare, None),
         (TorchCUDA(tf32=True, dtype="float64"), bare, "engine.tf32=true"),
         (TorchCUDA(tf32=True), packed, None),
     ):

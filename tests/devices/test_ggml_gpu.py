@@ -10,8 +10,8 @@ from toyexp.testing import EngineSuite
 from toyexp_ggml.engines import GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_torch.engines import TorchCPU
 
-# The worst relative error of a gradient: Metal and most Vulkan drivers round the inputs of a product to float16.
-GPUS = {"metal": (GGMLMetal(), 1e-2), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan": (GGMLVulkan(), 1e-2)}
+# The worst relative error of a gradient: Metal rounds the inputs of a product to float16.
+GPUS = {"metal": (GGMLMetal(), 5e-3), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan": (GGMLVulkan(), 2e-5)}
 
 
 @pytest.fixture(autouse=True)
@@ -88,4 +88,3 @@ class TestCUDA(EngineSuite):
 @pytest.mark.device("vulkan")
 class TestVulkan(EngineSuite):
     engine = GGMLVulkan()
-    rtol, gradient_rtol = 1e-2, 1e-2

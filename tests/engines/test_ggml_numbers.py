@@ -98,6 +98,18 @@ def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
     np.testing.assert_allclose(whole, parts, rtol=2e-4)
 
 
+@pytest.mark.parametrize("engine", ["cpu_without_blas", "metal", "cuda", "vulkan"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_norm_is_that_of_all_gradients(name, engine):
+    """Each device sums squares in its own way, of vectors and matrices of several sizes."""
+    batch = batches().batch(0)
+    with ENGINES[engine].realize(plan(name)) as session:
+        session.build()
+        squares = [(g.astype(np.float64) ** 2).sum() for g in session.gradients(batch).values()]
+        norm = session.step(batch, MODES["lora"].hp_for_step(0)).grad_norm
+    assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
     """With both betas 0, eps 1 and one step, the update is g / (|g| + 1): the clipped gradient shows."""

@@ -1,0 +1,137 @@
+"""engine=vulkan in float32 and in float16, on the device where there is one: a GPU, or one in software.
+
+ggml opens a Vulkan device with float16 or without, once in a process: so these runs have processes of their own.
+`GGML_VK_VISIBLE_DEVICES=0` lets ggml take a device in software, such as Mesa's llvmpipe.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny import plan
+
+from toyexp import Unavailable
+from toyexp_ggml.engines import GGMLVulkan
+
+TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16", "lr=1e-3"]
+
+# Metal's profile, plain ops and scaled gradients, on a device whose products round to float16 as Metal's do.
+METAL = '''
+from dataclasses import dataclass, replace
+
+from toyexp import hookimpl
+from toyexp_ggml.engines import GGMLVulkan
+from toyexp_ggml.profiles import METAL
+
+
+@dataclass
+class MetalsGraph(GGMLVulkan):
+    """Metal's graph on Vulkan."""
+
+    name = "metals_graph"
+    half: bool = True
+    profile = replace(METAL, device="Vulkan")
+
+
+@hookimpl
+def register_engines(register):
+    register(MetalsGraph)
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    try:
+        GGMLVulkan().check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    (tmp_path / "metals_graph.py").write_text(METAL)
+    return tmp_path
+
+
+def alone(*words):
+    """What a process of its own prints, and its exit code."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def parity(*words):
+    code, out, err = alone("-m", "toyexp", "parity", *TINY, *words, "--json")
+    assert (code, err) == (0, "")
+    (report,) = json.loads(out)["engines"]
+    return report["rounds_to"], report["loss"]["largest"], max(t["gradient"] for t in report["tensors"])
+
+
+@pytest.mark.device("vulkan")
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_float32_is_what_it_computes_in(here, model):
+    rounds_to, loss, gradient = parity(f"model={model}", "engine=cpu:threads=1,vulkan")
+    assert rounds_to == "float32"
+    assert loss < 1e-5 and gradient < 1e-5
+
+
+@pytest.mark.device("vulkan")
+@pytest.mark.parametrize("engine", ["vulkan:half=true", "metals_graph"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_float16_and_metals_very_graph_hold_what_is_stated_for_metal(here, model, engine):
+    """Curves within 1e-3 and gradients within 5e-3 of torch's; and not nearer than float16 could be."""
+    rounds_to, loss, gradient = parity("plugins=[metals_graph]", f"model={model}", f"engine=cpu:threads=1,{engine}")
+    assert rounds_to == "float16"
+    assert loss < 1e-3
+    assert 1e-5 < gradient < 5e-3
+
+
+@pytest.mark.device("vulkan")
+@pytest.mark.parametrize("engine", ["vulkan", "vulkan:half=true", "metals_graph"])
+def test_doctor_finds_every_op_within_what_it_rounds_to(here, engine):
+    code, out, _ = alone("-m", "toyexp", "doctor", "--numerics", "plugins=[metals_graph]", f"engine={engine}")
+    assert code == 0, out
+    assert out.splitlines()[0].endswith(f"products in {'float32' if engine == 'vulkan' else 'float16'}")
+
+
+@pytest.mark.device("vulkan")
+def test_doctor_names_the_device_and_says_when_it_is_software(here):
+    _, out, _ = alone("-m", "toyexp", "doctor")
+    (line,) = (line for line in out.splitlines() if line.split()[:1] == ["vulkan"])
+    assert "PASS  ggml on Vulkan: " in line and line.endswith("products in float32")
+    assert ("software on the CPU" in line) == ("llvmpipe" in line)
+
+
+@pytest.mark.device("vulkan")
+def test_the_wish_for_float32_is_told_to_ggml_alone(here):
+    """What else the process starts finds the environment as it was."""
+    before = dict(os.environ)
+    GGMLVulkan().realize(plan("llama")).close()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.device("vulkan")
+@pytest.mark.parametrize(
+    ("first", "half", "told"),
+    [
+        ("GGMLVulkan().realize(p).close()", True, "engine.half=true: ggml opens a Vulkan device with float16"),
+        ("rounds_products('Vulkan')", False, "engine.half=false: this process has opened the device for float16"),
+    ],
+)
+def test_a_process_that_opened_the_device_the_other_way_is_told(here, first, half, told):
+    """By toyexp, or by whoever else uses ggml there."""
+    code = (
+        "from toyexp.testing import op_plan\nfrom toyexp_ggml.engines import GGMLVulkan\n"
+        f"from toyexp_ggml.rounding import rounds_products\np = op_plan('matmul')\n{first}\n"
+        f"GGMLVulkan(half={half}).realize(p)\n"
+    )
+    _, _, err = alone("-c", code)
+    assert told in err and "run this in a process of its own" in err
+
+
+@pytest.mark.device("vulkan")
+def test_an_environment_that_forbids_float16_is_told(here, monkeypatch):
+    monkeypatch.setenv("GGML_VK_DISABLE_F16", "1")
+    code, _, err = alone("-m", "toyexp", "doctor", "--numerics", "engine=vulkan:half=true")
+    assert code == 2
+    assert err.startswith("toyexp: error: engine.half=true: GGML_VK_DISABLE_F16 is set in the environment")

@@ -108,7 +108,7 @@ class RotaryModel(LanguageModel):
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
         x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
-        return ops.linear(x, p["token_embd.weight" if self.tied else "output.weight"])
+        return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
         """What attention and the feed-forward layer make of x [B, T, d]."""

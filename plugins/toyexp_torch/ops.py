@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import Ops, Params, Rotary
+from toyexp import Adapted, Ops, Params, Rotary
 from toyexp_torch.packed import Packed, PackedLinear
 from toyexp_torch.recompute import computed_twice
+
+LARGE = 1 << 24  # logits in a batch
 
 
 class TorchOps(Ops):
@@ -20,9 +25,22 @@ class TorchOps(Ops):
     start = 0  # the position that rope counts from
     longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
         self._recompute = recompute  # the activations of a block are not kept for the backward pass
+        self._activations = activations  # the type of what passes from block to block; None: that of the weights
+        self._joins = False  # logits that are large are left to the loss
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
+
+    def joined(self) -> TorchOps:
+        """The same ops for a loss on a GPU, where logits are not wanted for themselves."""
+        ops = copy.copy(self)
+        ops._joins = importlib.util.find_spec("triton") is not None
+        return ops
+
+    def logits(self, x: Tensor, w: Tensor | Packed | Adapted) -> Tensor | Unprojected:
+        if self._joins and isinstance(w, Tensor) and x.numel() // x.shape[-1] * len(w) >= LARGE:
+            return Unprojected(x, w)
+        return super().logits(x, w)
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
         if not (self._recompute and torch.is_grad_enabled()):
@@ -31,8 +49,10 @@ class TorchOps(Ops):
 
     def rows(self, table: Tensor | Packed, ids: Tensor) -> Tensor:
         if isinstance(table, Packed):
-            return table.dense(ids.flatten()).unflatten(0, ids.shape)
-        return F.embedding(ids, table)
+            rows = table.dense(ids.flatten()).unflatten(0, ids.shape)
+        else:
+            rows = F.embedding(ids, table)
+        return rows if self._activations is None else rows.to(self._activations)
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
         return table.dense(slice(n)) if isinstance(table, Packed) else table[:n]
@@ -44,7 +64,7 @@ class TorchOps(Ops):
         return F.linear(x, w, bias)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
+        return a + b if self._activations is None else a + b.to(a.dtype)
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
@@ -53,10 +73,10 @@ class TorchOps(Ops):
         return x * factor
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), w, eps)
+        return F.rms_norm(x.to(w.dtype), (x.shape[-1],), w, eps)
 
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), w, b, eps)
+        return F.layer_norm(x.to(w.dtype), (x.shape[-1],), w, b, eps)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
@@ -105,9 +125,30 @@ class TorchOps(Ops):
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor | Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
+        if isinstance(logits, Unprojected):
+            return _projected_loss(logits.x, logits.w, targets, weights)
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
         return (losses * weights.flatten()).sum()
+
+
+@dataclass(frozen=True)
+class Unprojected:
+    """Logits x w^T that are still to be computed: x [..., d], w [V, d]."""
+
+    x: Tensor
+    w: Tensor
+
+
+@torch.compiler.disable  # its kernels are written out
+def _projected_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The cross-entropy of logits x w^T."""
+    from toyexp_torch.head import ProjectedLoss  # deferred: it needs Triton
+
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), w, targets.flatten(), weights.flatten(), dtype)
+    return loss
 
 
 def _rotations(

@@ -51,9 +51,12 @@ class TorchSession(Session):
         self._wanted = wanted
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
-        self._ops = TorchOps(wanted.recompute)
+        self._halved = wanted.device == "cuda" and wanted.dtype == "bfloat16"
+        self._ops = TorchOps(wanted.recompute, torch.bfloat16 if self._halved else None)
+        self._loss_ops = self._ops.joined() if wanted.device == "cuda" else self._ops
         self._settings = _Switches(wanted)
         self._tensors: dict[str, Tensor | Packed] = {}
+        self._exact: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded
         self._resident: Resident | None = None  # what computes on a GPU
 
     def do_open(self) -> None:
@@ -61,13 +64,15 @@ class TorchSession(Session):
         sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
         self._flat, self._grad = (torch.zeros(sum(sizes), dtype=self._dtype, device=self._device) for _ in range(2))
         places: dict[str, slice] = {}
+        self._grads: list[Tensor] = []  # by the order of `_leaves`
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
             places[tensor.name] = here = slice(start, start + tensor.size)
-            leaf = self._flat[here].view(tensor.shape).detach().requires_grad_()
-            leaf.grad = self._grad[here].view(tensor.shape)
-            self._tensors[tensor.name] = leaf
+            self._tensors[tensor.name] = self._flat[here].view(tensor.shape).detach().requires_grad_()
+            self._grads.append(self._grad[here].view(tensor.shape))
             start += size
+        self._order = [tensor.name for tensor in order]
+        self._leaves = [self._leaf(tensor) for tensor in order]
         self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile)
 
     def describe(self) -> dict[str, Any]:
@@ -102,7 +107,10 @@ class TorchSession(Session):
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if not tensor.trainable:
-            self._tensors[tensor.name] = torch.tensor(array, dtype=self._dtype, device=self._device)
+            dtype = self._dtype
+            if self._halved and tensor.decays:  # a matrix: its products round it anyway
+                self._exact[tensor.name], dtype = array.copy(), torch.bfloat16
+            self._tensors[tensor.name] = torch.from_numpy(array).to(self._device, dtype, copy=True)
             return
         with torch.no_grad():
             self._leaf(tensor).copy_(torch.from_numpy(array))
@@ -113,6 +121,8 @@ class TorchSession(Session):
         return leaf
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        if tensor.name in self._exact:
+            return self._exact[tensor.name].copy()
         values = self._tensors[tensor.name]
         return _host(values.dense() if isinstance(values, Packed) else values)
 
@@ -123,7 +133,7 @@ class TorchSession(Session):
         if self._wanted.compile:
             # One eager pass fills the tables that ops keep, so that the compiler finds them as constants.
             shape = {n: np.zeros((self.plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 self._logits(self._upload_batch(shape))
             self._loss = torch.compile(self._loss, dynamic=False)
             self._forward = torch.compile(self._forward, dynamic=False)
@@ -134,11 +144,15 @@ class TorchSession(Session):
                 )
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self._computed(self._ops, batch)
+
+    def _computed(self, ops: TorchOps, batch: dict[str, Tensor]) -> Any:
         params = self.plan.params(self._tensors, batch) if self._params is None else self._params
-        return self.plan.model.forward(self._ops, params, batch)
+        return self.plan.model.forward(ops, params, batch)
 
     def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._ops.cross_entropy(self._logits(batch), batch["targets"], batch["weights"])
+        logits = self._computed(self._loss_ops, batch)
+        return self._loss_ops.cross_entropy(logits, batch["targets"], batch["weights"])
 
     def do_reset_state(self) -> None:
         self._update.reset()
@@ -175,19 +189,20 @@ class TorchSession(Session):
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
         """Leaves the summed gradient in the flat vector and returns the summed loss."""
-        self._grad.zero_()
-        losses = []
+        losses: list[Tensor] = []
         for micro in micros:
             with self._autocast():
                 loss = self._loss(micro)
-            loss.backward()
+            found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+            add = torch._foreach_add_ if losses else torch._foreach_copy_
+            add(self._grads, [gradient.contiguous() for gradient in found])  # what is contiguous is one kernel's work
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
             self._backward([self._upload_batch(micro) for micro in micros])
-        return {t.name: _host(self._leaf(t).grad) for t in self.plan.trainable}
+        return {name: _host(gradient) for name, gradient in zip(self._order, self._grads, strict=True)}
 
     def do_loss(self, micro: Batch) -> float:
         with self._settings.applied():
@@ -229,6 +244,7 @@ class TorchSession(Session):
         if self._resident is not None:
             self._resident.close()
         self._tensors.clear()
+        self._leaves = self._grads = []
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
         self._flat = self._grad = self._update = self._resident = None  # type: ignore[assignment]
         if self._device.type == "cuda":
@@ -252,8 +268,7 @@ class TorchSession(Session):
         return batch
 
 
-def _host(tensor: Tensor | None) -> np.ndarray:
-    assert tensor is not None
+def _host(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 

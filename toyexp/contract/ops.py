@@ -95,7 +95,7 @@ class Ops(ABC):
     # What is not named here is taken to look further: a decoder, which computes new positions alone, refuses it unless
     # it knows how.
     positionwise: ClassVar[frozenset[str]] = frozenset({
-        "embed", "linear", "block", "rows", "matmul", "add", "mul", "scale", "sigmoid", "centre", "rms_norm",
+        "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "scale", "sigmoid", "centre", "rms_norm",
         "layer_norm", "heads", "split", "silu", "gelu", "swiglu",
     })  # fmt: skip
 
@@ -121,6 +121,14 @@ class Ops(ABC):
             x = self.add(x, self.mul(x, w.low_rank.dropout))
         update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
         return self.add(y, self.scale(update, w.low_rank.scale))
+
+    def logits(self, x: Tensor, w: Tensor | Adapted) -> Tensor:
+        """A model's last product: x [..., d] times w [V, d] transposed -> [..., V].
+
+        What `linear` gives, but for what goes to the loss as it stands: an engine may join the two, so that the logits
+        of all positions never stand in memory.
+        """
+        return self.linear(x, w)
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
         """One of a model's blocks: `function(ops, x, p, *rest)`, from `x` to what the next block reads.

@@ -1,0 +1,58 @@
+"""engine=cuda: the loss of a large vocabulary, computed a chunk of positions at a time, against float64."""
+
+import numpy as np
+import pytest
+
+from toyexp import Unavailable
+from toyexp_torch.engines import TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+import torch
+
+head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
+
+
+def by_float64(x, w, targets, weights):
+    x, w = (t.double().detach().requires_grad_() for t in (x, w))
+    losses = torch.nn.functional.cross_entropy(x @ w.T, targets.long(), reduction="none")
+    loss = (losses * weights.double()).sum()
+    return loss, *torch.autograd.grad(loss, (x, w))
+
+
+@pytest.mark.parametrize("vocab", [50257, 4096, 33])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_loss_and_gradients_are_float64s(vocab, dtype, tolerance, monkeypatch):
+    """Also where chunks do not divide the positions, vocabularies are odd, and targets weigh nothing."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 300 * vocab * 4)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(1000, 64, device="cuda", generator=generator).to(dtype).float()
+    w = (torch.randn(vocab, 64, device="cuda", generator=generator) / 4).to(dtype).float()
+    targets = torch.randint(vocab, (1000,), device="cuda", generator=generator, dtype=torch.int32)
+    weights = torch.rand(1000, device="cuda", generator=generator) / 1000
+    weights[::7] = 0
+    wanted = by_float64(x, w, targets, weights)
+    x.requires_grad_(), w.requires_grad_()
+    loss = head.ProjectedLoss.apply(x, w, targets, weights, dtype)
+    found = (loss, *torch.autograd.grad(loss, (x, w)))
+    for got, expected in zip(found, wanted, strict=True):
+        scale = expected.abs().max()
+        assert ((got.double() - expected).abs().max() / scale) < tolerance
+    with torch.no_grad():
+        alone = head.ProjectedLoss.apply(x, w, targets, weights, dtype)
+    assert torch.equal(alone, loss)
+    only_x = head.ProjectedLoss.apply(x, w.detach(), targets, weights, dtype)
+    assert torch.equal(torch.autograd.grad(only_x, x)[0], found[1])
+
+
+def test_infinite_logits_give_no_finite_loss():
+    x = torch.ones(256, 64, device="cuda", requires_grad=True)
+    w = torch.full((1000, 64), 1e38, device="cuda")
+    zeros = torch.zeros(256, device="cuda")
+    loss = head.ProjectedLoss.apply(x, w, zeros.int(), zeros + 1, torch.float32)
+    assert not np.isfinite(loss.item())

@@ -57,27 +57,38 @@ def _disk() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _written(path: Path | None) -> Iterator[IO[bytes]]:
-    """A file that is there under its name once all of it is written, and else not at all; None: one without a name."""
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there under its name once all of it is written, and else not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _disk():
-        if path:
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _tidy(path.parent)
-        file: IO[bytes]
-        file = open(temporary, "xb+", BLOCK) if path else tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(path.parent)
+        file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
     try:
         yield file
-        if path:
-            with _disk():
-                file.close()
-                temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            if path:
-                temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what a full disk did not take
+        with _disk():
             file.close()
+            temporary.replace(path)
+    finally:
+        _close(file)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _nameless() -> Iterator[IO[bytes]]:
+    """A file that is gone with the last who reads it."""
+    with _disk():
+        file = tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115
+    try:
+        yield file
+    finally:
+        _close(file)
+
+
+def _close(file: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # what a full disk did not take
+        file.close()
 
 
 def _tidy(folder: Path) -> None:
@@ -132,8 +143,8 @@ def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray
     if path and (kept := _open(path)):
         return kept
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
-    for place in (path, None):
-        with contextlib.suppress(_Full), _written(place) as file:
+    for place in [_written(path), _nameless()] if path else [_nameless()]:
+        with contextlib.suppress(_Full), place as file:
             _pack(file, dtype, make())
             return _parts(_mapped(file))
     memory = BytesIO()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,8 @@ NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused 
 CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
 
 State = Mapping[str, Tensor]
+Constants = tuple[float, ...]
+Change = Callable[[Tensor, Tensor, State], None]  # of weights, by their gradient, and of their state
 
 
 class TorchArithmetic(Arithmetic):
@@ -45,6 +47,7 @@ class _Stretch:
     """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
 
     group: Group
+    kernel: Formula | FusedAdamW
     start: int
     stop: int
     origin: int  # where the state's own vectors begin
@@ -57,7 +60,7 @@ class Update:
     def __init__(self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool):
         self._flat, self._grad, self._places = flat, grad, places
         self._shapes = {t.name: t.shape for t in plan.trainable}
-        self._formula = torch.compile(_formula, dynamic=False) if compiled else _formula
+        self._results = torch.compile(_results, dynamic=False) if compiled else _results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
         self.state: dict[str, State] = {}  # of each tensor, by slot
         self._stretches: list[_Stretch] = []
@@ -67,10 +70,11 @@ class Update:
     def _allocate(self, groups: Sequence[Group]) -> None:
         """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
         rule = groups[0].rule
+        kernel = FUSED.get(rule.fused or "") or Formula(rule, self._results, self._flat.new_tensor)
         begin, end = self._begin(groups[0]), self._end(groups[-1])
         vectors = {slot: self._flat.new_zeros(end - begin) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
-            self._stretches.append(_Stretch(group, self._begin(group), self._end(group), begin, vectors))
+            self._stretches.append(_Stretch(group, kernel, self._begin(group), self._end(group), begin, vectors))
             for name in group.tensors:
                 here, shape = self._places[name], self._shapes[name]
                 own = {slot: v[here.start - begin : here.stop - begin].view(shape) for slot, v in vectors.items()}
@@ -91,16 +95,12 @@ class Update:
 
     def resident_sizes(self) -> list[int]:
         """How many numbers a step reads from the device, for each group."""
-        return [len(self._split(i, np.ones(len(s.group.rule.names())))[1]) for i, s in enumerate(self._stretches)]
+        return [len(s.kernel.split(np.ones(len(s.group.rule.names())))[1]) for s in self._stretches]
 
     def resident(self, numbers: Sequence[np.ndarray]) -> tuple[tuple[Constants, ...], list[np.ndarray]]:
         """For each group the numbers that its kernels have built in, and those that a step reads from the device."""
-        split = [self._split(i, vector) for i, vector in enumerate(numbers)]
+        split = [s.kernel.split(vector) for s, vector in zip(self._stretches, numbers, strict=True)]
         return tuple(constants for constants, _ in split), [changing for _, changing in split]
-
-    def _split(self, i: int, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
-        fused = FUSED.get(self._stretches[i].group.rule.fused or "")
-        return fused.split(vector) if fused else ((), vector)
 
     @torch.no_grad()
     def on_device(
@@ -111,30 +111,17 @@ class Update:
         The gradient is divided by `divisor`, and where `skip` is 1 nothing changes; both have no axes.
         """
         for stretch, built_in, numbers in zip(self._stretches, constants, changing, strict=True):
-            rule, fused = stretch.group.rule, FUSED.get(stretch.group.rule.fused or "")
-            n = {} if fused else dict(zip(rule.names(), numbers.unbind(), strict=True))
-            for w, g, state in self._pieces(stretch):
-                if fused:
-                    fused.on_device(w, g, state, built_in, numbers, divisor, skip)
-                else:
-                    self._apply(rule, w, g if divisor is None else g / divisor, state, n, skip)
+            self._change(stretch, stretch.kernel.on_device(built_in, numbers, divisor, skip))
 
     @torch.no_grad()
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
         """One step with each group's numbers."""
         for stretch, vector in self._merged(numbers):
-            rule, fused = stretch.group.rule, FUSED.get(stretch.group.rule.fused or "")
-            n = {} if fused else dict(zip(rule.names(), self._flat.new_tensor(vector).unbind(), strict=True))
-            for w, g, state in self._pieces(stretch):
-                if fused:
-                    fused.on_host(w, g, state, vector.tolist())
-                else:
-                    self._apply(rule, w, g, state, n)
+            self._change(stretch, stretch.kernel.on_host(vector))
 
-    def _apply(self, rule: Rule, w: Tensor, g: Tensor, state: State, n: State, skip: Tensor | None = None) -> None:
-        results = self._formula(rule, w, g, state, n)
-        for target, values in zip((w, *state.values()), results, strict=True):
-            target.copy_(values if skip is None else torch.where(skip > 0, target, values))
+    def _change(self, stretch: _Stretch, change: Change) -> None:
+        for w, g, state in self._pieces(stretch):
+            change(w, g, state)
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
         """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
@@ -154,15 +141,44 @@ class Update:
                 here, shape = self._places[name], self._shapes[name]
                 yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name]
             return
-        size = stretch.stop - stretch.start if rule.fused in FUSED else self._chunk
+        size = stretch.stop - stretch.start if stretch.kernel.whole else self._chunk
         for start in range(stretch.start, stretch.stop, size):
             here = slice(start, min(start + size, stretch.stop))
             own = slice(here.start - stretch.origin, here.stop - stretch.origin)
             yield self._flat[here], self._grad[here], {slot: v[own] for slot, v in stretch.state.items()}
 
 
-def _formula(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
+def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
     return rule.results(TorchArithmetic(), w, g, state, n)
+
+
+@dataclass
+class Formula:
+    """A rule as it is written: `results` works it out with numbers that are tensors, which `put` makes of a vector."""
+
+    rule: Rule
+    results: Callable[[Rule, Tensor, Tensor, State, State], list[Tensor]]
+    put: Callable[[np.ndarray], Tensor]
+    whole = False  # whether a stretch is best changed at once
+
+    def on_host(self, vector: np.ndarray) -> Change:
+        """With numbers that are on the host as yet."""
+        return self.on_device((), self.put(vector), None, None)
+
+    def split(self, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
+        """Nothing is built in: all numbers are read."""
+        return (), vector
+
+    def on_device(self, constants: Constants, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+        """With numbers that are on the device."""
+        n = dict(zip(self.rule.names(), numbers.unbind(), strict=True))
+
+        def change(w: Tensor, g: Tensor, state: State) -> None:
+            results = self.results(self.rule, w, g if divisor is None else g / divisor, state, n)
+            for target, values in zip((w, *state.values()), results, strict=True):
+                target.copy_(values if skip is None else torch.where(skip > 0, target, values))
+
+        return change
 
 
 class FusedAdamW:
@@ -172,53 +188,56 @@ class FusedAdamW:
     w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps).
     """
 
-    @staticmethod
-    def on_host(w: Tensor, g: Tensor, state: State, hp: Sequence[float]) -> None:
+    whole = True
+
+    def on_host(self, vector: np.ndarray) -> Change:
         """Given a step count at which the corrections are 1, slots 5 and 6 are folded into the other numbers.
 
         lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
         """
-        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp
-        if weight_decay:
-            w.mul_(1 - lr * weight_decay)
+        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
         root = slot6**0.5
-        steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
-        torch._fused_adamw_(
-            [w], [g], [state["m"]], [state["v"]], [], [steps],
-            lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
 
-    @staticmethod
-    def split(hp: np.ndarray) -> tuple[Constants, np.ndarray]:
+        def change(w: Tensor, g: Tensor, state: State) -> None:
+            if weight_decay:
+                w.mul_(1 - lr * weight_decay)
+            steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
+            torch._fused_adamw_(
+                [w], [g], [state["m"]], [state["v"]], [], [steps],
+                lr=lr * slot5 / root, beta1=beta1, beta2=beta2, eps=eps / root, weight_decay=0.0,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        return change
+
+    def split(self, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
         """(beta1, beta2, eps, weight decay), which the kernel has built in, and [lr, t], which it reads.
 
         Where slot 6 is a bias correction, t is the step that it belongs to and lr takes what slot 5 differs from that
         step's by; elsewhere both slots are folded into lr and eps as above.
         """
-        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = hp.tolist()
+        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
         left = 1 - 1 / slot6 if slot6 > 1 else 0.0  # beta2^t
         if left > 0:
             t = math.log(left) / math.log(beta2)
-            factor, eps = slot5 * (1 - beta1**t), eps
+            factor = slot5 * (1 - beta1**t)
         else:
             t, factor, eps = NO_STEPS, slot5 / slot6**0.5, eps / slot6**0.5
         factor = round(factor, 9)  # which is 1 for the usual corrections
         return (beta1, beta2, eps, weight_decay / factor if factor else 0.0), np.array([lr * factor, t], np.float32)
 
-    @staticmethod
-    def on_device(
-        w: Tensor, g: Tensor, state: State, constants: Constants, numbers: Tensor,
-        divisor: Tensor | None, skip: Tensor | None,
-    ) -> None:  # fmt: skip
+    def on_device(self, constants: Constants, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """One pass over memory, the division of the gradient and the question whether to skip in it."""
         beta1, beta2, eps, weight_decay = constants
-        torch._fused_adamw_(
-            [w], [g], [state["m"]], [state["v"]], [], [numbers[1]],
-            lr=numbers[0], beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-            amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
-        )  # fmt: skip
+
+        def change(w: Tensor, g: Tensor, state: State) -> None:
+            torch._fused_adamw_(
+                [w], [g], [state["m"]], [state["v"]], [], [numbers[1]],
+                lr=numbers[0], beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
+            )  # fmt: skip
+
+        return change
 
 
-Constants = tuple[float, ...]
-FUSED = {"adamw": FusedAdamW}
+FUSED = {"adamw": FusedAdamW()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +18,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes
-log = logging.getLogger("toyexp")
 
 Kind = tuple[tuple[int, ...], np.dtype]  # an array's shape and type
-
-KEPT = 4  # graphs of one piece of work; one that wants more of them has something that changes at every step
 
 
 class Inputs:
@@ -88,50 +84,42 @@ class Results:
 
 
 class Captured:
-    """`work()` as graphs, one for each of the few values of what they have built in; called itself where that fails.
+    """`work()` as a graph; called itself where it cannot be one.
 
-    `rehearse()` is called before the first: the same kernels, but nothing that lasts is changed by them.
+    `rehearse()` is called before: the same kernels, but nothing that lasts is changed by them.
     """
 
     def __init__(self, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any, refused: str = ""):
         self._work, self._rehearse, self._pool = work, rehearse, pool
         self.refused = refused  # why it is called and not captured
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
-    def __call__(self, built_in: Hashable = None) -> Tensor:
+    def __call__(self) -> Tensor:
         """What `work()` gives; its tensor is overwritten by the next call."""
-        if built_in not in self._graphs and not self.refused:
-            self.prepare(built_in)
-        if self.refused:
+        self.prepare()
+        if self._graph is None:
             return self._work()
-        graph, result = self._graphs[built_in]
+        graph, result = self._graph
         graph.replay()
         return result
 
-    def prepare(self, built_in: Hashable = None) -> None:
-        """Captures it, or says in `refused` why that cannot be."""
-        if self.refused:
-            return
-        if len(self._graphs) == KEPT:
-            self._graphs.clear()
-            self.refused = "what its kernels have built in changes from step to step"
-            log.warning("from here on kernels are launched one by one and not as a graph: %s", self.refused)
+    def prepare(self) -> None:
+        """Captures it, unless that is done, or says in `refused` why that cannot be."""
+        if self.refused or self._graph:
             return
         try:
-            if not self._graphs:
-                self._warm_up()
+            self._warm_up()
             graph = torch.cuda.CUDAGraph()
             with _without_collection(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                 result = self._work()
-            self._graphs[built_in] = graph, result
+            self._graph = graph, result
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.synchronize()
-            self._graphs.clear()
             self.refused = str(error).strip().partition("\n")[0]
 
     def close(self) -> None:
-        """Frees the graphs."""
-        self._graphs.clear()
+        """Frees the graph."""
+        self._graph = None
 
     def _warm_up(self) -> None:
         """Lets kernels and libraries allocate and choose what they keep, on a stream of their own as graphs want it."""

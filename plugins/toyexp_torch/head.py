@@ -45,7 +45,7 @@ class ProjectedLoss(torch.autograd.Function):
             logits = near[here] @ table.T
             _softmax[(len(logits),)](
                 logits, targets[here], weights[here], losses[here], vocab, width, wants_x or wants_w, BLOCK,
-                num_warps=16,
+                num_warps=16,  # so many that the rows in work, which are read twice, stay in the cache
             )  # fmt: skip
             if dx is not None:
                 torch.mm(logits, table, out=dx[here])

@@ -5,14 +5,13 @@ So both can be captured as graphs, and nothing is waited for but the loss and th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Plan, UserError
+from toyexp import Batch, Plan
 from toyexp_torch.capture import Captured, Inputs, Kind, Results
 from toyexp_torch.update import Update
 
@@ -36,7 +35,7 @@ class Resident:
         self._loss = Captured(self._loss_there, self._loss_there, pool, self._off)
         if plan.trainable:
             numbers: dict[Hashable, Kind] = {
-                i: ((size,), np.dtype(np.float32)) for i, size in enumerate(update.resident_sizes())
+                i: ((size,), np.dtype(np.float64)) for i, size in enumerate(update.sizes())
             }
             many: dict[Hashable, Kind] = {(i, name): kind for i in range(plan.accumulate) for name, kind in one.items()}
             self._inputs, self._results = Inputs(many | numbers), Results(2)
@@ -45,9 +44,7 @@ class Resident:
             ]
             self._numbers = [self._inputs.tensors[i] for i in numbers]
             self._step = Captured(self._work, self._rehearse, pool, self._off)
-            with contextlib.suppress(UserError):  # of an optimiser that is settled by the numbers of the first step
-                self._built_in, _ = update.resident(plan.numbers(0, 0.0))
-                self._step.prepare(self._built_in)
+            self._step.prepare()
 
     @property
     def refused(self) -> str:
@@ -56,10 +53,9 @@ class Resident:
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
         """Begins a step; what it returns waits for its loss and the gradient's norm."""
-        self._built_in, changing = self._update.resident(numbers)
         batches = {(i, name): micro[name] for i, micro in enumerate(micros) for name in self._plan.inputs}
-        self._inputs.put(batches | dict(enumerate(changing)))
-        return self._results.fetch(self._step(self._built_in))
+        self._inputs.put(batches | dict(enumerate(numbers)))
+        return self._results.fetch(self._step())
 
     def loss(self, micro: Batch) -> Tensor:
         """Of one micro-batch, without training."""
@@ -77,13 +73,13 @@ class Resident:
 
     def _work(self) -> Tensor:
         metrics = self._measured(self._micros)
-        self._update.on_device(self._built_in, self._numbers, self._divisor(metrics[1]), self._skip(metrics))
+        self._update.on_device(self._numbers, self._divisor(metrics[1]), self._skip(metrics))
         return metrics
 
     def _rehearse(self) -> None:
         metrics = self._measured(self._micros)
         never = torch.ones((), device=metrics.device)
-        self._update.on_device(self._built_in, self._numbers, self._divisor(metrics[1]), never)
+        self._update.on_device(self._numbers, self._divisor(metrics[1]), never)
 
     def _divisor(self, norm: Tensor) -> Tensor | None:
         """What gradients beyond the largest norm are divided by; 1 for others."""

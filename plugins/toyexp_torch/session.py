@@ -63,17 +63,20 @@ class TorchSession(Session):
         order = [self.plan.tensor(name) for group in self.plan.updates for name in group.tensors]
         sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
         self._flat, self._grad = (torch.zeros(sum(sizes), dtype=self._dtype, device=self._device) for _ in range(2))
+        self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._halved else None
         places: dict[str, slice] = {}
-        self._grads: list[Tensor] = []  # by the order of `_leaves`
+        self._leaves: list[Tensor] = []  # what the model computes with
+        self._grads: list[Tensor] = []  # of each leaf
         start = 0
         for tensor, size in zip(order, sizes, strict=True):
             places[tensor.name] = here = slice(start, start + tensor.size)
-            self._tensors[tensor.name] = self._flat[here].view(tensor.shape).detach().requires_grad_()
+            weights = self._flat if self._rounded is None or not tensor.decays else self._rounded
+            self._tensors[tensor.name] = leaf = weights[here].view(tensor.shape).detach().requires_grad_()
+            self._leaves.append(leaf)
             self._grads.append(self._grad[here].view(tensor.shape))
             start += size
-        self._order = [tensor.name for tensor in order]
-        self._leaves = [self._leaf(tensor) for tensor in order]
-        self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile)
+        self._order, self._places = [tensor.name for tensor in order], places
+        self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile, self._rounded)
 
     def describe(self) -> dict[str, Any]:
         """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""
@@ -112,15 +115,22 @@ class TorchSession(Session):
                 self._exact[tensor.name], dtype = array.copy(), torch.bfloat16
             self._tensors[tensor.name] = torch.from_numpy(array).to(self._device, dtype, copy=True)
             return
-        with torch.no_grad():
-            self._leaf(tensor).copy_(torch.from_numpy(array))
+        self._set(tensor, array)
 
-    def _leaf(self, tensor: PlanTensor) -> Tensor:
-        leaf = self._tensors[tensor.name]
-        assert isinstance(leaf, Tensor)
-        return leaf
+    def _set(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        with torch.no_grad():
+            self._weights(tensor).copy_(torch.from_numpy(array))
+            if self._rounded is not None:
+                here = self._places[tensor.name]
+                self._rounded[here].copy_(self._flat[here])
+
+    def _weights(self, tensor: PlanTensor) -> Tensor:
+        """What training changes of a tensor."""
+        return self._flat[self._places[tensor.name]].view(tensor.shape)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        if tensor.trainable:
+            return _host(self._weights(tensor))
         if tensor.name in self._exact:
             return self._exact[tensor.name].copy()
         values = self._tensors[tensor.name]
@@ -194,10 +204,16 @@ class TorchSession(Session):
             with self._autocast():
                 loss = self._loss(micro)
             found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
-            add = torch._foreach_add_ if losses else torch._foreach_copy_
-            add(self._grads, [gradient.contiguous() for gradient in found])  # what is contiguous is one kernel's work
+            self._add(found, first=not losses)
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _add(self, found: Sequence[Tensor], first: bool) -> None:
+        """Puts gradients into the flat vector, or adds them: those of one type, and contiguous, with a few kernels."""
+        add = torch._foreach_copy_ if first else torch._foreach_add_
+        for kind in {gradient.dtype for gradient in found}:
+            pairs = [(g, f.contiguous()) for g, f in zip(self._grads, found, strict=True) if f.dtype == kind]
+            add([g for g, _ in pairs], [f for _, f in pairs])
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
@@ -220,11 +236,11 @@ class TorchSession(Session):
 
     def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         state = self._update.state[tensor.name]
-        return _copy(self._leaf(tensor)), {slot: _copy(values) for slot, values in state.items()}
+        return _copy(self._weights(tensor)), {slot: _copy(values) for slot, values in state.items()}
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        self._set(tensor, values)
         with torch.no_grad():
-            self._leaf(tensor).copy_(torch.from_numpy(values))
             for slot, array in state.items():
                 self._update.state[tensor.name][slot].copy_(torch.from_numpy(array))
 
@@ -246,7 +262,7 @@ class TorchSession(Session):
         self._tensors.clear()
         self._leaves = self._grads = []
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
-        self._flat = self._grad = self._update = self._resident = None  # type: ignore[assignment]
+        self._flat = self._grad = self._rounded = self._update = self._resident = None  # type: ignore[assignment]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +19,8 @@ NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused 
 CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
 
 State = Mapping[str, Tensor]
-Constants = tuple[float, ...]
-Change = Callable[[Tensor, Tensor, State], None]  # of weights, by their gradient, and of their state
+# Changes weights by their gradient, and their state; what follows gets the weights rounded, where that is wanted.
+Change = Callable[[Tensor, Tensor, State, Tensor | None], None]
 
 
 class TorchArithmetic(Arithmetic):
@@ -47,7 +47,7 @@ class _Stretch:
     """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
 
     group: Group
-    kernel: Formula | FusedAdamW
+    kernel: Formula
     start: int
     stop: int
     origin: int  # where the state's own vectors begin
@@ -55,10 +55,16 @@ class _Stretch:
 
 
 class Update:
-    """Changes the weights in the vector `flat` by the gradients in `grad`; `places` says where each tensor is."""
+    """Changes the weights in the vector `flat` by the gradients in `grad`; `places` says where each tensor is.
 
-    def __init__(self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool):
-        self._flat, self._grad, self._places = flat, grad, places
+    The vector `rounded` gets the same weights in a shorter type.
+    """
+
+    def __init__(
+        self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool,
+        rounded: Tensor | None = None,
+    ):  # fmt: skip
+        self._flat, self._grad, self._places, self._rounded = flat, grad, places, rounded
         self._shapes = {t.name: t.shape for t in plan.trainable}
         self._results = torch.compile(_results, dynamic=False) if compiled else _results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
@@ -70,7 +76,7 @@ class Update:
     def _allocate(self, groups: Sequence[Group]) -> None:
         """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
         rule = groups[0].rule
-        kernel = FUSED.get(rule.fused or "") or Formula(rule, self._results, self._flat.new_tensor)
+        kernel = kernel_of(rule, self._flat)(rule, self._results, self._flat.new_tensor)
         begin, end = self._begin(groups[0]), self._end(groups[-1])
         vectors = {slot: self._flat.new_zeros(end - begin) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
@@ -93,25 +99,18 @@ class Update:
             for values in state.values():
                 values.zero_()
 
-    def resident_sizes(self) -> list[int]:
-        """How many numbers a step reads from the device, for each group."""
-        return [len(s.kernel.split(np.ones(len(s.group.rule.names())))[1]) for s in self._stretches]
-
-    def resident(self, numbers: Sequence[np.ndarray]) -> tuple[tuple[Constants, ...], list[np.ndarray]]:
-        """For each group the numbers that its kernels have built in, and those that a step reads from the device."""
-        split = [s.kernel.split(vector) for s, vector in zip(self._stretches, numbers, strict=True)]
-        return tuple(constants for constants, _ in split), [changing for _, changing in split]
+    def sizes(self) -> list[int]:
+        """How many numbers a step has for each group."""
+        return [len(stretch.group.rule.names()) for stretch in self._stretches]
 
     @torch.no_grad()
-    def on_device(
-        self, constants: Sequence[Constants], changing: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
-    ) -> None:
-        """One step that reads what changes from the device: a graph can hold it.
+    def on_device(self, numbers: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None) -> None:
+        """One step that reads each group's numbers from the device: a graph can hold it.
 
         The gradient is divided by `divisor`, and where `skip` is 1 nothing changes; both have no axes.
         """
-        for stretch, built_in, numbers in zip(self._stretches, constants, changing, strict=True):
-            self._change(stretch, stretch.kernel.on_device(built_in, numbers, divisor, skip))
+        for stretch, vector in zip(self._stretches, numbers, strict=True):
+            self._change(stretch, stretch.kernel.on_device(vector, divisor, skip))
 
     @torch.no_grad()
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
@@ -120,8 +119,8 @@ class Update:
             self._change(stretch, stretch.kernel.on_host(vector))
 
     def _change(self, stretch: _Stretch, change: Change) -> None:
-        for w, g, state in self._pieces(stretch):
-            change(w, g, state)
+        for piece in self._pieces(stretch):
+            change(*piece)
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
         """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
@@ -133,19 +132,21 @@ class Update:
             else:
                 yield from run
 
-    def _pieces(self, stretch: _Stretch) -> Iterator[tuple[Tensor, Tensor, State]]:
+    def _pieces(self, stretch: _Stretch) -> Iterator[tuple[Tensor, Tensor, State, Tensor | None]]:
         """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
         rule = stretch.group.rule
         if not rule.elementwise:
             for name in stretch.group.tensors:
                 here, shape = self._places[name], self._shapes[name]
-                yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name]
+                rounded = None if self._rounded is None else self._rounded[here].view(shape)
+                yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name], rounded
             return
         size = stretch.stop - stretch.start if stretch.kernel.whole else self._chunk
         for start in range(stretch.start, stretch.stop, size):
             here = slice(start, min(start + size, stretch.stop))
             own = slice(here.start - stretch.origin, here.stop - stretch.origin)
-            yield self._flat[here], self._grad[here], {slot: v[own] for slot, v in stretch.state.items()}
+            state = {slot: v[own] for slot, v in stretch.state.items()}
+            yield self._flat[here], self._grad[here], state, None if self._rounded is None else self._rounded[here]
 
 
 def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
@@ -163,26 +164,24 @@ class Formula:
 
     def on_host(self, vector: np.ndarray) -> Change:
         """With numbers that are on the host as yet."""
-        return self.on_device((), self.put(vector), None, None)
+        return self.on_device(self.put(vector), None, None)
 
-    def split(self, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
-        """Nothing is built in: all numbers are read."""
-        return (), vector
-
-    def on_device(self, constants: Constants, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """With numbers that are on the device."""
         n = dict(zip(self.rule.names(), numbers.unbind(), strict=True))
 
-        def change(w: Tensor, g: Tensor, state: State) -> None:
+        def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
             results = self.results(self.rule, w, g if divisor is None else g / divisor, state, n)
             for target, values in zip((w, *state.values()), results, strict=True):
                 target.copy_(values if skip is None else torch.where(skip > 0, target, values))
+            if rounded is not None:
+                rounded.copy_(w)
 
         return change
 
 
-class FusedAdamW:
-    """AdamW in place on flat tensors, from AdamW's seven numbers, through torch's fused kernel.
+class FusedAdamW(Formula):
+    """AdamW in place on flat tensors, through torch's fused kernel.
 
     The kernel works out bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t of its own from a step count t:
     w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps).
@@ -198,7 +197,7 @@ class FusedAdamW:
         lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
         root = slot6**0.5
 
-        def change(w: Tensor, g: Tensor, state: State) -> None:
+        def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
             if weight_decay:
                 w.mul_(1 - lr * weight_decay)
             steps = torch.full((), NO_STEPS, dtype=torch.float32, device=w.device)
@@ -210,34 +209,30 @@ class FusedAdamW:
 
         return change
 
-    def split(self, vector: np.ndarray) -> tuple[Constants, np.ndarray]:
-        """(beta1, beta2, eps, weight decay), which the kernel has built in, and [lr, t], which it reads.
 
-        Where slot 6 is a bias correction, t is the step that it belongs to and lr takes what slot 5 differs from that
-        step's by; elsewhere both slots are folded into lr and eps as above.
-        """
-        lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
-        left = 1 - 1 / slot6 if slot6 > 1 else 0.0  # beta2^t
-        if left > 0:
-            t = math.log(left) / math.log(beta2)
-            factor = slot5 * (1 - beta1**t)
-        else:
-            t, factor, eps = NO_STEPS, slot5 / slot6**0.5, eps / slot6**0.5
-        factor = round(factor, 9)  # which is 1 for the usual corrections
-        return (beta1, beta2, eps, weight_decay / factor if factor else 0.0), np.array([lr * factor, t], np.float32)
+@dataclass
+class TritonAdamW(Formula):
+    """AdamW as one kernel that reads its numbers on the GPU."""
 
-    def on_device(self, constants: Constants, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+    whole = True
+
+    def __post_init__(self) -> None:
+        self._go_on = self.put(np.zeros(()))
+
+    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """One pass over memory, the division of the gradient and the question whether to skip in it."""
-        beta1, beta2, eps, weight_decay = constants
+        from toyexp_torch.adamw_kernel import step  # deferred: it needs Triton
 
-        def change(w: Tensor, g: Tensor, state: State) -> None:
-            torch._fused_adamw_(
-                [w], [g], [state["m"]], [state["v"]], [], [numbers[1]],
-                lr=numbers[0], beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
-            )  # fmt: skip
+        def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
+            step(w, g, state["m"], state["v"], numbers, divisor, self._go_on if skip is None else skip, rounded)
 
         return change
 
 
-FUSED = {"adamw": FusedAdamW()}
+def kernel_of(rule: Rule, flat: Tensor) -> type[Formula]:
+    """What changes weights in that vector by that rule."""
+    if rule.fused != "adamw":
+        return Formula
+    if flat.device.type != "cuda" or flat.dtype != torch.float32:
+        return FusedAdamW
+    return TritonAdamW if importlib.util.find_spec("triton") else Formula

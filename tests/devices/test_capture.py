@@ -119,7 +119,8 @@ def test_a_clipped_step_is_that_of_pytorch():
             np.testing.assert_allclose(session.download(name), leaf.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_schedule_of_what_kernels_have_built_in_is_launched_one_by_one():
+def test_any_number_of_an_optimiser_can_change_from_step_to_step():
+    """The graph reads all of them."""
     the_plan = optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2)
     data = batches(rows=3)
     curves = []
@@ -129,5 +130,5 @@ def test_a_schedule_of_what_kernels_have_built_in_is_launched_one_by_one():
             factors = ({"beta1": 1 - step / 100} for step in range(STEPS))
             numbers = (the_plan.numbers(step, 1e-2, own) for step, own in enumerate(factors))
             curves.append([session.step(data.batch(step), vector) for step, vector in enumerate(numbers)])
-            assert "built in" in session.describe()["captured"] or not capture
+            assert session.describe()["captured"] is True or not capture
     assert curves[0] == curves[1]

@@ -13,8 +13,7 @@ try:
 except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
-import torch
-
+torch = pytest.importorskip("torch")
 head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
 
 

@@ -84,6 +84,10 @@ class Node:
         return math.prod(self.shape)
 
 
+SET_LIMIT = 2**30  # bytes that SET can count to
+# The kernel of an op that only has memory: ggml_time_init does nothing but where a clock has to be prepared.
+NOTHING = ggml.ggml_custom_op_t(ctypes.cast(ggml.lib.ggml_time_init, ctypes.c_void_p).value)
+
 VIEWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 IN_PLACE = frozenset({"OPT_STEP_ADAMW", "CPY"})
 
@@ -427,6 +431,21 @@ class Graph:
         turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
         return self._node(ggml.ggml_cont(self._context, turned), (a, c, b, d))
 
+    def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
+        """Blocks [B, H, n, D] joined along n, with the middle axes exchanged: [B, T, H, D], contiguous."""
+        rows, heads, _, size = blocks[0].shape
+        length = sum(block.shape[2] for block in blocks)
+        if not by_set or len(blocks) == 1 or 4 * rows * length * heads * size >= SET_LIMIT:
+            return self.swap_middle(self.concat(blocks, 2, by_set))
+        out, start = self._blank((rows, length, heads, size)), 0
+        for block in blocks:
+            self._numbers("join_heads", block)
+            self._made += 1
+            turned = ggml.ggml_permute(self._context, block.ptr, 0, 2, 1, 3)
+            out = self._set(out, turned, start * heads * size, (length * heads * size, heads * size, size))
+            start += block.shape[2]
+        return out
+
     def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
         """Places start to stop - 1 of one axis, contiguous; x itself when that is all of it."""
         self._numbers("part", x)
@@ -453,20 +472,46 @@ class Graph:
             raise GraphError(f"the first {count} rows of {list(x.shape)}")
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
-    def concat(self, parts: Sequence[Node], axis: int) -> Node:
-        """Parts joined along one axis; the others agree."""
+    def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
+        """Parts joined along one axis; the others agree. `by_set` copies each to its place in memory made for all."""
         if not parts:
             raise GraphError("concat: of nothing")
         self._numbers("concat", *parts)
+        first = parts[0].shape
+        for shape in (part.shape for part in parts[1:]):
+            if len(shape) != len(first) or first[:axis] + first[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
+                raise GraphError(f"concat: {list(first)} and {list(shape)} along axis {axis}")
+        whole = (*first[:axis], sum(part.shape[axis] for part in parts), *first[axis + 1 :])
+        if by_set and len(parts) > 1 and 4 * math.prod(whole) < SET_LIMIT:
+            return self._set_side_by_side(parts, axis, whole)
         out = parts[0]
         for part in parts[1:]:
-            a, b = list(out.shape), list(part.shape)
-            if len(a) != len(b) or a[:axis] + a[axis + 1 :] != b[:axis] + b[axis + 1 :]:
-                raise GraphError(f"concat: {list(out.shape)} and {list(part.shape)} along axis {axis}")
-            a[axis] += b[axis]
-            joined = ggml.ggml_concat(self._context, out.ptr, part.ptr, len(a) - 1 - axis)
-            out = self._node(joined, tuple(a))
+            shape = (*first[:axis], out.shape[axis] + part.shape[axis], *first[axis + 1 :])
+            joined = ggml.ggml_concat(self._context, out.ptr, part.ptr, len(shape) - 1 - axis)
+            out = self._node(joined, shape)
         return out
+
+    def _set_side_by_side(self, parts: Sequence[Node], axis: int, whole: tuple[int, ...]) -> Node:
+        outer, inner = math.prod(whole[:axis]), math.prod(whole[axis + 1 :])
+        by_row = outer == 1 and inner > 1  # SET copies row by row, some on each thread: one row is none to share
+        out, start = self._blank(whole), 0
+        for part in parts:
+            n = part.shape[axis]
+            rows = self.reshape(part, n, inner) if by_row else self.reshape(part, outer, n * inner)
+            out = self._set(out, rows.ptr, start, (inner if by_row else whole[axis] * inner,))
+            start += n * inner
+        return out
+
+    def _blank(self, shape: tuple[int, ...]) -> Node:
+        """Memory for numbers that `_set` will put there; on the CPU."""
+        sizes = (*(1,) * (4 - len(shape)), *shape)[::-1]
+        made = ggml.ggml_custom_4d(self._context, F32, *sizes, None, 0, NOTHING, 1, None)
+        return self._node(made, shape)
+
+    def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
+        """x, used up, with values copied into it from a number on; `strides` of their axes but the last, in numbers."""
+        sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
+        return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 
     def add_to_rows(self, x: Node, rows: Node) -> Node:
         """x [a, n, d], used up, with `rows` [a, m, d] added to the first m of n."""
@@ -514,10 +559,17 @@ class Graph:
 
     def rms_norm(self, x: Node, eps: float) -> Node:
         """x / sqrt(mean(x^2) + eps) over the last axis."""
-        self._numbers("rms_norm", x)
+        return self._normed("rms_norm", x, eps)
+
+    def norm(self, x: Node, eps: float) -> Node:
+        """(x - mean) / sqrt(variance + eps) over the last axis."""
+        return self._normed("norm", x, eps)
+
+    def _normed(self, op: str, x: Node, eps: float) -> Node:
+        self._numbers(op, x)
         if not 0 <= eps < math.inf:
-            raise GraphError(f"rms_norm: eps={eps} must be 0 or above")
-        return self._node(ggml.ggml_rms_norm(self._context, x.ptr, eps), x.shape)
+            raise GraphError(f"{op}: eps={eps} must be 0 or above")
+        return self._node(getattr(ggml, f"ggml_{op}")(self._context, x.ptr, eps), x.shape)
 
     def rms_norm_back(self, dy: Node, x: Node, eps: float) -> Node:
         """The gradient of rms_norm."""

@@ -16,6 +16,7 @@ from toyexp import Batch, InputSpec, SessionError
 from toyexp_ggml.binding import Backend, GraphError, Memory, Node, put
 from toyexp_ggml.limits import too_many_logits
 
+LONG = 256  # numbers of a row that is repeated: more gain nothing
 CHUNK = 256  # ids whose gradients are summed at a time where the device has no op for it: work and memory grow with it
 
 
@@ -136,6 +137,15 @@ class Inputs:
             self._known[key] = self._make((n,), np.int32)
             base = np.arange(n, dtype=np.int32) * classes
             self._from_batch.append((self._known[key], lambda batch: base + batch["targets"].reshape(-1)))
+        return self._known[key]
+
+    def weights(self, n: int, classes: int) -> Node:
+        """The batch's weights [n], each several times over, [n, k], so that long rows repeat along `classes`."""
+        k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
+        key = ("weights", n, k)
+        if key not in self._known:
+            self._known[key] = self._make((n, k), np.float32)
+            self._from_batch.append((self._known[key], lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)))
         return self._known[key]
 
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:

@@ -22,6 +22,8 @@ from toyexp_ggml.tape import TapedOps
 
 Block = tuple[int, int, Node, Node]  # queries from, to, as nodes, and the weights [B, H, n, seen] of what they see
 
+SHRINK = 2.0**32  # by this NORM divides what it only has to centre; its square is far above any variance
+TINY = 1e-30  # added to a divisor that may be 0
 UNPACKED_ROWS = 8192  # of a quantised matrix that the backward pass holds as float32 at a time
 
 
@@ -81,6 +83,9 @@ class GGMLOps(TapedOps):
         assert total is not None
         return total
 
+    def _concat(self, parts: Sequence[Node], axis: int) -> Node:
+        return self.g.concat(parts, axis, by_set=self._profile.slow_concat)
+
     def _outer(self, x: Node, y: Node) -> Node:
         """x [k, n] transposed times y [k, m] -> [n, m]."""
         return self.g.out_prod(y, x) if self._out_prod(x) else self.g.mul_mat(self._turn(y), self._turn(x))
@@ -130,7 +135,7 @@ class GGMLOps(TapedOps):
             raise GraphError(f"first_rows: {n} rows of {list(table.shape)}")
 
         def widened(dy: Node) -> Node:
-            return g.concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0) if rest else dy
+            return self._concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0) if rest else dy
 
         first = g.get_rows(table, self._inputs.span(0, n)) if table.packed else g.first_rows(table, n)
         return self._note(first, (table,), lambda dy: (lambda: widened(dy),))
@@ -176,9 +181,16 @@ class GGMLOps(TapedOps):
         return super().heads(x, n)
 
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
-        if x.shape[-1] % n:
+        if n < 1 or x.shape[-1] % n:
             raise GraphError(f"split: {list(x.shape)} into {n}")
-        return super().split(x, n)
+        g, axis, d = self.g, len(x.shape) - 1, x.shape[-1] // n
+        parts = tuple(g.part(x, axis, i * d, (i + 1) * d) for i in range(n))
+
+        def rule(*dys: Node | None) -> Sequence[Callable[[], Node]]:
+            unused = lambda: self._inputs.zeros(*parts[0].shape)  # noqa: E731
+            return (lambda: self._concat([unused() if dy is None else dy for dy in dys], axis),)
+
+        return parts if n == 1 else self._note_several(parts, (x,), rule)
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
         return self._note(self.g.reshape(x, *shape), (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
@@ -200,11 +212,11 @@ class GGMLOps(TapedOps):
         flat = g.reshape(dy, dy.size // width, width)
         sides = (start * inner, (x.shape[axis] - start) * inner - width)
         left, right = (self._inputs.zeros(flat.shape[0], n) if n else None for n in sides)
-        return g.reshape(g.concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
+        return g.reshape(self._concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
         self._has_axis("concat", axis, *parts)
-        y = self.g.concat(parts, axis)
+        y = self._concat(parts, axis)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             places = pairwise(accumulate((p.shape[axis] for p in parts), initial=0))
@@ -218,7 +230,7 @@ class GGMLOps(TapedOps):
         self._one_a_feature("prepend", x, token)
         n, length, d = x.shape
         first = g.add(self._inputs.zeros(n, d), token)
-        y = g.reshape(g.concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
+        y = g.reshape(self._concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             return (
@@ -261,18 +273,29 @@ class GGMLOps(TapedOps):
         return self._note(self._centred(x), (x,), lambda dy: (lambda: self._centred(dy),))
 
     def _centred(self, x: Node) -> Node:
+        if self._profile.has("NORM"):
+            return self.g.scale(self._shrunk(x), SHRINK)
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
+
+    def _shrunk(self, x: Node) -> Node:
+        """(x - mean) / SHRINK, to the bit: beside its eps the variance vanishes, and the root is a power of two."""
+        return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
         """LayerNorm is RMSNorm of the centred x, because its eps stands inside the root."""
         g = self.g
         self._one_a_feature("layer_norm", x, w, b)
-        centred = self._centred(x)
+        if not 0 <= eps < math.inf:
+            raise GraphError(f"layer_norm: eps={eps} must be 0 or above")
+        # Of a shrunk x, and with as much less an eps, RMSNorm is what it was; its gradient grows by what dn lost.
+        shrinks = self._profile.has("NORM")
+        centre, eps = (self._shrunk, eps / SHRINK**2) if shrinks else (self._centred, eps)
+        centred = centre(x)
         n = g.rms_norm(centred, eps)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             return (
-                lambda: self._centred(self._rms_norm_back(g.mul(dy, w), centred, n, eps)),
+                lambda: self._rms_norm_back(centre(g.mul(dy, w)), centred, n, eps),
                 lambda: self._sum_rows(g.flat(g.mul(dy, n))),
                 lambda: self._sum_rows(g.flat(dy)),
             )
@@ -315,7 +338,7 @@ class GGMLOps(TapedOps):
             weights = g.softmax(scores, mask, 1 / math.sqrt(size))
             outs.append(form.split(self._times(form.grouped(weights), g.part(v4, 2, 0, seen))))
             blocks.append((start, stop, queries, weights))
-        y = g.reshape(g.swap_middle(g.concat(outs, 2)), rows, length, heads * size)
+        y = g.reshape(g.join_heads(outs, self._profile.slow_concat), rows, length, heads * size)
         return self._note(y, (q, k, v), partial(self._attention_back, form, blocks, k4, v4))
 
     def _attention_back(
@@ -337,7 +360,7 @@ class GGMLOps(TapedOps):
             dkv = both if dkv is None else g.add_to_rows(dkv, both)
         assert dkv is not None
         dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
-        dq = g.swap_middle(g.concat(dqs, 2))
+        dq = g.join_heads(dqs, self._profile.slow_concat)
         return (lambda: dq, lambda: dk, lambda: dv)
 
     def _softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
@@ -351,7 +374,7 @@ class GGMLOps(TapedOps):
 
     def sigmoid(self, x: Node) -> Node:
         g = self.g
-        s = g.sigmoid(x)
+        s = self._sigmoid(x)
         return self._note(s, (x,), lambda dy: (lambda: g.mul(dy, g.mul(s, g.scale(s, -1.0, 1.0))),))
 
     def gelu(self, x: Node) -> Node:
@@ -360,13 +383,21 @@ class GGMLOps(TapedOps):
         a = 2 * math.sqrt(2 / math.pi)
         b = a * 0.044715
         square = g.sqr(x)
-        s = g.sigmoid(g.mul(x, g.scale(square, b, a)))
+        s = self._sigmoid(g.mul(x, g.scale(square, b, a)))
+        y = g.mul(x, s)
 
         def dx(dy: Node) -> Node:
-            inner = g.mul(g.mul(x, g.scale(square, 3 * b, a)), g.scale(s, -1.0, 1.0))
-            return g.mul(dy, g.mul(s, g.scale(inner, 1.0, 1.0)))  # s (1 + x u' (1 - s))
+            inner = g.mul(g.mul(y, g.scale(square, 3 * b, a)), g.scale(s, -1.0, 1.0))
+            return g.mul(dy, g.add(inner, s))  # s + y 2u' (1 - s)
 
-        return self._note(g.mul(x, s), (x,), lambda dy: (lambda: dx(dy),))
+        return self._note(y, (x,), lambda dy: (lambda: dx(dy),))
+
+    def _sigmoid(self, x: Node) -> Node:
+        g = self.g
+        if not self._profile.slow_sigmoid:
+            return g.sigmoid(x)
+        x = g.scale(x, 1.0, TINY)  # which changes 0 alone, and what is nearly as small
+        return g.div(g.silu(x), x)
 
     def silu(self, x: Node) -> Node:
         return self._note(self.g.silu(x), (x,), lambda dy: (lambda: self._silu_back(dy, x),))
@@ -401,6 +432,7 @@ class GGMLOps(TapedOps):
         p = g.softmax(g.reshape(logits, n, classes))
         picked = g.get_rows(g.reshape(p, n * classes, 1), places)  # [n, 1]
         column = g.reshape(weights, n, 1)
+        repeated = self._inputs.weights(n, classes) if self._profile.slow_column else column
         # A probability that underflows to 0 counts as 1e-37: a loss of 85, where float32 ends anyway. ggml's clamp
         # makes a number of NaN, so 0 times what was clamped is added: a model that is no number has no loss either.
         log = g.add(g.log(g.clamp(g.scale(picked, 1.0), 1e-37, 1.0)), g.scale(picked, 0.0))
@@ -409,6 +441,6 @@ class GGMLOps(TapedOps):
         def gradient() -> Node:
             # (p - one_hot(target)) * weight: the target's entry is lowered by 1 in place, after it was read.
             lowered = g.set_rows(g.reshape(p, n * classes, 1), g.scale(picked, 1.0, -1.0), places)
-            return g.reshape(g.mul(g.reshape(lowered, n, classes), column), *logits.shape)
+            return g.reshape(g.mul(g.reshape(lowered, n, classes), repeated), *logits.shape)
 
         return loss, gradient

@@ -30,13 +30,19 @@ class Profile:
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
     narrow_sum: bool = False  # SUM runs on one group of threads, while SUM_ROWS takes a group for each row
+    slow_concat: bool = False  # CONCAT copies number by number, SET row by row
+    slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
+    slow_sigmoid: bool = False  # SILU takes several numbers at once, SIGMOID one
 
     def has(self, op: str) -> bool:
         """Whether the device computes this op."""
         return op in self.ops
 
 
-CPU = Profile("CPU", "CPU", COMMON | FUSED, query_block=64, slow_cont=True, slow_sum=True)
+CPU = Profile(
+    "CPU", "CPU", COMMON | FUSED | {"NORM", "SET", "CUSTOM"}, query_block=64,
+    slow_cont=True, slow_sum=True, slow_concat=True, slow_column=True, slow_sigmoid=True,
+)  # fmt: skip
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
 METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True)

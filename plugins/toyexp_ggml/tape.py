@@ -13,8 +13,8 @@ from typing import Any
 from toyexp import Ops, Params
 from toyexp_ggml.binding import Graph, GraphError, Node
 
-Rule = Callable[[Node], Sequence[Callable[[], Node]]]
-Tape = list[tuple[Node, tuple[Node, ...], Rule]]
+Rule = Callable[..., Sequence[Callable[[], Node]]]  # of each result's gradient; None where nothing asked for one
+Tape = list[tuple[tuple[Node, ...], tuple[Node, ...], Rule]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Block:
 
 
 class TapedOps(Ops):
-    """Notes (result, inputs, rule) of each op; with `recompute` each block is walked on a second pass of its own.
+    """Notes (results, inputs, rule) of each op; with `recompute` each block is walked on a second pass of its own.
 
     Of a block's first pass only its result is then still needed, and the allocator frees the rest. What stands between
     the blocks, and the last block, is kept as it is.
@@ -40,8 +40,12 @@ class TapedOps(Ops):
         self._inside = not recompute  # of a block, or of a pass that keeps all
 
     def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
-        self._tape.append((out, inputs, rule))
+        self._tape.append(((out,), inputs, rule))
         return out
+
+    def _note_several(self, outs: tuple[Node, ...], inputs: tuple[Node, ...], rule: Rule) -> tuple[Node, ...]:
+        self._tape.append((outs, inputs, rule))
+        return outs
 
     def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
         """See Ops.block; a block inside another is a part of it."""
@@ -77,7 +81,7 @@ class TapedOps(Ops):
     def _again(self, block: Block, gradients: dict[Node, Node]) -> Tape:
         """The tape of the block's second forward pass; the gradient of its result goes over to the new one."""
         gradient = gradients.pop(block.out, None)
-        if any(out in gradients for out, _, _ in block.tape):
+        if any(out in gradients for outs, _, _ in block.tape for out in outs):
             raise GraphError("a tensor left its block by another way than as the block's result")
         if gradient is None:
             return []
@@ -87,17 +91,17 @@ class TapedOps(Ops):
     @staticmethod
     def _follow(tape: Tape, leads_somewhere: set[Node]) -> None:
         """Adds the results that something trainable lies behind."""
-        for out, inputs, _ in tape:
+        for outs, inputs, _ in tape:
             if leads_somewhere.intersection(inputs):
-                leads_somewhere.add(out)
+                leads_somewhere.update(outs)
 
     def _walk(self, tape: Tape, gradients: dict[Node, Node], leads_somewhere: set[Node]) -> None:
         """Trades the gradients of the tape's results for those of its inputs, from its end to its beginning."""
-        for out, inputs, rule in reversed(tape):
-            dy = gradients.pop(out, None)
-            if dy is None:
+        for outs, inputs, rule in reversed(tape):
+            dys = [gradients.pop(out, None) for out in outs]
+            if not any(dys):
                 continue
-            for x, build in zip(inputs, rule(dy), strict=True):
+            for x, build in zip(inputs, rule(*dys), strict=True):
                 if x in leads_somewhere:
                     gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
                     # In the graph's order a weight's gradient comes as soon as it can, so that the activations

@@ -477,6 +477,55 @@ def test_op_and_its_gradient(make, engine):
     every_example()
 
 
+def values_and_gradients(engine, function, **arrays):
+    """On both sides: a function [n, d] of arrays, and the gradients of a loss of it."""
+    n = len(arrays["x"])
+    batch = {"targets": np.zeros(n, np.int32), "weights": np.ones(n, np.float32)}
+    call = lambda ops, p, batch: function(ops, p)  # noqa: E731
+    return by_ggml(engine, Probe(arrays, call), batch), by_torch(call, batch, arrays, torch.float64)
+
+
+@pytest.mark.parametrize("op", ["gelu", "sigmoid", "silu"])
+def test_an_activation_at_zero_and_far_from_it(op, engine):
+    tiny = [0.0, -0.0, 1e-38, -1e-38, 1e-29, -1e-29, 1e-12, -1e-12]
+    x = float32([tiny, [1e-3, -1e-3, 10, -10, 90, -90, 1e4, -1e4]])
+    ours, theirs = values_and_gradients(engine, lambda ops, p: getattr(ops, op)(p["x"]), x=x)
+    for name in ("logits", "x"):
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 1e6])
+def test_layer_norm_of_small_and_large_numbers(magnitude, engine):
+    draw = np.random.default_rng(0)
+    arrays = {"x": draw.standard_normal((5, 48)) * magnitude, "w": draw.standard_normal(48), "b": np.zeros(48)}
+    arrays = {name: float32(array) for name, array in arrays.items()}
+    ours, theirs = values_and_gradients(engine, lambda ops, p: ops.layer_norm(p["x"], p["w"], p["b"], 1e-5), **arrays)
+    for name in ("logits", *arrays):
+        assert distance(ours[name], theirs[name]) <= TOLERANCE * norm(theirs[name]), name
+
+
+@pytest.mark.parametrize("used", [(1,), (0, 2), (2,)])
+def test_parts_that_nothing_uses_have_no_gradient(used, engine):
+    x = float32(np.random.default_rng(0).standard_normal((4, 15)))
+
+    def function(ops, p):
+        parts = ops.split(p["x"], 3)
+        return parts[used[0]] if len(used) == 1 else ops.mul(*(parts[i] for i in used))
+
+    ours, theirs = values_and_gradients(engine, function, x=x)
+    np.testing.assert_allclose(ours["x"], theirs["x"], atol=1e-7)
+    assert np.any(ours["x"])
+
+
+@pytest.mark.parametrize("classes", [251, 514, 521, 1000])
+def test_each_position_has_its_own_weight_in_the_gradient(classes, engine):
+    """For a prime number of classes, and one with a large divisor, as for any other."""
+    case = Case(lambda strategy: 0)
+    x, batch = float32(case.random.standard_normal((2, 3, classes))), case.labels((2, 3), classes)
+    ours, theirs = cross_entropy_by(engine, x, batch)
+    assert distance(ours["x"], theirs["x"]) <= TOLERANCE * norm(theirs["x"])
+
+
 def cross_entropy_by(engine, x, batch):
     """On both sides: the loss, and its gradient by the logits x."""
     function = lambda ops, p, batch: p["x"]  # noqa: E731

@@ -178,7 +178,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
     path = file_of(path, (MODEL, ADAPTER), registry)
     file, path = opened(str(path)), origin(path)  # opened as by the recipes, who are asked about it
-    kind = _text(file, "general.type") or "model"
+    kind = file.text("general.type") or "model"
     offers = Offers(file, path, registry)
     model, refused, forward = offers.model, offers.refused, None
     uses = offers.all()
@@ -187,7 +187,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
             forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
         except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
-    architecture, meta = _text(file, "general.architecture"), file.metadata
+    architecture, meta = file.text("general.architecture"), file.metadata
     parameters, outside = _parameters(file.tensors.values())
     number, of = meta.get("split.no"), meta.get("split.count")
     parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
@@ -254,13 +254,13 @@ def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
     refused = offers.untokenized if texts else None
     adds = {f"add_{x}": meta.get(f"tokenizer.ggml.add_{x}_token") for x in ("bos", "eos")}
     return {
-        "model": _text(file, "tokenizer.ggml.model"),
-        "pre": _text(file, "tokenizer.ggml.pre"),
+        "model": file.text("tokenizer.ggml.model"),
+        "pre": file.text("tokenizer.ggml.pre"),
         "size": len(texts),
         "controls": int((types == CONTROL).sum()) if isinstance(types, np.ndarray) else 0,
         "special": dict(sorted(special.items(), key=lambda item: order.get(item[0], len(order)))),
         **{name: value if isinstance(value, bool) else None for name, value in adds.items()},
-        "chat_template": bool(_text(file, "tokenizer.chat_template")),
+        "chat_template": bool(file.text("tokenizer.chat_template")),
         "refused": refused,
     }
 
@@ -269,7 +269,7 @@ def _general(file: GGUFFile) -> dict[str, str]:
     """Where it comes from, as far as it says."""
 
     def said(*keys: str) -> str:
-        return ", ".join(text for key in keys if (text := _text(file, f"general.{key}")))
+        return ", ".join(text for key in keys if (text := file.text(f"general.{key}")))
 
     run, step = said("run_id"), file.metadata.get("general.step")
     made = [f"run {run}"] if run else []
@@ -290,16 +290,11 @@ def _adapter(file: GGUFFile) -> dict[str, Any]:
     pairs = {n.removesuffix(".lora_a"): t for n, t in file.tensors.items() if n.endswith(".lora_a")}
     per_target = Counter(inside(name).removesuffix(".weight") for name in pairs)
     return {
-        "type": _text(file, "adapter.type"),
+        "type": file.text("adapter.type"),
         "ranks": sorted({t.shape[0] for t in pairs.values()}),
         "alpha": alpha if isinstance(alpha, int | float) else None,
         "targets": [name if n == 1 else f"{name} in {n} blocks" for name, n in per_target.items()],
     }
-
-
-def _text(file: GGUFFile, key: str) -> str:
-    value = file.metadata.get(key, "")
-    return value if isinstance(value, str) else ""
 
 
 # -- how it is shown --------------------------------------------------------------------------------------------------

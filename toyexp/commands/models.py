@@ -153,12 +153,12 @@ def look(name: str, place: str, path: Path, registry: Registry) -> Found:
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
         file = opened(str(path))
         kinds = types_of(file)
-        own = file.metadata.get("general.name")  # of a run, whose files are called the same in all of them
-        own = own if name in ("model", "adapter") and isinstance(own, str) else ""
+        # Those of runs are called the same in all of them.
+        own = file.text("general.name") if name in ("model", "adapter") else ""
         heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
         return Found(
             name=own or name, place=place, path=str(path), bytes=size,
-            architecture=str(file.metadata.get("general.architecture", "")),
+            architecture=file.text("general.architecture"),
             parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
             here=good_for(file, registry), parts=len(parts),
         )  # fmt: skip

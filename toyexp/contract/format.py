@@ -41,10 +41,14 @@ class ModelFile(ABC):
     @property
     def architecture(self) -> str:
         """What the file says it holds; raises UserError where it says nothing."""
-        value = self.metadata.get("general.architecture")
-        if not isinstance(value, str) or not value:
+        if not (value := self.text("general.architecture")):
             raise self.error("has no general.architecture")
         return value
+
+    def text(self, key: str) -> str:
+        """What a key says in words; nothing where it is not there, or holds something else."""
+        value = self.metadata.get(key, "")
+        return value if isinstance(value, str) else ""
 
     def error(self, cause: str) -> UserError:
         """An error that names the file."""

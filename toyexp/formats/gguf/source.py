@@ -44,13 +44,9 @@ class FromGGUF(Values):
 
 def _inherited(base: GGUFFile) -> Mapping[str, Any]:
     """The `general.*` keys, without that prefix, of a model trained from `base`: its licence, and what it was."""
-
-    def told(key: str) -> Any:
-        value = base.metadata.get(f"general.{key}")
-        return value if isinstance(value, str) else ""
-
-    found = {key: told(key) for key in ("license", "license.name", "license.link")}
-    parent = {key: told(key) for key in _PARENT} | {"name": told("name") or base.path.stem}
+    found = {key: base.text(f"general.{key}") for key in ("license", "license.name", "license.link")}
+    parent = {key: base.text(f"general.{key}") for key in _PARENT}
+    parent["name"] = parent["name"] or base.path.stem
     found |= {f"base_model.0.{key}": value for key, value in parent.items()}
     return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
 

@@ -59,8 +59,7 @@ def _kind(file: GGUFFile) -> tuple[str, str]:
 
 def read_chat_template(file: GGUFFile) -> str:
     """The file's chat template in Jinja, or nothing."""
-    template = file.metadata.get("tokenizer.chat_template", "")
-    return template if isinstance(template, str) else ""
+    return file.text("tokenizer.chat_template")
 
 
 def has_text(file: GGUFFile) -> bool:
@@ -130,9 +129,8 @@ class _Reader:
             raise self.file.error(f"its tokenizer has two equal tokens: {printable(twice)}")
         types = self._array("token_type", len(tokens), "i", NORMAL)
         self.types, self.ends = special_tokens(ids, types, self.keys)
-        pre, name = _kind(self.file)[1], self.file.metadata.get("general.name", "")
-        self.family = family(name) if isinstance(name, str) else ""
-        self.swallowing = swallowing(ids, self.types, pre, self.family)
+        self.family = family(self.file.text("general.name"))
+        self.swallowing = swallowing(ids, self.types, _kind(self.file)[1], self.family)
         least = max(self.keys.get(name, 0) for name in IDS) + 1
         count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
         self.pieces, self.types = tokens[:count], self.types[:count]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import logging
 import math
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,6 +277,37 @@ def get(node: Node) -> np.ndarray:
     out = np.empty(node.shape, np.float32)
     ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data, 0, out.nbytes)
     return out
+
+
+def get_all(backend: Backend, wanted: Iterable[tuple[Node, np.ndarray]]) -> None:
+    """Copies each node's values into the contiguous float32 array beside it, with one wait for all of them."""
+    for node, out in wanted:
+        if out.dtype != np.float32 or out.shape != node.shape or not out.flags.c_contiguous or not out.flags.writeable:
+            raise GraphError(f"{list(out.shape)} of {out.dtype} for a tensor of {list(node.shape)}")
+        ggml.ggml_backend_tensor_get_async(backend.ptr, node.ptr, out.ctypes.data, 0, out.nbytes)
+    ggml.ggml_backend_synchronize(backend.ptr)
+
+
+def host_arrays(backend: Backend, nodes: Mapping[str, Node]) -> dict[str, np.ndarray]:
+    """An array of each node's shape. A GPU gets them locked in the host's memory, where it copies at its full speed."""
+    kind = ggml.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_get_device(backend.ptr))
+    size = 4 * sum(node.size for node in nodes.values())
+    buffer = ggml.ggml_backend_buft_alloc_buffer(kind, size) if kind and size else None
+    if not buffer:
+        return {name: np.empty(node.shape, np.float32) for name, node in nodes.items()}
+    ends = list(itertools.accumulate(node.size for node in nodes.values()))
+    parts = np.split(np.asarray(_Locked(buffer, size)), ends[:-1])
+    return {name: part.reshape(node.shape) for (name, node), part in zip(nodes.items(), parts, strict=True)}
+
+
+class _Locked:
+    """Float32 numbers in a buffer of ggml's, which is freed with the last array that shows them."""
+
+    def __init__(self, buffer: Any, size: int):
+        start = ggml.ggml_backend_buffer_get_base(buffer)
+        self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (size // 4,), "data": (start, False)}
+        free = weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
+        free.atexit = False  # the process gives it back
 
 
 def clear(node: Node) -> None:

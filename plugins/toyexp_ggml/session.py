@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
-from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, put, version
+from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, get_all, host_arrays, put, version
 from toyexp_ggml.frozen import Frozen
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
@@ -133,9 +133,11 @@ class GGMLSession(Session):
                 total[name] += get(node)
         return total
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        state = self._update.state[tensor.name]
-        return get(self._weights[tensor.name]), {slot: get(node) for slot, node in state.items()}
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        nodes = self.named(self._weights, self._update.state)
+        arrays = into or host_arrays(self._backend, nodes)
+        get_all(self._backend, ((node, arrays[name]) for name, node in nodes.items()))
+        return arrays
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         put(self._weights[tensor.name], values.astype(np.float32))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp_torch.decoder import CachedDecoder
+from toyexp_torch.host_copy import HostCopy
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 from toyexp_torch.resident import Resident
@@ -234,9 +235,11 @@ class TorchSession(Session):
         with self._settings.applied(), torch.no_grad(), self._autocast():
             return _host(self._forward(self._upload_batch(micro))[:rows])
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        state = self._update.state[tensor.name]
-        return _copy(self._weights(tensor)), {slot: _copy(values) for slot, values in state.items()}
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        tensors = self.named({t.name: self._weights(t) for t in self.plan.trainable}, self._update.state)
+        copy = into if isinstance(into, HostCopy) and into.fits(tensors) else HostCopy(tensors)
+        copy.take(tensors)
+        return copy
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         self._set(tensor, values)
@@ -286,11 +289,6 @@ class TorchSession(Session):
 
 def _host(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
-
-
-def _copy(tensor: Tensor) -> np.ndarray:
-    """Its numbers in their own precision."""
-    return tensor.detach().to("cpu", copy=True).numpy()
 
 
 class _Switches:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from tiny import batches, plan
 
 from toyexp import AdamW, Unavailable
@@ -57,3 +58,20 @@ def test_a_decoders_logits_are_the_cpus(name, settings, atol):
         expected, decoder = cpu.logits({"tokens": ids})[0], cuda.decoder()
         found = [decoder.feed(part) for part in np.split(ids[0], [5, 6, 7, 10])]
     np.testing.assert_allclose(found, expected[[4, 5, 6, 9, 11]], atol=atol * np.abs(expected).max())
+
+
+def test_a_snapshot_is_locked_in_the_hosts_memory_and_the_next_one_lies_where_it_lay():
+    """A copy there needs no staging, and a weight's array is a part of the vector that is copied in one piece."""
+    data = batches(rows=8)
+    with TorchCUDA().realize(plan("llama", rows=8)) as session:
+        session.build()
+        first = session.snapshot()
+        places = {name: array.ctypes.data for name, array in first.items()}
+        session.step(data.batch(0), AdamW.for_from_scratch().hp_for_step(0))
+        second, fresh = session.snapshot(first), session.snapshot()
+        assert places == {name: array.ctypes.data for name, array in second.items()}
+        for name, array in second.items():
+            assert torch.from_numpy(array).is_pinned(), name
+            np.testing.assert_array_equal(array, fresh[name])
+            values = session.download(name) if "@" not in name else None
+            assert values is None or (values == array).all(), name

@@ -88,3 +88,17 @@ class TestCUDA(EngineSuite):
 @pytest.mark.device("vulkan")
 class TestVulkan(EngineSuite):
     engine = GGMLVulkan()
+
+
+def test_a_snapshot_over_an_earlier_one_is_what_the_device_holds(gpu):
+    engine, _ = gpu
+    data = batches(rows=8)
+    with engine.realize(plan("llama", rows=8)) as session:
+        session.build()
+        kept = session.snapshot()
+        session.step(data.batch(0), AdamW.for_from_scratch().hp_for_step(0))
+        taken = session.snapshot(kept)
+        assert all(array is kept[name] for name, array in taken.items())
+        for tensor in session.plan.trainable:
+            np.testing.assert_array_equal(taken[tensor.name], session.download(tensor.name))
+    assert all(np.isfinite(array).all() for array in taken.values()), "the session is closed, its arrays are not"

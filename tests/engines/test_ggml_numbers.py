@@ -224,3 +224,22 @@ def test_the_deepest_model_that_is_allowed_steps(engine):
         session.step(batches().batch(0), MODES["lora"].hp_for_step(0))
     with pytest.raises(ToyexpError, match="606 of them to train"):
         ENGINES[engine].realize(Scratch().plan(dataclasses.replace(model, n_layers=67), setup))
+
+
+def test_arrays_locked_in_the_hosts_memory_hold_the_same_bits_and_are_freed_with_the_last_of_them(monkeypatch):
+    """A GPU's snapshots lie there; here a buffer of the CPU stands for it."""
+    free, freed = ggml.ggml_backend_buffer_free, []
+    usual = GGMLCPU(threads=1)
+    with usual.realize(op_plan("attention_grouped")) as session, monkeypatch.context() as patched:
+        session.build()
+        wanted = session.snapshot()
+        kind = ggml.ggml_backend_get_default_buffer_type(session._backend.ptr)
+        patched.setattr(ggml, "ggml_backend_dev_host_buffer_type", lambda device: kind)
+        patched.setattr(ggml, "ggml_backend_buffer_free", lambda buffer: freed.append(free(buffer)))
+        locked = session.snapshot(session.snapshot())
+    assert all((locked[name] == array).all() for name, array in wanted.items())
+    last = locked["k"]
+    del locked
+    assert not freed and (last == wanted["k"]).all()
+    del last
+    assert len(freed) == 1

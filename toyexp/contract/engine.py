@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Self, final
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.planned import Planned
+
+X = TypeVar("X")
 
 
 class State(Enum):
@@ -245,18 +247,17 @@ class Session(ABC):
         return self.do_download(self._tensor(name, "download"))
 
     @final
-    def snapshot(self) -> dict[str, np.ndarray]:
+    def snapshot(self, into: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
         """A copy of all that training changes: each trainable tensor, and its optimiser's state as `<name>@<slot>`.
 
-        The numbers keep the engine's own precision, so that `restore` brings back the very bits.
+        The numbers keep the engine's own precision, so that `restore` brings back the very bits. `into`, an earlier
+        snapshot of this session that nobody needs any more, is overwritten where the engine can, which is faster.
         """
         self._require(State.BUILT, "snapshot()")
+        if into is not None and (misfit := state_misfit(self.plan, into)):
+            raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
-        arrays: dict[str, np.ndarray] = {}
-        for tensor in self.plan.trainable:
-            arrays[tensor.name], state = self.do_snapshot(tensor)
-            arrays |= {f"{tensor.name}{SLOT}{slot}": array for slot, array in state.items()}
-        return arrays
+        return self.do_snapshot(into or {})
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -302,6 +303,15 @@ class Session(ABC):
     def notes(self) -> Iterable[str]:
         """What a person should know of how it computes this plan, a line each, before the first step."""
         return ()
+
+    @final
+    def named(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
+        """What stands in `values` and `states` for the trainable tensors, by the names of a snapshot."""
+        found: dict[str, X] = {}
+        for tensor in self.plan.trainable:
+            found[tensor.name] = values[tensor.name]
+            found |= {f"{tensor.name}{SLOT}{slot}": value for slot, value in states[tensor.name].items()}
+        return found
 
     # -- what an engine implements ------------------------------------------------------------------------------
 
@@ -364,8 +374,11 @@ class Session(ABC):
         """A float32 copy of the tensor's values."""
 
     @abstractmethod
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Copies of a trainable tensor's values and of its optimiser's state, in the engine's precision."""
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Copies of all that training changes, as `named` gives it, in the engine's precision.
+
+        `into` is empty, or what an earlier call gave: its arrays may be overwritten and returned.
+        """
 
     @abstractmethod
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:

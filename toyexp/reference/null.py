@@ -80,10 +80,13 @@ class NullSession(Session):
         """What was uploaded."""
         return self._tensors[tensor.name].copy()
 
-    def do_snapshot(self, tensor: PlanTensor) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """The values, and as state how many steps were taken, which is all that its loss depends on."""
-        state = {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(tensor).items()}
-        return self._tensors[tensor.name].copy(), state
+        states = {
+            t.name: {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(t).items()}
+            for t in self.plan.trainable
+        }
+        return self.named({name: array.copy() for name, array in self._tensors.items()}, states)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         """The values and the steps."""

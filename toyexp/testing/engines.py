@@ -261,6 +261,24 @@ class EngineSuite(EngineNumbers):
             assert steps(session, 3) == wanted
             same(session.snapshot(), end)
 
+    def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
+        """And changes no array but those that were handed over, nor does a later step change it."""
+        plan, hp = op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
+        with self.built(plan) as session:
+            kept, old = session.snapshot(), session.snapshot()
+            was = {name: array.copy() for name, array in kept.items()}
+            session.step(op_batch(rows=plan.rows), hp)
+            fresh, new = session.snapshot(), session.snapshot(old)
+            same(new, fresh)
+            same(kept, was)
+            session.step(op_batch(rows=plan.rows, seed=1), hp)
+            same(new, fresh)
+            assert any((new[name] != array).any() for name, array in session.snapshot().items())
+            session.restore(new)
+            same(session.snapshot(kept), fresh)
+            with pytest.raises(SessionError, match=r"snapshot\(\): .* has else"):
+                session.snapshot({**kept, "else": np.zeros(1)})
+
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
         """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""

@@ -58,9 +58,13 @@ class Lines:
             self.trouble = None
 
     def place(self) -> dict[str, Any]:
-        """How far the file's whole lines reach, on the disk, and those that are still to come."""
-        self.flush(to_disk=True)
+        """How far the file's whole lines reach, and those that are still to come."""
+        self.flush()
         return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
+
+    def sync(self) -> None:
+        """Brings to the disk what was written; raises OSError."""
+        os.fsync(self._file)
 
     def close(self) -> str | None:
         """Closes the file after its last whole line, and returns why it is not complete, if so."""
@@ -143,10 +147,15 @@ class Events(Callback):
         self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
-        """How far the file reaches, which is then on the disk."""
+        """How far the file reaches."""
         if self._lines is None:
             return {}
         return {**self._lines.place(), "seconds": time.monotonic() - self._began, "last": self._last}
+
+    def sync(self) -> None:
+        """So far it is on the disk."""
+        if self._lines is not None:
+            self._lines.sync()
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Where to go on."""

@@ -225,6 +225,17 @@ def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):
     assert (tmp_path / "lines").read_text() == "first\nsecond\nthird\n"
 
 
+def test_what_a_checkpoint_says_of_the_file_is_brought_to_the_disk_apart_from_it(lines, monkeypatch):
+    """The training waits for no disk: `place` writes, and `sync` waits."""
+    written, _ = lines
+    synced = []
+    monkeypatch.setattr(events_module.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    written.add("first", 0)
+    assert written.place() == {"bytes": 6, "waiting": ""} and not synced
+    written.sync()
+    assert synced == [6]
+
+
 def test_lines_that_never_find_room_leave_whole_ones(lines, tmp_path):
     written, room = lines
     room[0] = 8

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,22 +19,27 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import UserError
-from toyexp.training import checkpoint
+from toyexp.training import keeper as keeper_module
 from toyexp.training.checkpoint import (
     ARRAYS,
     MANIFEST,
     STATE,
     Damaged,
     Interval,
-    Keeper,
     conforms,
     newest,
     read,
     steps,
     write,
 )  # fmt: skip
+from toyexp.training.keeper import Keeper
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
+
+
+def given(arrays: dict[str, np.ndarray]):
+    """A session's snapshot() that gives these."""
+    return lambda into: arrays
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -162,7 +170,7 @@ def keep(folder: Path, upto: int, scores: dict[int, float] | None = None, **sett
     for step in range(1, upto + 1):
         score = {"loss": scores[step]} if scores and step in scores else {}
         if keeper.due(step, score, last=step == upto):
-            keeper.save(step, ARRAY, {})
+            keeper.save(step, given(ARRAY), {})
     keeper.wait()
     assert keeper.trouble is None
     return sorted(steps(folder))
@@ -186,7 +194,7 @@ def test_the_best_of_a_score_that_should_rise_is_the_highest(tmp_path):
     for step in range(1, 41):
         looked = {"loss": 1.0, "accuracy": scores[step]} if step in scores else {}
         if keeper.due(step, looked, last=step == 40):
-            keeper.save(step, ARRAY, {})
+            keeper.save(step, given(ARRAY), {})
     keeper.wait()
     assert sorted(steps(tmp_path)) == [12, 40]
 
@@ -205,28 +213,28 @@ def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_
 
 def test_weights_that_are_no_numbers_are_never_written(tmp_path):
     keeper = Keeper(tmp_path, Interval(10), keep=2)
-    keeper.save(10, ARRAY, {})
-    keeper.save(20, {**ARRAY, "w": ARRAY["w"] * np.nan}, {})
+    keeper.save(10, given(ARRAY), {})
+    keeper.save(20, given({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
     keeper.wait()
     assert [s.step for s in keeper.published()] == [10] and sorted(steps(tmp_path)) == [10]
     assert keeper.trouble == (
         "checkpoint of step 20: not written (w is not finite; the one before it stays the newest)"
     )
     # A moment that overflowed slows its weight down for good, and no more: such a run can go on.
-    keeper.save(30, {**ARRAY, "w@m": np.array([np.inf])}, {})
+    keeper.save(30, given({**ARRAY, "w@m": np.array([np.inf])}), {})
     keeper.wait()
     assert sorted(steps(tmp_path)) == [10, 30]
 
 
 def test_a_time_passes(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
+    monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
     keeper = Keeper(tmp_path, Interval(seconds=60), keep=1)
     now = 1059.0
     assert not keeper.due(1, {}, last=False)
     now = 1060.0
     assert keeper.due(2, {}, last=False)
-    keeper.save(2, ARRAY, {})
+    keeper.save(2, given(ARRAY), {})
     now = 1119.0
     assert not keeper.due(3, {}, last=False)
     keeper.wait()
@@ -237,7 +245,7 @@ def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
     keeper = Keeper(tmp_path, Interval(10), keep=1, resumed=resumed)
     assert not keeper.due(100, {}, last=False), "it stands already"
     for step, standing in ((110, [100, 110]), (120, [120])):
-        keeper.save(step, ARRAY, {})
+        keeper.save(step, given(ARRAY), {})
         keeper.wait()
         assert sorted(steps(tmp_path)) == standing
 
@@ -245,21 +253,21 @@ def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
 def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = Keeper(folder, Interval(1), keep=2)
-    keeper.save(1, ARRAY, {})
+    keeper.save(1, given(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.published()] == [1]
     shutil.rmtree(folder)
     folder.write_text("in the way")
     told = []
     for step in (2, 3):
-        keeper.save(step, ARRAY, {})
+        keeper.save(step, given(ARRAY), {})
         keeper.wait()
         assert not keeper.published()
         told.append(keeper.trouble)
         keeper.trouble = None
     assert told[0] is not None and "step 2" in told[0] and told[1] is None
     folder.unlink()
-    keeper.save(4, ARRAY, {})
+    keeper.save(4, given(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.published()] == [4]
 
@@ -269,7 +277,7 @@ def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
     (write(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
     keeper = Keeper(tmp_path, Interval(1), keep=1, resumed=resumed)
     for step in (8, 9, 10):
-        keeper.save(step, ARRAY, {})
+        keeper.save(step, given(ARRAY), {})
         keeper.wait()
         found, _ = newest(tmp_path)
         assert found is not None and found.step == step
@@ -278,19 +286,130 @@ def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
 def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = Keeper(folder, Interval(1), keep=2)
-    keeper.save(1, ARRAY, {})
+    keeper.save(1, given(ARRAY), {})
     keeper.wait()
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    keeper.save(2, ARRAY, {})
+    keeper.save(2, given(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.published()] == [1]
     assert keeper.missing is not None and "checkpoint of step 2: not written" in keeper.missing
     folder.unlink()
-    keeper.save(3, ARRAY, {})
+    keeper.save(3, given(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.published()] == [3]
     assert keeper.missing is None
+
+
+class Slow:
+    """A session whose snapshots fill arrays with their number, and a disk that writes when it is let."""
+
+    def __init__(self, monkeypatch, overwrites: bool = True):
+        self.taken, self.made, self.overwrites = 0, [], overwrites
+        self.let, self.writing = threading.Semaphore(0), threading.Semaphore(0)
+        self.found: dict[int, list[float]] = {}
+        monkeypatch.setattr(keeper_module, "write", self.write)
+
+    def snapshot(self, into):
+        self.taken += 1
+        if into is None or not self.overwrites:
+            into = {name: np.empty(1000, np.float32) for name in ("w", "w@m")}
+            self.made.append(into)
+        for array in into.values():
+            array.fill(self.taken)
+        return into
+
+    def write(self, folder, step, arrays, state):
+        first = {name: array.copy() for name, array in arrays.items()}
+        self.writing.release()
+        assert self.let.acquire(timeout=30)
+        assert all((first[name] == array).all() for name, array in arrays.items()), "changed while it was written"
+        self.found[step] = [float(array[0]) for array in arrays.values()]
+        return write(folder, step, arrays, state)
+
+
+def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_for_a_run(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=9)
+    for step in (1, 2):  # the second need not wait
+        keeper.save(step, slow.snapshot, {})
+    assert slow.writing.acquire(timeout=30)
+    third = threading.Thread(target=keeper.save, args=(3, slow.snapshot, {}))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive() and slow.taken == 2, "two are unwritten: nothing may be overwritten yet"
+    for _ in range(5):
+        slow.let.release()
+    third.join(30)
+    for step in (4, 5):
+        keeper.save(step, slow.snapshot, {})
+    keeper.wait()
+    assert slow.found == {step: [step, step] for step in range(1, 6)} and len(slow.made) == 2
+    assert [saved.step for saved in keeper.published()] == [1, 2, 3, 4, 5]
+    assert read(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
+
+
+def test_where_there_is_no_room_for_a_second_set_a_snapshot_waits(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    monkeypatch.setattr(keeper_module, "available_bytes", lambda: 15_999)  # two sets of 8000 bytes would not fit
+    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=9)
+    keeper.save(1, slow.snapshot, {})
+    second = threading.Thread(target=keeper.save, args=(2, slow.snapshot, {}))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and slow.taken == 1
+    for _ in range(3):
+        slow.let.release()
+    second.join(30)
+    keeper.save(3, slow.snapshot, {})
+    keeper.wait()
+    assert slow.found == {step: [step, step] for step in (1, 2, 3)} and len(slow.made) == 1
+
+
+def test_arrays_of_a_session_that_takes_none_over_are_let_go(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch, overwrites=False)
+    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=1)
+    for step in range(1, 7):
+        slow.let.release()
+        keeper.save(step, slow.snapshot, {})
+        keeper.wait()
+    assert slow.found == {step: [step, step] for step in range(1, 7)}
+    alive = [weakref.ref(made["w"]) for made in slow.made]
+    slow.made.clear()
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 1
+
+
+def test_arrays_are_given_back_where_a_checkpoint_could_not_be_written(tmp_path):
+    keeper, seen = Keeper(tmp_path / "gone" / "checkpoints", Interval(1), keep=1), []
+    for step in range(1, 5):
+        keeper.save(step, lambda into: (seen.append(into), into or dict(ARRAY))[1], {})
+        keeper.wait()
+    assert seen[0] is None and seen[1] is not None and seen[1] is seen[3]
+    assert not keeper.published() and "step 4: not written" in str(keeper.missing)
+
+
+def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_path):
+    """By what its callbacks bring there, in the thread that writes; where that fails there is no checkpoint."""
+    folder, seen = tmp_path / "checkpoints", []
+    keeper = Keeper(folder, Interval(1), keep=9)
+    keeper.save(1, given(ARRAY), {}, lambda: seen.append((threading.current_thread().name, list(steps(folder)))))
+    keeper.save(2, given(ARRAY), {}, lambda: os.fsync(10**6))
+    keeper.wait()
+    assert seen == [("checkpoint", [])] and list(steps(folder)) == [1]
+    assert [saved.step for saved in keeper.published()] == [1]
+    assert keeper.missing == "checkpoint of step 2: not written (Bad file descriptor)"
+
+
+def test_the_best_is_known_while_its_checkpoint_is_being_written(tmp_path, monkeypatch):
+    slow = Slow(monkeypatch)
+    keeper = Keeper(tmp_path / "checkpoints", Interval(10), keep=1, best="loss")
+    assert keeper.due(1, {"loss": 1.0}, last=False)
+    keeper.save(1, slow.snapshot, {})
+    assert slow.writing.acquire(timeout=30)
+    threading.Timer(0.1, slow.let.release).start()
+    best = keeper.best(5)
+    assert best is not None and best.step == 1 and best.weights is not None and best.weights["w"][0] == 1
 
 
 @pytest.mark.parametrize(

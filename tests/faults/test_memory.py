@@ -11,6 +11,9 @@ from faults import FIGURES, toyexp, words
 from toyexp.base import memory
 from toyexp.base.errors import RunFailed
 from toyexp.commands.line import main
+from toyexp.config.request import Request
+from toyexp.contract.registry import load
+from toyexp.training.experiment import prepare
 
 WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batch_size", "steps"))]
 
@@ -41,6 +44,24 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(asked, said, engi
     if "GB" in line:
         assert re.search(r", and there are \S+ GB; a smaller batch_size, ", line)
     assert not directory.exists()
+
+
+def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, capsys, monkeypatch):
+    """Its copy is counted for a run that makes one, and for no other."""
+    from toyexp.training import memory as of_a_run
+
+    settings = [*WORDS, "engine=ggml", "batch_size=2", "steps=2", "eval_every=0", "model.d_model=64"]
+    run = prepare(Request([], load()).parts(*settings))
+    weights = sum(t.size for t in run.plan.trainable)  # with their gradients, and with m and v: 16 bytes a number
+    monkeypatch.setattr(of_a_run, "available_bytes", lambda: 20 * weights)
+    directory = here / "no-room"
+    assert main([*settings, f"hydra.run.dir={directory}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"too little memory: a checkpoint's copy .* takes \S+ GB of .*; checkpoint_every=0 takes none", line
+    )
+    assert not directory.exists()
+    assert main([*settings, "checkpoint_every=0", f"hydra.run.dir={directory}"]) == 0
 
 
 def test_images_that_cannot_fit(here, capsys):

@@ -65,6 +65,12 @@ class Callback(ABC):
         """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
         return {}
 
+    def sync(self) -> None:  # noqa: B027 - optional, as above
+        """Brings to the disk what `state` spoke of, before a checkpoint with it stands there; raises OSError.
+
+        It is called beside the training, in another thread, since a disk takes its time.
+        """
+
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
         """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
 

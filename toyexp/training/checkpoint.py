@@ -7,20 +7,16 @@ renamed; the newest is the one with the largest step whose manifest verifies. No
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
-import threading
-import time
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -28,12 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.files import cause, misfit
-from toyexp.base.writing import bytes_in, dump_json, sync_directory, write_synced
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import misfit
+from toyexp.base.writing import dump_json, sync_directory, write_synced
 from toyexp.contract.engine import SLOT
-from toyexp.contract.model import lower_is_better
-from toyexp.contract.run import Best
 
 log = logging.getLogger("toyexp")
 
@@ -240,142 +234,3 @@ def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
         if name not in saved or not conforms(saved[name], hint):
             raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
     return cls(**{name: saved[name] for name in hints})
-
-
-def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
-    """The first weight of a snapshot that is not finite; of an optimiser's state some may be, and the run lives on."""
-    return next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None)
-
-
-# -- a run's checkpoints --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that stands on the disk."""
-
-    step: int
-    path: Path
-    bytes: int
-    seconds: float  # that writing took, beside the training
-
-
-class Keeper:
-    """Writes one run's checkpoints beside its training, and keeps the last few and the best.
-
-    What cannot be written costs no step: training goes on, the last good checkpoint stays, the next one is tried.
-    """
-
-    def __init__(
-        self, folder: Path, interval: Interval, keep: int, best: str | None = None, resumed: Checkpoint | None = None
-    ):
-        self._folder, self._interval, self._keep, self.metric = folder, interval, keep, best
-        self._resumed = resumed.path if resumed else None  # not deleted before two others stand
-        self.trouble: str | None = None  # what the person has to be told, once
-        self.missing: str | None = None  # why the last one that was tried is not there
-        self._thread: threading.Thread | None = None
-        self._outcomes: list[Saved | str] = []  # what became of each, until it was told
-        self._told = False
-        state = resumed.state if resumed else {}
-        saved = state.get("scores", {}) if state.get("metric", best) == best else {}
-        self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
-        self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
-        for stale in folder.glob(".tmp-*") if folder.is_dir() else ():
-            shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
-
-    def check(self, scores: Mapping[str, float]) -> None:
-        """Raises UserError when the score of the best is not among those of an eval."""
-        if self.metric and scores and self.metric not in scores:
-            raise UserError(f"checkpoint_best={printable(self.metric)}: {choose(self.metric, scores)}")
-
-    def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
-        """Whether the state after `step` should be saved; `scores` are those of an eval there."""
-        if step == self._last_step:
-            return False
-        better = False
-        if self.metric and scores:
-            self.check(scores)
-            if math.isfinite(scores[self.metric]):
-                self.scores[step] = scores[self.metric]
-                better = self._best_of(self.scores) == step
-        waited = time.monotonic() - self._last_time
-        return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
-
-    def comes(self, step: int) -> bool:
-        """Whether it is time after `step`, or something is to be told."""
-        return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
-
-    def best(self, present: int, weights: bool = True) -> Best | None:
-        """The best eval so far, of those whose weights stand on the disk or are those of the `present` step.
-
-        Raises Damaged when its weights are wanted and cannot be read.
-        """
-        have = steps(self._folder)
-        scores = {step: score for step, score in self.scores.items() if step == present or step in have}
-        if not scores:
-            return None
-        step = self._best_of(scores)
-        arrays = read(have[step], with_state=False).arrays if weights and step != present else None
-        return Best(step, str(self.metric), scores[step], arrays)
-
-    def _best_of(self, scores: Mapping[int, float]) -> int:
-        """The step with the best of `scores`, the first of several."""
-        sign = 1 if lower_is_better(str(self.metric)) else -1
-        return min(sorted(scores), key=lambda step: sign * scores[step])
-
-    def save(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
-        """Begins to write a checkpoint, once the one before it is written."""
-        self.wait()
-        self._last_step, self._last_time = step, time.monotonic()
-        self._thread = threading.Thread(target=self._write, args=(step, arrays, state), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _write(self, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> None:
-        began = time.perf_counter()
-        try:
-            if bad := bad_weight(arrays):
-                raise ValueError(f"{bad} is not finite; the one before it stays the newest")
-            path = write(self._folder, step, arrays, state)
-            self._outcomes.append(Saved(step, path, bytes_in(path), time.perf_counter() - began))
-            with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
-                self._prune(step)
-        except Exception as error:
-            self._outcomes.append(f"checkpoint of step {step}: not written ({cause(error) or type(error).__name__})")
-
-    def _prune(self, newest: int) -> None:
-        """Deletes what is neither among the last, nor the best, nor what this run was continued from.
-
-        One to which someone has added a file stays. Any of a later step is a damaged one that was passed over; it is
-        replaced when training comes to its step.
-        """
-        have = {step: path for step, path in steps(self._folder).items() if step <= newest}
-        kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
-        scored = {s: v for s, v in self.scores.items() if s in have}
-        if scored:
-            kept.add(self._best_of(scored))
-        if len([p for p in have.values() if p != self._resumed]) < 2:
-            kept.update(s for s, p in have.items() if p == self._resumed)
-        for step, path in have.items():
-            if step not in kept and is_bare(path):
-                shutil.rmtree(path, ignore_errors=True)
-
-    def published(self) -> Sequence[Saved]:
-        """What came to stand on the disk since the last call; says once when something could not."""
-        done = []
-        while self._outcomes:
-            outcome = self._outcomes.pop(0)
-            if isinstance(outcome, Saved):
-                done.append(outcome)
-                self.missing, self._told = None, False
-                continue
-            log.warning("%s", outcome)
-            self.missing = outcome
-            self.trouble = self.trouble if self._told else outcome
-            self._told = True
-        return done
-
-    def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from toyexp.base.blame import asked, blamed, of_a_part
@@ -24,10 +24,11 @@ from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.datasets.dropout import Dropout
 from toyexp.training.bus import Bus
-from toyexp.training.checkpoint import Damaged, Interval, Keeper, steps
+from toyexp.training.checkpoint import Damaged, Interval, steps
 from toyexp.training.introduction import facts, introduction
+from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
-from toyexp.training.memory import check_plan
+from toyexp.training.memory import check_plan, check_snapshot
 from toyexp.training.outcome import Outcome, Saver
 from toyexp.training.parts import Config, Prepared, Result
 from toyexp.training.resume import Resumed, identity
@@ -120,6 +121,8 @@ def execute(
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     config, bus = prepared.config, prepared.bus
     bus.tell = say
+    if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
+        check_snapshot(prepared.plan, config.engine)
     with stop_signals() as signals:
         run_dir = RunDir(directory, config.plain, continued=resumed is not None)
         try:
@@ -213,6 +216,7 @@ class RunSaver(Saver):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
         self._folder, self._step = run.dir / "checkpoints", run.resumed
+        self._identity = cache(lambda: identity(prepared))  # the same all along, and it takes a while
         callbacks = prepared.config.callbacks
         self._keeper = Keeper(
             self._folder,
@@ -239,17 +243,21 @@ class RunSaver(Saver):
         if self._keeper.due(outcome.steps, metrics, last, asked):
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
-                "identity": identity(self._prepared),
+                "identity": self._identity(),
                 "outcome": asdict(outcome),
                 "callbacks": {name: state for name, state in callbacks.items() if state},
                 "engine": self._run.facts.get("backend", {}),
                 "config": self._run.config,
-                "scores": self._keeper.scores,
+                "scores": dict(self._keeper.scores),  # as they are now: it is written later
                 "metric": self._keeper.metric,
             }
-            self._keeper.wait()  # so that memory holds one snapshot, not two
-            self._keeper.save(outcome.steps, self._run.session.snapshot(), state)
+            self._keeper.save(outcome.steps, self._run.session.snapshot, state, self._sync)
         self._tell()
+
+    def _sync(self) -> None:
+        """What the callbacks' states speak of."""
+        for callback in self._prepared.config.callbacks.values():
+            callback.sync()
 
     def best(self, weights: bool) -> Best | None:
         """The best eval so far, with its weights if wanted; where they cannot be read that is told: there is none."""

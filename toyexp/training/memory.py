@@ -19,16 +19,40 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     device with memory of its own: the largest of them, which passes through the machine's). Activations come on top,
     of which engine.recompute holds fewer.
     """
-    rows = plan.rows * plan.accumulate
-    batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
-    sizes = [4 * t.size for t in plan.trainable]
-    state = 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())  # with the tensors themselves
-    weights = max(sizes, default=0) if engine.own_memory else sum(sizes) + state
+    batch, weights = _least(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
+        rows = plan.rows * plan.accumulate
         parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and their optimiser take")]
         most, what = max(parts)
         raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
+
+
+def check_snapshot(plan: Plan, engine: Engine) -> None:
+    """Raises UserError where all that, and one copy of weights and state beside it, is more than there is.
+
+    A run with checkpoints keeps one such copy in the machine's memory, whatever the engine, and makes a second one
+    only where there is room: see training/keeper.py.
+    """
+    needed, left = sum(_least(plan, engine)) + snapshot_bytes(plan), available_bytes()
+    if left is not None and needed > left:
+        copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"
+        raise UserError(
+            f"too little memory: {copy} of {_gb(needed)} in all, there are {_gb(left)}; checkpoint_every=0 takes none"
+        )
+
+
+def snapshot_bytes(plan: Plan) -> int:
+    """What a snapshot takes in float32."""
+    return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
+
+
+def _least(plan: Plan, engine: Engine) -> tuple[int, int]:
+    """Bytes of a step's batch, and of what trains."""
+    rows = plan.rows * plan.accumulate
+    batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
+    sizes = [4 * t.size for t in plan.trainable]
+    return batch, max(sizes, default=0) if engine.own_memory else sum(sizes) + snapshot_bytes(plan)
 
 
 def _gb(size: int) -> str:

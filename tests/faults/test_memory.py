@@ -30,7 +30,7 @@ WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batc
         (["model.d_model=1000000"], "the weights that train and their optimiser take"),
         (["model.d_ff=2000000000"], "the weights that train and their optimiser take"),
         (["model.n_layers=10000", "model.d_model=4096"], "the weights that train and their optimiser take"),
-        (["model.n_layers=1000000000"], "model.n_layers=1000000000: must be at most 10000"),
+        (["model.n_layers=1000000000"], "model.n_layers=1000000000: must be at least 1 and at most 10000"),
         (["model.context=1000000000"], "longer than the training part"),
         (["model.vocab=2000000000"], "the weights that train and their optimiser take"),
     ],

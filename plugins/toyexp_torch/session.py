@@ -52,6 +52,7 @@ class TorchSession(Session):
         self._wanted = wanted
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
+        self._gathers = wanted.device == "cuda"  # where a kernel for each gradient is what costs
         self._halved = wanted.device == "cuda" and wanted.dtype == "bfloat16"
         self._ops = TorchOps(wanted.recompute, torch.bfloat16 if self._halved else None)
         self._loss_ops = self._ops.joined() if wanted.device == "cuda" else self._ops
@@ -75,6 +76,7 @@ class TorchSession(Session):
             self._tensors[tensor.name] = leaf = weights[here].view(tensor.shape).detach().requires_grad_()
             self._leaves.append(leaf)
             self._grads.append(self._grad[here].view(tensor.shape))
+            leaf.grad = None if self._gathers else self._grads[-1]
             start += size
         self._order, self._places = [tensor.name for tensor in order], places
         self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile, self._rounded)
@@ -201,16 +203,21 @@ class TorchSession(Session):
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
         """Leaves the summed gradient in the flat vector and returns the summed loss."""
         losses: list[Tensor] = []
+        if not self._gathers:
+            self._grad.zero_()
         for micro in micros:
             with self._autocast():
                 loss = self._loss(micro)
-            found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
-            self._add(found, first=not losses)
+            if self._gathers:
+                self._gather(loss, first=not losses)
+            else:
+                loss.backward()  # adds to what the leaves have, which is the flat vector
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _add(self, found: Sequence[Tensor], first: bool) -> None:
-        """Puts gradients into the flat vector, or adds them: those of one type, and contiguous, with a few kernels."""
+    def _gather(self, loss: Tensor, first: bool) -> None:
+        """Puts a loss's gradients into the flat vector, or adds them: all of one type with a few kernels."""
+        found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
         for kind in {gradient.dtype for gradient in found}:
             pairs = [(g, f.contiguous()) for g, f in zip(self._grads, found, strict=True) if f.dtype == kind]

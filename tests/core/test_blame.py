@@ -167,6 +167,9 @@ class Session(NullSession):
         fail(self._engine.at, "notes")
         return []
 
+    def describe(self):
+        return None if self._engine.at == "describe" else super().describe()
+
 
 @dataclass
 class ClumsyEngine(NullEngine):
@@ -346,10 +349,16 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("at", "told"), [("text", "'a sentence'"), ("nothing", "None")])
-def test_warnings_that_are_no_list_are_told(at, told, capsys):
-    line, _ = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={at}")
-    assert line == f"Clumsy.warnings() gave {told}, expected sentences in a list"
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([CALLBACKS, "callbacks.clumsy.at=text"], "Clumsy.warnings() gave 'a sentence', expected sentences in a list"),
+        ([CALLBACKS, "callbacks.clumsy.at=nothing"], "Clumsy.warnings() gave None, expected sentences in a list"),
+        (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() gave None, expected dict"),
+    ],
+)
+def test_an_answer_of_another_kind_is_told(words, told, capsys):
+    assert run_failed(capsys, *words)[0] == told
 
 
 def test_whose_method_an_error_came_out_of_is_told_also_where_nobody_expected_one(capsys):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError
+from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
 from toyexp.base.memory import running_out
 from toyexp.base.packages import broken_requirement
 from toyexp.base.signals import hidden_interrupt
@@ -93,6 +93,27 @@ def batches_of(data: str, when: str) -> Iterator[None]:
         yield
     except BadBatch as error:
         raise PluginFailed(f"data.{data} {when}: {error}") from error
+
+
+def given(wanted: type, method: Callable[..., T], *arguments: object) -> T:
+    """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class."""
+    found = method(*arguments)
+    if not isinstance(found, wanted):
+        raise _unwanted(method, found, wanted.__name__)
+    return found
+
+
+def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
+    """What a method of a plugin's part tells; PluginFailed for a text, which would be told letter by letter."""
+    found = method(*arguments)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise _unwanted(method, found, "sentences in a list")
+    return list(found)
+
+
+def _unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:
+    owner = type(getattr(method, "__self__", None)).__name__
+    return PluginFailed(f"{owner}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
 
 
 @contextlib.contextmanager

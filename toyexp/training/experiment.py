@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
-from toyexp.base.blame import asked, blamed, of_a_part
+from toyexp.base.blame import asked, blamed, given, of_a_part, sentences
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
@@ -17,6 +17,7 @@ from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Session
 from toyexp.contract.model import Model
+from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.plan import Plan, optimised
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
@@ -45,7 +46,7 @@ def prepare(config: Config) -> Prepared:
     dataset = _opened(config)
     model, batches = _fitted(config, dataset)
     plan = _planned(config, dataset, model, batches)
-    optim = config.optim.settled(model.optim_mode or config.recipe.optim_mode)
+    optim = given(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
     with blamed(f"optim.{optim.name}", "while it took its tensors"):
         plan = optimised(plan, optim, config.settings.lr)
     _check(config, plan)
@@ -135,7 +136,7 @@ def execute(
                 running_out(),
                 start(config.recipe, config.engine, prepared.plan, state, directory) as session,
             ):
-                for line in session.notes():
+                for line in sentences(session.notes):
                     log.info("note    %s", line)
                     say(f"note    {line}")
                 run = _run(prepared, run_dir, session, signals, resumed)
@@ -162,7 +163,7 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
         plan=prepared.plan,
         session=session,
         dataset=prepared.dataset,
-        facts=facts(prepared, session.describe()),
+        facts=facts(prepared, given(dict, session.describe)),
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
         stops=signals.count,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from toyexp.base.blame import given, sentences
 from toyexp.base.words import count
 from toyexp.training.parts import ASIDE_KEYS, Prepared
 from toyexp.training.rundir import git_facts, host_facts
@@ -18,14 +20,14 @@ def introduction(prepared: Prepared) -> list[str]:
     total = sum(t.size for t in plan.tensors)
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes, units = prepared.dataset.describe(), prepared.model.reads.units
+    sizes, units = given(Mapping, prepared.dataset.describe), prepared.model.reads.units
     known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
-    known = [*prepared.left_out(), *known, *prepared.dataset.remarks()]
+    known = [*prepared.left_out(), *known, *sentences(prepared.dataset.remarks)]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
     return [
         f"engine  {config.engine_note}",
-        *(f"note    {line}" for line in config.engine.advice()),
+        *(f"note    {line}" for line in sentences(config.engine.advice)),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, {prepared.optim.title}, {config.settings.steps} steps",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import PluginFailed, printable
+from toyexp.base.blame import given, sentences
 from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.dataset import Batches, Dataset
@@ -46,17 +46,8 @@ class Config:
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
-        told = [text for part in parts for text in _warnings(part, planned)]
+        told = [text for part in parts for text in sentences(part.warnings, planned)]
         return [*self.left_out, *self.settings.warnings(), *told, *idle_groups(planned.plan, self.optim)]
-
-
-def _warnings(part: Engine | Recipe | Data | Callback, planned: Planned) -> list[str]:
-    """What a part warns of; PluginFailed for a text, which would be told letter by letter, and for nothing."""
-    told = part.warnings(planned)
-    if isinstance(told, str) or not isinstance(told, Iterable):
-        what = f"{type(part).__name__}.warnings() gave {printable(repr(told))}"
-        raise PluginFailed(f"{what}, expected sentences in a list")
-    return list(told)
 
 
 FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change
@@ -78,11 +69,11 @@ class Prepared:
 
     def data_facts(self) -> dict[str, Any]:
         """What the run's record says of its data, and a run that goes on has to share."""
-        return {**self.dataset.describe(), **self.batches.facts}
+        return {**given(Mapping, self.dataset.describe), **self.batches.facts}
 
     def left_out(self) -> list[str]:
         """What of the data is not learned from."""
-        return [*self.dataset.left_out(), *self.batches.left_out]
+        return [*sentences(self.dataset.left_out), *self.batches.left_out]
 
 
 @dataclass(frozen=True)

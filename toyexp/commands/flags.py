@@ -54,34 +54,40 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     left = list(words)
     while left:
         word = left.pop(0)
-        if not word.startswith("-"):
-            if "=" not in word and word[:1] not in "~+":
-                raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
+        if word.startswith("-"):
+            flag, value = _flag(word, left)
+            if (other := flags.setdefault(flag, value)) != value:
+                raise UserError(f"{flag} {value}: was given already, as {other}; leave one of them out")
+        elif "=" in word or word[:1] in "~+":
             settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
-            continue
-        given, equals, value = word.partition("=")
-        flag = SHORT.get(given, given)
-        if flag not in FLAGS:
-            raise no_option(word, left, FLAGS)
-        takes = FLAGS[flag]
-        if equals and not value and takes is not None:
-            raise UserError(f"{word}: is empty (a variable that is not set?); leave {given} out, or give it a value")
-        if equals or takes is None or (flag == "--info" and (not left or left[0] not in takes)):
-            if equals and takes is None:
-                raise UserError(f"{word}: {flag} takes no value")
-            value = value or "all"
-        elif not left:
-            raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
         else:
-            value = left.pop(0)
-            if not value:
-                raise UserError(f"{given} '': is empty (a variable that is not set?); leave it out, or give it a value")
-        if flag in flags and flags[flag] != value:
-            raise UserError(f"{given} {value}: {flag} was given already, as {flags[flag]}; leave one of them out")
-        if takes and value not in takes:
-            raise UserError(f"{given} {value}: {choose(value, takes)}")
-        flags[flag] = value
+            raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
     return flags, settings
+
+
+def _flag(word: str, left: list[str]) -> tuple[str, str]:
+    """A flag by its long name, and its value, which may be taken from the words that are `left`."""
+    given, equals, value = word.partition("=")
+    flag = SHORT.get(given, given)
+    if flag not in FLAGS:
+        raise no_option(word, left, FLAGS)
+    takes = FLAGS[flag]
+    if takes is None:
+        if equals:
+            raise UserError(f"{word}: {flag} takes no value")
+        return flag, ""
+    if not equals:
+        if flag == "--info" and (not left or left[0] not in takes):
+            return flag, "all"
+        if not left:
+            raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
+        value = left.pop(0)
+    if not value:
+        what = word if equals else f"{given} ''"
+        raise UserError(f"{what}: is empty (a variable that is not set?); leave {given} out, or give it a value")
+    if takes and value not in takes:
+        raise UserError(f"{given} {value}: {choose(value, takes)}")
+    return flag, value
 
 
 def check_flags(flags: Mapping[str, str], resume: str | None) -> None:

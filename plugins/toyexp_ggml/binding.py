@@ -15,11 +15,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from toyexp import Rotary, ToyexpError
+from toyexp_ggml.crew import Crew
 from toyexp_ggml.limits import LIMIT
 
 ABSENT = "ggml_backend_cuda_allreduce_tensor"
@@ -99,12 +101,16 @@ def _op(node: Any) -> str:
 
 
 class Backend:
-    """A device that computes; beside the CPU BLAS for the matrix products, if `blas`; beside another one the CPU."""
+    """A device that computes; beside the CPU BLAS for the matrix products, if `blas`; beside another one the CPU.
 
-    def __init__(self, device: str, threads: int, blas: bool = False):
+    With `fewer` the CPU may take fewer threads than that while others need its cores.
+    """
+
+    def __init__(self, device: str, threads: int, blas: bool = False, fewer: bool = False):
         self.device = device
-        cpu = ggml.ggml_backend_cpu_init()
-        ggml.ggml_backend_cpu_set_n_threads(cpu, threads)
+        self._cpu = cpu = ggml.ggml_backend_cpu_init()
+        self.use(threads)
+        self._crew = partial(Crew, threads, fixed=not fewer or device != "CPU")
         self.all = [cpu]  # what a scheduler may use; the first that can computes a node
         if device != "CPU":
             self.all.insert(0, _device(device))
@@ -121,6 +127,14 @@ class Backend:
     def ptr(self) -> Any:
         """The device that holds the tensors."""
         return self.all[-1 if self.device == "CPU" else 0]
+
+    def crew(self) -> Crew:
+        """The threads of one more graph."""
+        return self._crew()
+
+    def use(self, threads: int) -> None:
+        """Makes the CPU compute with so many threads from now on."""
+        ggml.ggml_backend_cpu_set_n_threads(self._cpu, threads)
 
     def runs(self, node: Any) -> bool:
         """Whether the device itself computes a node."""
@@ -337,6 +351,7 @@ class Graph:
 
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend
+        self._crew = backend.crew()
         self.capacity = capacity
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
         self._context = _context(size)
@@ -693,10 +708,12 @@ class Graph:
 
     def compute(self) -> None:
         """Computes every wanted node, in order."""
-        if self._scheduler:
-            status = ggml.ggml_backend_sched_graph_compute(self._scheduler, self._graph)
-        else:
-            status = ggml.ggml_backend_graph_compute(self._backend.ptr, self._graph)
+        self._backend.use(self._crew.threads)
+        with self._crew.watched():
+            if self._scheduler:
+                status = ggml.ggml_backend_sched_graph_compute(self._scheduler, self._graph)
+            else:
+                status = ggml.ggml_backend_graph_compute(self._backend.ptr, self._graph)
         if status != ggml.GGML_STATUS_SUCCESS:
             raise GraphError(f"ggml stopped computing with status {status}")
 

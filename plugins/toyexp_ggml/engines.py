@@ -39,7 +39,7 @@ def rebuild(flags: str) -> str:
 class GGMLEngine(Engine):
     """What the ggml devices share."""
 
-    threads: int = 0  # cores to use; 0: all that this process may use
+    threads: int = 0  # cores to use; 0: all that this process may use, fewer while other processes run there
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
 
     @property
@@ -68,7 +68,8 @@ class GGMLEngine(Engine):
         self.check()
         from toyexp_ggml.session import GGMLSession
 
-        return GGMLSession(plan, self.device, self.profile, self.thread_count(), self.recompute).open()
+        threads, fewer = self.thread_count(), not self.threads
+        return GGMLSession(plan, self.device, self.profile, threads, self.recompute, fewer).open()
 
 
 @dataclass
@@ -95,8 +96,8 @@ class GGMLCPU(GGMLEngine):
         return f"ggml on the CPU{with_blas}, {counted(self.thread_count())}"
 
     def advice(self) -> list[str]:
-        """Whether its threads have to share their cores, and what this build of ggml lacks."""
-        return [line for line in (crowding(self.thread_count()), self.slow_build()) if line]
+        """Whether as many threads as were asked for have to share their cores, and what this build of ggml lacks."""
+        return [line for line in (self.threads and crowding(self.threads), self.slow_build()) if line]
 
     def slow_build(self) -> str:
         """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""

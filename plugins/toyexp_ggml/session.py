@@ -24,9 +24,10 @@ P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 class GGMLSession(Session):
     """A Plan as ggml graphs: one for a training step, others made when first asked for."""
 
-    def __init__(self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool):
+    def __init__(self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool, fewer: bool = False):
         super().__init__(plan)
         self._device, self._threads = device, threads  # the CPU's, where a GPU is emulated
+        self._fewer = fewer  # threads, while other processes need the cores
         self._profile, self._recompute = profile, recompute
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
@@ -37,7 +38,7 @@ class GGMLSession(Session):
         if reason := beyond(plan):
             raise GraphError(reason)
         blas = self._profile is CPU_BLAS
-        self._backend = self._owned(Backend(self._device, self._threads, blas=blas))
+        self._backend = self._owned(Backend(self._device, self._threads, blas, self._fewer))
         self._frozen = self._owned(Frozen(self._backend))
         self._memory = memory = self._owned(Memory(self._backend, len(plan.tensors) + 4 * len(plan.trainable) + 16))
         self._inputs = self._owned(Inputs(self._backend))

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from toyexp.base.random import generator, stream
     from toyexp.base.signals import interruptible
     from toyexp.base.terminal import complain, drop_output, say, status
-    from toyexp.base.threads import MOST_THREADS, available_cores, calm_threads, check_threads, crowding
+    from toyexp.base.threads import (
+        MOST_THREADS,
+        available_cores,
+        calm_threads,
+        check_threads,
+        crowding,
+        others_running,
+    )
     from toyexp.base.words import counted
     from toyexp.base.writing import dump_json, write_synced
 

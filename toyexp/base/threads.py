@@ -69,6 +69,15 @@ def crowding(threads: int) -> str:
     return f"{busy} of {cores} cores busy; engine.threads={max(1, cores - busy)} may be faster"
 
 
+def others_running() -> int:
+    """How many other processes run, the fewest at three moments: threads that have just worked need one to rest."""
+    fewest = MOST
+    for _ in range(3):
+        time.sleep(0.001)
+        fewest = min(fewest, _running())
+    return fewest
+
+
 def _running() -> int:
     """Processes other than this one that run right now; 0 where the system does not tell."""
     try:

@@ -147,12 +147,17 @@ class Backend:
         self.all = []
 
 
-def _device(name: str) -> Any:
+def _found(name: str) -> Any:
     for i in range(ggml.ggml_backend_dev_count()):
         device = ggml.ggml_backend_dev_get(i)
         if ggml.ggml_backend_dev_name(device).decode().startswith(name):
-            return ggml.ggml_backend_dev_init(device, None)
+            return device
     return None
+
+
+def _device(name: str) -> Any:
+    found = _found(name)
+    return found and ggml.ggml_backend_dev_init(found, None)
 
 
 def _memory(backend: Any) -> int:
@@ -761,3 +766,9 @@ class Graph:
         if self._context:
             ggml.ggml_free(self._context)
         self._allocator = self._scheduler = self._context = None
+
+
+def refused_by(device: str, graph: Graph) -> set[str]:
+    """The ops of a graph that a device does not compute, whichever device the graph is for."""
+    found = _found(device)
+    return {_op(n) for n in graph._nodes() if not ggml.ggml_backend_dev_supports_op(found, n)}

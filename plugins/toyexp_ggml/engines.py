@@ -166,6 +166,17 @@ class GGMLMetal(GGMLGPU):
     profile: ClassVar[profiles.Profile] = profiles.METAL
     needs: ClassVar[tuple[str, str]] = ("Darwin", "-DGGML_METAL=ON")
 
+    def check(self) -> str:
+        """The device; that of a virtual machine is there, and lacks what ggml's kernels need."""
+        note = super().check()
+        if self.emulate:
+            return note
+        from toyexp_ggml.probe import refused
+
+        if ops := sorted(refused(self.profile.device)):
+            raise Unavailable(f"{note}, which does not compute {', '.join(ops)}; use engine=ggml")
+        return note
+
 
 @dataclass
 class GGMLCUDA(GGMLGPU):
@@ -273,7 +284,7 @@ class GGMLVulkan(GGMLGPU):
         self.check()
         with _set(NO_HALF):  # while ggml opens the device, and not for what else this process may start
             if not GGMLVulkan._is_exact:
-                from toyexp_ggml.rounding import rounds_products
+                from toyexp_ggml.probe import rounds_products
 
                 if rounds_products(self.device):
                     raise UserError(

@@ -148,4 +148,9 @@ class TorchMPS(TorchEngine):
         torch = import_torch()
         if not torch.backends.mps.is_available():
             raise Unavailable(f"torch {torch.__version__}: no MPS device here; use engine=cpu")
+        try:
+            torch.ones(1, device="mps")
+        except RuntimeError as error:  # in a virtual machine the device is there and has no memory to give
+            told = str(error).partition("\n")[0]
+            raise Unavailable(f"torch {torch.__version__}: its MPS device does not work here ({told})") from None
         return f"torch {torch.__version__}, {platform.machine()}"

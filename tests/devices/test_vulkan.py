@@ -122,7 +122,7 @@ def test_a_process_that_opened_the_device_the_other_way_is_told(here, first, hal
     """By toyexp, or by whoever else uses ggml there."""
     code = (
         "from toyexp.testing import op_plan\nfrom toyexp_ggml.engines import GGMLVulkan\n"
-        f"from toyexp_ggml.rounding import rounds_products\np = op_plan('matmul')\n{first}\n"
+        f"from toyexp_ggml.probe import rounds_products\np = op_plan('matmul')\n{first}\n"
         f"GGMLVulkan(half={half}).realize(p)\n"
     )
     _, _, err = alone("-c", code)

@@ -1,0 +1,42 @@
+"""The GPU of a virtual Mac is there in name: what asks for it is told, and engine=auto takes another."""
+
+import platform
+from types import SimpleNamespace
+
+import pytest
+
+from toyexp import Unavailable
+from toyexp_ggml import binding, probe
+from toyexp_ggml.engines import GGMLMetal
+from toyexp_torch import engines
+from toyexp_torch.engines import TorchMPS
+
+
+@pytest.fixture(autouse=True)
+def _mac(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+
+
+def test_metal_without_the_kernels_of_a_layer_is_not_here(monkeypatch):
+    """The CPU stands for its device; of what it computes, some is refused."""
+    monkeypatch.setattr(binding, "devices", lambda: {"MTL0": "Apple Paravirtual device"})
+    monkeypatch.setattr(binding, "_found", lambda name: binding.ggml.ggml_backend_dev_get(0))
+    assert probe.refused("MTL") == set()
+    assert GGMLMetal().check() == "ggml on Metal: Apple Paravirtual device"
+    lacks = {"RMS_NORM", "SUM_ROWS"}
+    monkeypatch.setattr(
+        binding.ggml, "ggml_backend_dev_supports_op", lambda device, node: binding._op(node) not in lacks
+    )
+    with pytest.raises(Unavailable, match="Apple Paravirtual device, which does not compute RMS_NORM, SUM_ROWS"):
+        GGMLMetal().check()
+
+
+def test_mps_that_gives_no_memory_is_not_here(monkeypatch):
+    def ones(*shape, device):
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 0 bytes).\nAnd more")
+
+    mps = SimpleNamespace(is_available=lambda: True)
+    torch = SimpleNamespace(__version__="2.13.0", backends=SimpleNamespace(mps=mps), ones=ones)
+    monkeypatch.setattr(engines, "import_torch", lambda: torch)
+    with pytest.raises(Unavailable, match=r"MPS device does not work here \(MPS backend out of memory .*bytes\)\.\)"):
+        TorchMPS().check()

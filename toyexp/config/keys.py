@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from toyexp.config.schema import Root, Source, all_offered, offered
+from toyexp.config.schema import Root, Source, all_offered, offered, types_of
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import PARTS, Submitit, Sweep
 from toyexp.contract.registry import Registry
@@ -58,8 +58,8 @@ class Keys:
     def types(self, key: str) -> set[Any]:
         """What a setting may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
         where, _, name = key.rpartition(".")
-        classes = [cls for cls in self.classes.get(where, ()) if name in self.fields(cls)]
-        hints = [typing.get_type_hints(cls)[name] for cls in classes]
+        classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.fields(cls)]
+        hints = [types_of(cls)[name] for cls in classes]
         unions = (typing.Union, types.UnionType)
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -28,14 +28,14 @@ EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     check_typed(given)
-    for override in given:
+    for override, types in zip(given, [keys.types(override.key_or_group) for override in given], strict=True):
         choice = override.key_or_group in GROUPS and not override.is_delete()
-        if wrong := _wrong_form(override, keys) or (_wrong_choice(override, keys, source) if choice else None):
+        if wrong := _wrong_form(override, types, keys) or (_wrong_choice(override, keys, source) if choice else None):
             raise UserError(wrong)
 
 
-def _wrong_form(override: Override, keys: Keys) -> str | None:
-    """What is wrong with a setting, but for the names that it chooses."""
+def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str | None:
+    """What is wrong with a setting that may hold these types, but for the names that it chooses."""
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
     kind, *rest = key.split(".")
@@ -48,7 +48,7 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     if override.is_sweep_override():
         listed = f"{key}=[{text}] is a list, or " if keys.holds_list(key) else ""
         return f"{line}: several values; {listed}add -m to sweep over them"
-    if line.endswith("=") and key not in GROUPS and ((types := keys.types(key)) or kind == "hydra"):
+    if line.endswith("=") and key not in GROUPS and (types or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
     if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
         return _unknown(key, None, keys.registry)
@@ -57,7 +57,7 @@ def _wrong_form(override: Override, keys: Keys) -> str | None:
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
-    if isinstance(value, int) and value not in (0, 1) and keys.types(key) == {bool}:
+    if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
         return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"

@@ -111,9 +111,15 @@ _stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is 
 
 
 @functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """What a class's settings may hold, by name: to read the annotations takes a while."""
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
 def schema(cls: type, name: str) -> type:
     """A plain dataclass with the fields of `cls`, led by its name, so that a saved config says what it is of."""
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for f in dataclasses.fields(cls):
         parts.append((f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)))

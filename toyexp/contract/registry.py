@@ -136,7 +136,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     """
     registry = Registry()
     for entry, package in _installed() if installed is None else installed:
-        unmet = unmet_requirement(entry)
+        unmet = unmet_requirement(entry) if not package.startswith(f"{OWN} ") else None
         problem = Problem(entry.name, package, unmet) if unmet else _add(registry, entry.name, package, entry.load)
         if problem:
             registry.problems.append(problem)
@@ -177,8 +177,7 @@ def unmet_requirement(entry: EntryPoint) -> str | None:
 
     pip holds it to that when it is installed; toyexp may have been replaced since.
     """
-    name = entry.dist.name if entry.dist else OWN
-    stated = [line for line in (entry.dist.requires or ()) if OWN in line.lower()] if entry.dist and name != OWN else []
+    stated = [line for line in (entry.dist.requires or ()) if OWN in line.lower()] if entry.dist else []
     if not stated:
         return None
     from packaging.requirements import InvalidRequirement, Requirement  # deferred: few runs need it

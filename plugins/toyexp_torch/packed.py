@@ -6,21 +6,27 @@ them (Dettmers et al. 2023, "QLoRA").
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from toyexp import FromGGUF, PlanTensor
-from toyexp.formats import GGUF_TYPES, dequantise, in_place, opened
+from toyexp.formats import in_place, opened
+from toyexp_torch.unpack import table_of, unpacked
 
 
 class Packed:
     """A matrix [out, in] as bytes [out, bytes of a row] of a ggml type."""
 
-    def __init__(self, raw: Tensor, type_id: int, dtype: torch.dtype):
-        self._raw, self._type_id, self._dtype = raw, type_id, dtype
+    def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
+        self._raw, self._kind, self._dtype = raw, kind, dtype
+        table = table_of(kind)
+        self._table = None if table is None else table.to(raw.device)
 
     @classmethod
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
@@ -30,31 +36,32 @@ class Packed:
             return None
         assert isinstance(tensor.values, FromGGUF)
         raw = opened(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
-        return cls(torch.from_numpy(raw).to(device), info.type_id, dtype)
+        return cls(torch.from_numpy(raw).to(device), info.type, dtype)
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""
-        raw, kind = self._raw[rows], GGUF_TYPES[self._type_id][0]
-        if kind in ("F16", "BF16"):
-            return raw.view(torch.float16 if kind == "F16" else torch.bfloat16).to(self._dtype)
-        if kind == "Q8_0":  # blocks of a float16 scale and 32 signed bytes
-            blocks = raw.unflatten(-1, (-1, 34))
-            scales = blocks[..., :2].contiguous().view(torch.float16).to(self._dtype)
-            return (blocks[..., 2:].view(torch.int8).to(self._dtype) * scales).flatten(-2)
-        host = dequantise(raw.cpu().numpy(), self._type_id)
-        return torch.from_numpy(host).to(self._raw.device, self._dtype)
+        return unpacked(self._raw[rows], self._kind, self._table, self._dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [.., in] times its transpose -> [.., out], in the precision that products have; only x has a gradient."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        numbers = partial(unpacked, self._raw, self._kind, self._table, dtype)
+        if torch.compiler.is_compiling():  # the compiler would keep the numbers, if this did not forbid it
+            return F.linear(x, checkpoint(numbers, use_reentrant=False, preserve_rng_state=False))
+        return PackedLinear.apply(x, numbers)
 
 
 class PackedLinear(torch.autograd.Function):
-    """x [.., in] times a Packed [out, in] transposed -> [.., out]; only x has a gradient."""
+    """x [.., in] times a matrix [out, in], transposed, that is made in both directions; only x has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Packed) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Callable[[], Tensor]) -> Tensor:
         """See the class."""
-        ctx.w, ctx.dtype = w, x.dtype
-        return F.linear(x, w.dense())
+        ctx.matrix, ctx.dtype = matrix, x.dtype
+        return F.linear(x, matrix())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """dx = dy w."""
-        return (dy @ ctx.w.dense().to(dy.dtype)).to(ctx.dtype), None
+        return (dy @ ctx.matrix()).to(ctx.dtype), None

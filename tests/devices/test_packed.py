@@ -1,0 +1,98 @@
+"""engine=cuda with engine.packed=true: a base kept in its file's bytes, where there is an NVIDIA GPU."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from requantised import q4_k, requantised
+from tiny import batches, write_base
+
+from toyexp import Setup, Unavailable
+from toyexp.contract.plan import optimised
+from toyexp.formats import GGUF_TYPES, dequantise
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_recipes.lora import Lora
+from toyexp_torch.engines import TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+KINDS = {name: (type_id, n, size) for type_id, (name, n, size) in GGUF_TYPES.items() if name != "F32"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_what_gguf_py_makes_of_it(kind):
+    import torch
+
+    from toyexp_torch import unpack
+    from toyexp_torch.packed import Packed
+
+    type_id, per_block, block_bytes = KINDS[kind]
+    # Scales below 1, and those that are exponents above where a GPU makes 0 of small numbers.
+    raw = np.random.default_rng(type_id).integers(8, 0x3C, (300, 256 // per_block * block_bytes), np.uint8)
+    expected = torch.from_numpy(dequantise(raw, type_id)).cuda()
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = Packed(torch.from_numpy(raw).cuda(), kind, dtype)
+        ids = torch.tensor([299, 5, 5], device="cuda")
+        assert torch.equal(packed.dense(), expected.to(dtype))
+        assert torch.equal(packed.dense(ids), expected[ids].to(dtype))
+        if kind not in unpack.WHOLE:
+            of_types = unpack._in_one_kernel(kind, dtype, torch.device("cuda", 0))
+            assert of_types is not unpack._unpacked, "it is unpacked op by op; log.txt says why"
+
+
+def steps(base, **settings):
+    """The numbers of ten steps of lora on a model whose rows are blocks of 256, and whether they were captured."""
+    path, model = base
+    recipe, data = Lora(base=str(path), rank=4, targets=["q", "gate"]), batches(rows=3)
+    the_plan = optimised(recipe.plan(model, Setup(data.inputs, rows=3)), AdamWOptimiser().settled("lora"), 1e-2)
+    with TorchCUDA(deterministic=True, **settings).realize(the_plan) as session:
+        session.build()
+        metrics = [session.step(data.batch(step), the_plan.numbers(step, 1e-2)) for step in range(10)]
+        return metrics, session.describe()["captured"]
+
+
+@pytest.fixture(params=["Q4_K", "Q6_K", "Q5_0", "Q8_0", "IQ4_NL"])
+def base(request, tmp_path):
+    """A base with matrices of that type, some made plainly here where gguf-py cannot write it, and its model."""
+    model = write_base(tmp_path / "base.gguf", "llama", d_model=256, d_ff=512)
+    kind = GGMLQuantizationType[request.param]
+
+    def q6_k(values):
+        draw = np.random.default_rng(len(values))
+        blocks = draw.integers(0, 256, (len(values), values.shape[1] // 256, 210), dtype=np.uint8)
+        blocks[..., 208:] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+        return blocks.reshape(len(values), -1)
+
+    def iq4_nl(values):
+        blocks = quants.quantize(values, GGMLQuantizationType.Q4_0).reshape(len(values), -1, 18)
+        blocks[..., :2] = (blocks[..., :2].copy().view(np.float16) / np.float16(16)).view(np.uint8)
+        return blocks.reshape(len(values), -1)
+
+    own = {"Q4_K": q4_k, "Q6_K": q6_k, "IQ4_NL": iq4_nl}
+    of_gguf = lambda values: quants.quantize(values, kind)  # noqa: E731
+    quantise = own.get(request.param, of_gguf)
+    return requantised(tmp_path / "base.gguf", tmp_path / "packed.gguf", kind, quantise), model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_step_on_bytes_is_that_on_numbers(base, dtype):
+    (numbers, _), (packed, captured) = (steps(base, packed=packed, dtype=dtype) for packed in (False, True))
+    assert captured is True
+    # The same numbers; in bfloat16 products may sum them in another order, ten steps long.
+    np.testing.assert_allclose(packed, numbers, rtol=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_captured_or_not_the_bits_are_the_same(base):
+    captured, one_by_one = (steps(base, packed=True, capture=capture)[0] for capture in (True, False))
+    np.testing.assert_array_equal(captured, one_by_one)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+def test_a_compiled_step_follows_the_eager_one(base):
+    (eager, _), (compiled, captured) = (steps(base, packed=True, compile=compile) for compile in (False, True))
+    assert captured is True
+    np.testing.assert_allclose(compiled, eager, rtol=1e-4)

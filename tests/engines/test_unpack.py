@@ -1,0 +1,142 @@
+"""Bytes of ggml's types made into numbers by torch, against gguf-py to the bit, and products with such matrices."""
+
+import numpy as np
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from requantised import q4_k
+from torch._dynamo.backends.common import aot_autograd
+
+from toyexp.formats import GGUF_TYPES, dequantise
+from toyexp_torch import unpack
+from toyexp_torch.packed import Packed
+from toyexp_torch.recompute import computed_twice
+
+KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name != "F32"}
+CPU = torch.device("cpu")
+
+
+def bytes_of(kind, rows=40, below=256):
+    _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
+    width = 2 * per_block if per_block > 1 else 64
+    return np.random.default_rng(KINDS[kind]).integers(0, below, (rows, width // per_block * block_bytes), np.uint8)
+
+
+def assert_same_bits(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    whole = {4: torch.int32, 2: torch.int16, 8: torch.int64}[found.itemsize]
+    same = found.contiguous().view(whole) == expected.contiguous().view(whole)
+    assert bool((same | found.isnan() & expected.isnan()).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
+    monkeypatch.setattr(unpack, "CHUNK", 16 * 256)  # several of them, and a rest
+    raw = np.concatenate([bytes_of(kind), bytes_of(kind, below=0x3C), np.zeros_like(bytes_of(kind, rows=1))])
+    expected = torch.from_numpy(dequantise(raw, KINDS[kind]))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        packed = Packed(torch.from_numpy(raw), kind, dtype)
+        assert_same_bits(packed.dense(), expected.to(dtype))
+        assert_same_bits(packed.dense(slice(3, 7)), expected[3:7].to(dtype))
+        ids = torch.tensor([80, 0, 0, 41], dtype=torch.int32)
+        assert_same_bits(packed.dense(ids), expected[[80, 0, 0, 41]].to(dtype))
+
+
+def test_scales_of_powers_of_two_reach_below_normal_numbers():
+    raw = np.tile(bytes_of("MXFP4", rows=1), (256, 1))
+    raw[:, 0] = raw[:, 17] = np.arange(256)
+    expected = torch.from_numpy(dequantise(raw, KINDS["MXFP4"]))
+    assert_same_bits(Packed(torch.from_numpy(raw), "MXFP4", torch.float32).dense(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ4_NL"])
+def test_one_compiled_kernel_makes_the_same_of_any_number_of_blocks(kind):
+    raw, table = torch.from_numpy(bytes_of(kind, below=0x3C)), unpack.table_of(kind)
+    expected = Packed(raw, kind, torch.float32).dense()
+    kernel = unpack._in_one_kernel(kind, torch.float32, CPU)
+    assert kernel is not unpack._unpacked
+    for rows in (1, 7, 40):
+        assert_same_bits(kernel(raw[:rows].flatten(), kind, table, torch.float32).view(rows, -1), expected[:rows])
+
+
+def test_where_nothing_can_be_compiled_the_ops_do_it(monkeypatch, caplog):
+    def broken(function, **options):
+        def fails(*args):
+            raise RuntimeError("no compiler here\nand more")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level("INFO", "toyexp"):
+        assert unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, CPU) is unpack._unpacked
+    assert caplog.messages == ["Q4_0 is unpacked op by op, which is slower: no compiler here"]
+
+
+def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():
+    raw, table = torch.from_numpy(bytes_of("IQ4_NL", below=0x3C)), unpack.table_of("IQ4_NL")
+    torch.library.opcheck(unpack.as_one_op, (raw, "IQ4_NL", table, torch.bfloat16))
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def matrix(seed):
+    values = np.random.default_rng(seed).normal(0, 0.06, (256, 256)).astype(np.float32)
+    return Packed(torch.from_numpy(q4_k(values)), "Q4_K", torch.float32)
+
+
+def passed(product, matrices, x, dtype):
+    """The result of three products, and its gradient by x."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = x
+        for w in matrices:
+            y = torch.nn.functional.silu(product(y, w))
+    y.float().sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "recomputed"])
+def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
+    x, matrices = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)), [matrix(i) for i in range(3)]
+
+    def packed(x, w):
+        return computed_twice(w.product, x) if how == "recomputed" else w.product(x)
+
+    found = passed(packed, matrices, x, dtype)
+    expected = passed(torch.nn.functional.linear, [w.dense() for w in matrices], x, dtype)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_step_is_whole_and_keeps_bytes_and_no_numbers(dtype):
+    x, matrices, kept = torch.randn(5, 256), [matrix(i) for i in range(3)], []
+
+    def forward(graph, inputs):
+        *_, last = graph.graph.nodes
+        kept.extend(node.meta["val"] for node in last.args[0][1:] if isinstance(node, torch.fx.Node))
+        return make_boxed_func(graph.forward)
+
+    def backward(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    def three(x):
+        for w in matrices:
+            x = torch.nn.functional.silu(w.product(x))
+        return x
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
+    products = torch.compile(three, backend=backend, fullgraph=True, dynamic=False)
+    expected = passed(lambda x, w: w.product(x), matrices, x, dtype)
+    x = x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = products(x)
+    y.float().sum().backward()
+    for one, other in zip((y.detach(), x.grad), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert sum(value.dtype == torch.uint8 for value in kept) == 3
+    assert all(value.numel() < 256 * 256 for value in kept)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import platform
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed
-from toyexp.base import available_cores, calm_threads, check_threads, counted, crowding, require_words
+from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed, printable
+from toyexp.base import (
+    MOST,
+    available_cores,
+    calm_threads,
+    check_threads,
+    counted,
+    crowding,
+    is_whole,
+    machine_cores,
+    require_words,
+    started_ranks,
+)
 
 if TYPE_CHECKING:
     import types
@@ -42,12 +54,64 @@ class TorchEngine(Engine):
     deterministic: bool = False  # only kernels that repeat to the bit; some are slower
     packed: bool = False  # keep frozen matrices in their GGUF's type, and make numbers of them where they are used
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
+    devices: str = "1"  # how many compute together, each its rows of a batch: a number | all; `torchrun` says it itself
+    shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That nothing is there to be kept in its file's type."""
         frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, FromGGUF)]
         if self.packed and not frozen:
             yield "engine.packed=true: is of frozen tensors that come from a GGUF file; in this run there are none"
+        if self.shard and self.count() == 1:
+            yield "engine.shard=true: there is one device, which keeps all of the optimiser's state"
+
+    @abstractmethod
+    def there(self) -> tuple[int, str]:
+        """How many devices there are for it on this machine, and those in words."""
+
+    def count(self) -> int:
+        """How many compute; UserError for what cannot be."""
+        ranks = started_ranks()
+        asked = f"engine.devices={printable(self.devices)}"
+        if self.devices != "all" and not is_whole(self.devices, 1, MOST):
+            raise UserError(f"{asked}: takes a number from 1, or all")
+        if ranks.count > 1:
+            if self.devices not in ("1", "all", str(ranks.count)):
+                raise UserError(f"{asked}: torchrun has started {ranks.count} ranks; leave one of them out")
+            return ranks.count
+        if self.devices == "1":
+            return 1
+        there, words = self.there()
+        if self.devices != "all" and int(self.devices) > there:
+            raise UserError(
+                f"{asked}: there {'is' if there == 1 else 'are'} {words} here; engine.devices=all takes all"
+            )
+        return there if self.devices == "all" else int(self.devices)
+
+    def check_devices(self) -> int:
+        """How many compute; UserError for what cannot be."""
+        count = self.count()
+        if self.shard and self.devices == "1" and count == 1:
+            raise UserError(
+                "engine.shard=true: spreads the optimiser's state over several devices, and engine.devices=1 is one; "
+                "engine.devices=2, or leave it out"
+            )
+        if count > 1:
+            from toyexp_torch.party import patience
+
+            patience()
+        return count
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for rows that the devices cannot have equal shares of."""
+        count, batch = self.count(), plan.rows * plan.accumulate
+        if plan.rows % count:
+            whole = count * plan.accumulate
+            each = f", {plan.rows} in each of optim.accumulate={plan.accumulate}," if plan.accumulate > 1 else ""
+            raise UserError(
+                f"engine.devices={self.devices}: a batch of {batch} rows{each} has no equal shares for {count} "
+                f"devices; batch_size={-(-batch // whole) * whole} has"
+            )
 
     def rounds_to(self) -> str:
         """Its dtype."""
@@ -56,9 +120,28 @@ class TorchEngine(Engine):
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
         title = self.check()
-        from toyexp_torch.session import TorchSession
+        if (count := self.count()) == 1:
+            from toyexp_torch.session import TorchSession
 
-        return TorchSession(plan, self._wanted(title)).open()
+            return TorchSession(plan, self._wanted(title)).open()
+        self.check_plan(plan)
+        from toyexp_torch.ranks import LeadSession
+        from toyexp_torch.torchrun import gathered
+
+        return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gathered(count)).open()
+
+    def follow(self) -> bool:
+        """As one of the ranks that `torchrun` has started; the first one gathers them."""
+        if started_ranks().count == 1:
+            return False
+        self.check()
+        from toyexp_torch.torchrun import follow, gathered
+
+        if started_ranks().rank:
+            follow()
+            return True
+        gathered(self.count())
+        return False
 
     def _wanted(self, title: str) -> Wanted:
         from toyexp_torch.session import Wanted
@@ -80,10 +163,18 @@ class TorchCPU(TorchEngine):
         """The version and the number of cores."""
         require_words("engine", self, dtype=DTYPES)
         check_threads(self.threads)
-        return f"torch {import_torch().__version__}, {counted(self.threads or available_cores())}"
+        count = self.check_devices()
+        ranks = f"{count} processes on " if count > 1 else ""
+        return f"torch {import_torch().__version__}, {ranks}{counted(self.threads or available_cores())}"
+
+    def there(self) -> tuple[int, str]:
+        """Each is a process, and has a core at least."""
+        cores = machine_cores()
+        return cores, f"{cores} core{'' if cores == 1 else 's'}"
 
     def _wanted(self, title: str) -> Wanted:
-        return replace(super()._wanted(title), threads=self.threads or available_cores())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
+        return replace(super()._wanted(title), threads=max((self.threads or available_cores()) // here, 1))
 
     def advice(self) -> list[str]:
         """Whether its threads have to share their cores."""
@@ -124,7 +215,18 @@ class TorchCUDA(TorchEngine):
                 "engine.tf32=true: NVIDIA_TF32_OVERRIDE=0 forbids it in this process (engine=ggml_cuda with tf32=false "
                 "sets it)"
             )
-        return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+        count = self.check_devices()
+        return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
+
+    def there(self) -> tuple[int, str]:
+        """The GPUs that CUDA shows."""
+        count = int(import_torch().cuda.device_count())
+        return count, f"{count} NVIDIA GPU{'' if count == 1 else 's'}"
+
+    def advice(self) -> list[str]:
+        """That there are more GPUs than it was told to take."""
+        count, words = self.there()
+        return [f"{words} are here; engine.devices=all computes on all of them"] if count > self.count() == 1 else []
 
     def _wanted(self, title: str) -> Wanted:
         return replace(super()._wanted(title), tf32=self.tf32, capture=self.capture)
@@ -143,14 +245,21 @@ class TorchMPS(TorchEngine):
         require_words("engine", self, dtype=DTYPES)
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
+        if self.devices not in ("1", "all") or started_ranks().count > 1:
+            raise UserError(f"engine.devices={printable(self.devices)}: Apple silicon has one GPU; leave it out")
         if platform.system() != "Darwin":
             raise Unavailable(f"MPS needs macOS on Apple silicon; this is {platform.system()}. Use engine=cpu")
         torch = import_torch()
         if not torch.backends.mps.is_available():
             raise Unavailable(f"torch {torch.__version__}: no MPS device here; use engine=cpu")
+        self.check_devices()
         try:
             torch.ones(1, device="mps")
         except RuntimeError as error:  # in a virtual machine the device is there and has no memory to give
             told = str(error).partition("\n")[0]
             raise Unavailable(f"torch {torch.__version__}: its MPS device does not work here ({told})") from None
         return f"torch {torch.__version__}, {platform.machine()}"
+
+    def there(self) -> tuple[int, str]:
+        """One."""
+        return 1, "one GPU"

@@ -24,7 +24,7 @@ class Packed:
     """A matrix [out, in] as bytes [out, bytes of a row] of a ggml type."""
 
     def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
-        self._raw, self._kind, self._dtype = raw, kind, dtype
+        self.raw, self.kind, self._dtype = raw, kind, dtype
         table = table_of(kind)
         self._table = None if table is None else table.to(raw.device)
 
@@ -40,13 +40,13 @@ class Packed:
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""
-        return unpacked(self._raw[rows], self._kind, self._table, self._dtype)
+        return unpacked(self.raw[rows], self.kind, self._table, self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x [.., in] times its transpose -> [.., out], in the precision that products have; only x has a gradient."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        numbers = partial(unpacked, self._raw, self._kind, self._table, dtype)
+        numbers = partial(unpacked, self.raw, self.kind, self._table, dtype)
         if torch.compiler.is_compiling():  # the compiler would keep the numbers, if this did not forbid it
             return F.linear(x, checkpoint(numbers, use_reentrant=False, preserve_rng_state=False))
         return PackedLinear.apply(x, numbers)

@@ -23,9 +23,7 @@ from toyexp_torch.host_copy import HostCopy
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 from toyexp_torch.resident import Resident
-from toyexp_torch.update import Update
-
-ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
+from toyexp_torch.update import ALIGNMENT, Update
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,11 @@ class TorchSession(Session):
             leaf.grad = None if self._gathers else self._grads[-1]
             start += size
         self._order, self._places = [tensor.name for tensor in order], places
-        self._update = Update(self.plan, self._flat, self._grad, places, self._wanted.compile, self._rounded)
+        self._update = self.made_update()
+
+    def made_update(self) -> Update:
+        """What changes the weights, which are there."""
+        return Update(self.plan, self._flat, self._grad, self._places, self._wanted.compile, self._rounded)
 
     def describe(self) -> dict[str, Any]:
         """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""
@@ -90,6 +92,7 @@ class TorchSession(Session):
             "dtype": self._wanted.dtype,
             "compile": self._wanted.compile,
             "threads": self._settings.threads or torch.get_num_threads(),
+            "devices": 1,
         }
 
     @property
@@ -255,6 +258,10 @@ class TorchSession(Session):
                 self._update.state[tensor.name][slot].copy_(torch.from_numpy(array))
 
     def do_decoder(self) -> Decoder:
+        return self.decoder_of(self)
+
+    def decoder_of(self, session: Session) -> Decoder:
+        """A decoder of a session whose weights these are."""
         # Dropout is of training: a plan without it needs no mask of what follows.
         whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
         params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)
@@ -264,7 +271,7 @@ class TorchSession(Session):
                 batch = {self.plan.model.reads.sequence: torch.from_numpy(ids).to(self._device)}
                 return _host(self.plan.model.forward(ops, params, batch)[0, -1])
 
-        return CachedDecoder(self, forward)
+        return CachedDecoder(session, forward)
 
     def do_close(self) -> None:
         if self._resident is not None:

@@ -17,6 +17,7 @@ NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused 
 # Numbers that a formula takes at a time: its intermediate results then stay in a core's cache, or where that does not
 # matter, do not take the memory of several models.
 CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
+ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
 
 State = Mapping[str, Tensor]
 # Changes weights by their gradient, and their state; what follows gets the weights rounded, where that is wanted.
@@ -42,12 +43,31 @@ class TorchArithmetic(Arithmetic):
         return x.sum(-1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of what each rule changes is this process's: that number `rank` of `count`."""
+
+    rank: int = 0
+    count: int = 1
+
+    def cuts(self, begin: int, end: int, only_at: Sequence[int] = ()) -> list[int]:
+        """Where the parts of begin..end begin, and the end: of nearly one length, only at given places if there are."""
+        even = [begin + (end - begin) * rank // self.count for rank in range(1, self.count)]
+        if not only_at:
+            return [begin, *(begin + (cut - begin) // ALIGNMENT * ALIGNMENT for cut in even), end]
+        return [begin, *(min((*only_at, end), key=lambda place: abs(place - cut)) for cut in even), end]
+
+
+ALL = Share()
+
+
 @dataclass
 class _Stretch:
     """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
 
     group: Group
     kernel: Formula
+    names: Sequence[str]  # the tensors that this process changes, each in part at least
     start: int
     stop: int
     origin: int  # where the state's own vectors begin
@@ -62,13 +82,15 @@ class Update:
 
     def __init__(
         self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool,
-        rounded: Tensor | None = None,
+        rounded: Tensor | None = None, share: Share = ALL,
     ):  # fmt: skip
+        self._share = share
         self._flat, self._grad, self._places, self._rounded = flat, grad, places, rounded
         self._shapes = {t.name: t.shape for t in plan.trainable}
         self._results = torch.compile(_results, dynamic=False) if compiled else _results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
-        self.state: dict[str, State] = {}  # of each tensor, by slot
+        self.state: dict[str, State] = {}  # of each tensor, by slot; of one that is changed in part, a vector
+        self.cuts: list[list[int]] = []  # of each rule's stretch of the vector: where its shares begin, and its end
         self._stretches: list[_Stretch] = []
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
@@ -77,13 +99,20 @@ class Update:
         """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
         rule = groups[0].rule
         kernel = kernel_of(rule, self._flat)(rule, self._results, self._flat.new_tensor)
-        begin, end = self._begin(groups[0]), self._end(groups[-1])
+        names = [name for group in groups for name in group.tensors]
+        only_at = () if rule.elementwise else [self._places[name].start for name in names]
+        self.cuts.append(self._share.cuts(self._begin(groups[0]), self._end(groups[-1]), only_at))
+        begin, end = self.cuts[-1][self._share.rank : self._share.rank + 2]
         vectors = {slot: self._flat.new_zeros(end - begin) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
-            self._stretches.append(_Stretch(group, kernel, self._begin(group), self._end(group), begin, vectors))
-            for name in group.tensors:
-                here, shape = self._places[name], self._shapes[name]
-                own = {slot: v[here.start - begin : here.stop - begin].view(shape) for slot, v in vectors.items()}
+            here = {n: _between(self._places[n], begin, end) for n in group.tensors}
+            mine = {n: place for n, place in here.items() if place.start < place.stop}
+            whole = _between(slice(self._begin(group), self._end(group)), begin, end)
+            self._stretches.append(_Stretch(group, kernel, tuple(mine), whole.start, whole.stop, begin, vectors))
+            for name, place in mine.items():
+                shape = self._shapes[name]
+                kept = shape if place == self._places[name] else (-1,)
+                own = {slot: v[place.start - begin : place.stop - begin].view(kept) for slot, v in vectors.items()}
                 self.state[name] = own or {s: self._flat.new_zeros(sh) for s, sh in rule.slots(shape).items()}
 
     def _begin(self, group: Group) -> int:
@@ -136,17 +165,22 @@ class Update:
         """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
         rule = stretch.group.rule
         if not rule.elementwise:
-            for name in stretch.group.tensors:
+            for name in stretch.names:
                 here, shape = self._places[name], self._shapes[name]
                 rounded = None if self._rounded is None else self._rounded[here].view(shape)
                 yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name], rounded
             return
-        size = stretch.stop - stretch.start if stretch.kernel.whole else self._chunk
+        size = max(stretch.stop - stretch.start, 1) if stretch.kernel.whole else self._chunk
         for start in range(stretch.start, stretch.stop, size):
             here = slice(start, min(start + size, stretch.stop))
             own = slice(here.start - stretch.origin, here.stop - stretch.origin)
             state = {slot: v[own] for slot, v in stretch.state.items()}
             yield self._flat[here], self._grad[here], state, None if self._rounded is None else self._rounded[here]
+
+
+def _between(place: slice, begin: int, end: int) -> slice:
+    """What of it lies there."""
+    return slice(min(max(place.start, begin), end), min(max(place.stop, begin), end))
 
 
 def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.base.bounds import MOST, require_float32, require_positive, require_within, require_words
+    from toyexp.base.bounds import MOST, is_whole, require_float32, require_positive, require_within, require_words
     from toyexp.base.errors import UnknownCharacter, for_terminal
     from toyexp.base.files import (
         START,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from toyexp.base.packages import broken
     from toyexp.base.random import generator, stream
+    from toyexp.base.ranks import started_ranks
     from toyexp.base.signals import interruptible
     from toyexp.base.terminal import complain, drop_output, say, status
     from toyexp.base.threads import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         calm_threads,
         check_threads,
         crowding,
+        machine_cores,
         others_running,
     )
     from toyexp.base.words import counted

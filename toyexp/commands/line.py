@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import toyexp
 from toyexp.base.blame import blamed, of_a_part
 from toyexp.base.ending import exit_code_of
-from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
+from toyexp.base.errors import PluginFailed, RunFailed, Unavailable, UserError, printable
 from toyexp.base.home import with_home, with_quotes
+from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
@@ -51,6 +52,8 @@ def answer(typed: Sequence[str]) -> int:
     if words[:1] != ["completion"]:  # which completes what is typed as it is typed
         words = [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
     if words and words[0].isidentifier() and (command := find(words[0], words)):
+        if started_ranks().count > 1:
+            raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
         status("")
         return _call(command, words[1:])
     if "-h" in words or "--help" in words:
@@ -102,8 +105,12 @@ def run(words: Sequence[str]) -> int:
         status("")
         return inspect(flags, request)
     if "--multirun" in flags or "sweep.resume" in request.values:
+        if started_ranks().count > 1:
+            raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
         return sweep(flags, request)
     _require_one_run(request)
+    if started_ranks().rank:
+        return _follow(request, resume)
     if resume == "auto":
         return _go_on_with_the_newest(request)
     result = experiment(request.compose()) if resume is None else _go_on(request, Path(resume))
@@ -120,6 +127,19 @@ def _require_one_run(request: Request) -> None:
             raise UserError(
                 f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
             )
+
+
+def _follow(request: Request, resume: str | None) -> int:
+    """As another rank than the first: the engine takes part in that one's run, which also tells what is wrong."""
+    of_run = request if resume in (None, "auto") else request.of_run(Path(resume))
+    try:
+        engine = of_run.parts().engine
+    except Unavailable:  # on this host
+        raise
+    except UserError as error:
+        return error.exit_code
+    engine.follow()
+    return 0
 
 
 def _go_on(request: Request, run: Path) -> Result:
@@ -164,6 +184,7 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
     status("starting the engine")
     with running_out():
         built = composed.parts()
+        built.engine.follow()  # the first rank, which has the others come
         if resume:
             recall(resume, built.data)
         where = resume or directory or composed.directory("hydra.run.dir")

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
-from toyexp.base.errors import BadBatch, SessionError, choose, printable
+from toyexp.base.errors import BadBatch, SessionError, UserError, choose, printable
+from toyexp.base.ranks import started_ranks
 from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.optimiser import AdamW
@@ -95,6 +96,15 @@ class Engine(ABC):
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
+
+    def follow(self) -> bool:
+        """As one of several processes of a run: false in the first of them, and in the only one, which goes on.
+
+        The others take part in what the first one does, to its end. Raises UserError where an engine has no ranks.
+        """
+        if started_ranks().count > 1:
+            raise UserError(f"engine={self.name}: computes in one process; start it without torchrun")
+        return False
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:

@@ -56,9 +56,10 @@ class Resumed:
     def inexact(self, engine: Mapping[str, Any]) -> str | None:
         """Why the steps from here on may differ in their last bits from those of a run that was never stopped."""
         then = self.checkpoint.state["engine"]
-        for key in ("kind", "framework", "device", "dtype", "threads", "profile", "compile"):
-            if then.get(key) != engine.get(key):
-                changed = f"engine {key} was {then.get(key)} and is {engine.get(key)}"
+        for key in ("devices", "kind", "framework", "device", "dtype", "threads", "profile", "compile"):
+            usual = 1 if key == "devices" else None
+            if then.get(key, usual) != engine.get(key, usual):
+                changed = f"engine {key} was {then.get(key, usual)} and is {engine.get(key, usual)}"
                 return f"{changed}: not to the last bit the same from here"
         return None
 

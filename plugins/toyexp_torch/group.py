@@ -1,0 +1,116 @@
+"""The ranks of a run as torch.distributed has them: NCCL on NVIDIA GPUs, gloo elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toyexp.base import started_ranks
+
+LIMIT = timedelta(hours=1)  # that a rank waits for others: one may have to compile; one that is gone is noticed at once
+SLICE = timedelta(seconds=0.5)  # between looks at whether the others are still there
+HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and where all of them meet."""
+
+    rank: int
+    count: int
+    shard: bool  # whether each keeps the optimiser's state of its own part alone
+    number: int  # of the session, in a process that has several
+    port: int  # of the store on this machine by which they find one another; 0: the one that `torchrun` has
+
+
+class Group:
+    """What all ranks call in the same order."""
+
+    def __init__(self, place: Place, store: dist.Store, device: str, check: Callable[[], None] = lambda: None):
+        self._check, self._on_gpu = check, device == "cuda"
+        own = dist.PrefixStore(f"toyexp/{place.number}", store)
+        self._group = (_nccl if self._on_gpu else _gloo)(own, place)
+
+    def sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to put the sum over all ranks in place of `tensor`; what it returns waits for it."""
+        return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        """Begins to put that rank's values in place of the others'; likewise."""
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        return self._waiting(self._group.broadcast([tensor], options))
+
+    def abort(self) -> None:
+        """Ends what waits for others, from any thread. On the CPU that looks up by itself."""
+        if self._on_gpu:
+            self._group.abort()
+
+    def _waiting(self, work: Any) -> Callable[[], None]:
+        # A GPU's own stream waits, and the host goes on.
+        return work.wait if self._on_gpu else lambda: self._until_done(work)
+
+    def _until_done(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # and has failed
+                    raise
+            self._check()
+
+
+def _gloo(store: dist.Store, place: Place) -> Any:
+    if not place.port:
+        return dist.ProcessGroupGloo(store, place.rank, place.count, LIMIT)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HERE)]  # whatever name the machine goes by
+    options._timeout = LIMIT
+    return dist.ProcessGroupGloo(store, place.rank, place.count, options)
+
+
+def _nccl(store: dist.Store, place: Place) -> Any:
+    # Or else torch's own thread ends this process where another rank has gone, before that is told.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = LIMIT
+    return dist.ProcessGroupNCCL(store, place.rank, place.count, options)
+
+
+def open_store(count: int) -> tuple[dist.Store, int]:
+    """A store that can be reached on this machine alone, and its port."""
+    with socket.socket() as listening:
+        listening.bind((HERE, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(HERE, port, count, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, port
+
+
+@functools.cache
+def torchruns_store() -> dist.Store:
+    """The one that all processes share which `torchrun` has started."""
+    ranks = started_ranks()
+    found, _, _ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.count, timeout=LIMIT)))
+    return found
+
+
+def meet(place: Place) -> dist.Store:
+    """The store of a rank that the first one has started, or else torchrun's."""
+    return dist.TCPStore(HERE, place.port, place.count, False) if place.port else torchruns_store()
+
+
+def take_gpu(place: Place) -> None:
+    """Makes the rank's GPU the one that is meant by `cuda`."""
+    number = place.rank if place.port else int(os.environ.get("LOCAL_RANK", place.rank))
+    torch.cuda.set_device(number % torch.cuda.device_count())

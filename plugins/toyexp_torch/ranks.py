@@ -1,0 +1,370 @@
+"""Data parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
+
+The first rank leads. It has the data, the run and the callbacks, and its session is like any other to whoever calls
+it; the others hold the same plan with their share of the rows, and do what it does beside it. Weights are the same on
+all of them after every step. Of a batch's targets each weighs what it weighs in the whole, so that the sums over the
+ranks are the loss and the gradient of one device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toyexp import Batch, Constant, Decoder, Plan, PlanTensor, Session, StepMetrics
+from toyexp_torch.group import Group, Place, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.packed import Packed
+from toyexp_torch.party import Party
+from toyexp_torch.session import TorchSession, Wanted
+from toyexp_torch.update import Share, Update
+
+BUCKET = 25 << 20  # bytes of gradients that are summed at once
+Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape; of bytes of a file: their type there
+
+
+class Sums:
+    """Sums the gradients over all ranks in buckets, each as soon as the backward pass is done with it.
+
+    Buckets are stretches of the flat vector. They go out in one order everywhere, as collectives have to: that in which
+    the backward pass is likely to be done with them, from the end of the model to its beginning.
+    """
+
+    def __init__(self, plan: Plan, grad: Tensor, places: Mapping[str, slice], group: Group):
+        self._group = group
+        ordinal = {t.name: i for i, t in enumerate(plan.trainable)}
+        buckets: list[list[str]] = []
+        most = BUCKET // grad.element_size()
+        for name, place in places.items():
+            if not buckets or place.stop - places[buckets[-1][0]].start > most:
+                buckets.append([])
+            buckets[-1].append(name)
+        buckets.sort(key=lambda names: -min(ordinal[name] for name in names))
+        self._stretches = [grad[places[names[0]].start : places[names[-1]].stop] for names in buckets]
+        self._bucket_of = {name: index for index, names in enumerate(buckets) for name in names}
+        self._sizes = [len(names) for names in buckets]
+
+    def begin(self) -> None:
+        """The last backward pass of a step follows."""
+        self._left, self._waits = [*self._sizes], list[Callable[[], None]]()
+
+    def has(self, name: str) -> None:
+        """The whole gradient of a tensor is in its place."""
+        self._left[self._bucket_of[name]] -= 1
+        while (following := len(self._waits)) < len(self._left) and self._left[following] == 0:
+            self._waits.append(self._group.sum(self._stretches[following]))
+
+    def finish(self) -> None:
+        """Waits for all, also for those of which a tensor was not in the loss."""
+        for stretch in self._stretches[len(self._waits) :]:
+            self._waits.append(self._group.sum(stretch))
+        for wait in self._waits:
+            wait()
+
+
+class SharedUpdate(Update):
+    """Each rank changes its own part of the weights, and holds the state of that alone; then they are exchanged."""
+
+    group: Group
+
+    @torch.no_grad()
+    def on_device(self, *arguments: Any) -> None:
+        super().on_device(*arguments)
+        self._exchange()
+
+    @torch.no_grad()
+    def __call__(self, numbers: Sequence[np.ndarray]) -> None:
+        super().__call__(numbers)
+        self._exchange()
+
+    def _exchange(self) -> None:
+        waits = []
+        for cuts in self.cuts:
+            for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
+                waits += [self.group.broadcast(self._flat[start:stop], rank)] if start < stop else []
+        for wait in waits:
+            wait()
+        if self._rounded is not None:
+            self._rounded.copy_(self._flat)
+
+    def gathered(self, name: str, slots: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """A tensor's whole state, which all ranks have to ask for together."""
+        own, found, parts = self.state.get(name, {}), {}, self._parts(name)
+        for slot, shape in slots.items():
+            found[slot] = values = self._flat.new_zeros(shape)
+            for rank, (start, stop) in parts.items():
+                part = values if len(parts) == 1 else values.view(-1)[start:stop]
+                if rank == self._share.rank:
+                    part.copy_(own[slot])
+                self.group.broadcast(part, rank)()
+        return found
+
+    def own_part(self, name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Of a tensor's whole state what this rank holds."""
+        parts = self._parts(name)
+        if self._share.rank not in parts:
+            return {}
+        start, stop = parts[self._share.rank]
+        return {s: x if len(parts) == 1 else x.reshape(-1)[start:stop] for s, x in state.items()}
+
+    def _parts(self, name: str) -> dict[int, tuple[int, int]]:
+        """Which ranks change a tensor, and from where to where."""
+        here = self._places[name]
+        cuts = next(cuts for cuts in self.cuts if cuts[0] <= here.start < cuts[-1])
+        bounds = [min(max(cut, here.start), here.stop) - here.start for cut in cuts]
+        return {rank: (a, b) for rank, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b}
+
+
+class RankSession(TorchSession):
+    """What one rank computes: of a plan with its own rows. All ranks call the same methods in the same order."""
+
+    def __init__(self, plan: Plan, wanted: Wanted, place: Place):
+        super().__init__(plan, wanted)
+        self._place = place
+        self._under_way: Callable[[], object] = lambda: None
+
+    def made_update(self) -> Update:
+        if not self._place.shard:
+            return super().made_update()
+        compiled, share = self._wanted.compile, Share(self._place.rank, self._place.count)
+        return SharedUpdate(self.plan, self._flat, self._grad, self._places, compiled, self._rounded, share)
+
+    def join(self, group: Group) -> None:
+        """From now on there are others."""
+        self._group = group
+        if isinstance(self._update, SharedUpdate):
+            self._update.group = group
+        self._sums = Sums(self.plan, self._grad, self._places, group)
+        for name, leaf, gradient in zip(self._order, self._leaves, self._grads, strict=True):
+            leaf.register_hook(partial(self._take, name, gradient))
+
+    def frozen(self) -> Frozen:
+        """How what does not train stands in memory."""
+        told: Frozen = []
+        for name in self._frozen_names():
+            held = self._tensors[name]
+            raw, kind = (held.raw, held.kind) if isinstance(held, Packed) else (held, None)
+            told.append((name, str(raw.dtype).removeprefix("torch."), list(raw.shape), kind))
+        return told
+
+    def make_room(self, frozen: Frozen) -> None:
+        """For what does not train, whose values follow."""
+        for name, dtype, shape, kind in frozen:
+            raw = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            self._tensors[name] = raw if kind is None else Packed(raw, kind, self._dtype)
+
+    def take_values(self) -> None:
+        """Those of the first rank, on all."""
+        held = [self._tensors[name] for name in self._frozen_names()]
+        for values in (self._flat, *held):
+            self._group.broadcast(values.raw if isinstance(values, Packed) else values, 0)()
+        if self._rounded is not None:
+            self._rounded.copy_(self._flat)
+
+    def begin(self, group: Group) -> None:
+        """Joins the others, takes the first one's values, and prepares the training step beside them."""
+        self.join(group)
+        self.take_values()
+        self.do_build()
+
+    def _frozen_names(self) -> list[str]:
+        return [t.name for t in self.plan.tensors if not t.trainable]
+
+    def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
+        """As on one device, but that each gradient goes its way as soon as the last pass has it."""
+        losses = []
+        for number, micro in enumerate(micros, 1):
+            with self._autocast():
+                loss = self._loss(micro)
+            self._first, self._last, self._had = number == 1, number == len(micros), set[str]()
+            if self._last:
+                self._sums.begin()
+            torch.autograd.grad(loss, self._leaves, allow_unused=True)
+            if self._first:
+                for name, gradient in zip(self._order, self._grads, strict=True):
+                    gradient.zero_() if name not in self._had else None
+            losses.append(loss.detach())
+        wait = self._group.sum(total := torch.stack(losses).sum().reshape(1))
+        self._sums.finish()
+        wait()
+        return total[0]
+
+    def _take(self, name: str, place: Tensor, found: Tensor) -> None:
+        """Called by the backward pass with the gradient of a tensor, once all that it is made of is there."""
+        self._had.add(name)
+        (place.copy_ if self._first else place.add_)(found)
+        if self._last:
+            self._sums.has(name)
+
+    def do_loss(self, micro: Batch) -> float:
+        total = torch.tensor([super().do_loss(micro)], dtype=torch.float64, device=self._device)
+        self._group.sum(total)()
+        return float(total)
+
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        own = torch.from_numpy(super().do_logits(micro, rows)).to(self._device)
+        parts = [torch.empty_like(own) for _ in range(self._place.count)]
+        parts[self._place.rank] = own
+        for rank, part in enumerate(parts):
+            self._group.broadcast(part, rank)()
+        return torch.cat(parts).cpu().numpy()
+
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        if not isinstance(self._update, SharedUpdate):
+            return super().do_snapshot(into)
+        values, states = {}, {}
+        for tensor in self.plan.trainable:  # one at a time: no device has room for all
+            values[tensor.name] = self._weights(tensor).to("cpu", copy=True).numpy()
+            state = self._update.gathered(tensor.name, self.plan.slots(tensor))
+            states[tensor.name] = {slot: array.to("cpu", copy=True).numpy() for slot, array in state.items()}
+        return self.named(values, states)
+
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        if isinstance(self._update, SharedUpdate):
+            state = self._update.own_part(tensor.name, state)
+        super().do_restore(tensor, values, state)
+
+    def do_close(self) -> None:
+        super().do_close()
+        if group := self.__dict__.pop("_group", None):
+            group.abort()
+
+    # What travels in place of the contract's methods: names of tensors, and no function that comes back.
+
+    def take_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
+        """Begins a step, and waits for the one before, as the first rank does that waits for each."""
+        before, self._under_way = self._under_way, self.do_launch(micros, numbers)
+        before()
+
+    def restore_of(self, name: str, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        """Takes the values and state of one tensor."""
+        self.do_restore(self.plan.tensor(name), values, state)
+
+
+def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankSession:
+    """The session of another rank than the first, as that one builds its own."""
+    if wanted.device == "cuda":
+        take_gpu(place)
+    session = RankSession(plan, wanted, place)
+    session.do_open()
+    session.make_room(frozen)
+    session.begin(Group(place, meet(place), wanted.device))
+    return session
+
+
+class LeadSession(Session):
+    """What a caller has of all ranks: each does its part of what is asked of this one."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, plan: Plan, wanted: Wanted, count: int, shard: bool, gather: Callable[[], Party]):
+        super().__init__(plan)
+        self._rows = plan.rows // count
+        self._part, self._wanted, self._gather = replace(plan, rows=self._rows), wanted, gather
+        self._place = Place(0, count, shard, next(self._numbers), 0)
+
+    def do_open(self) -> None:
+        self._party = self._gather()  # those that have to be started load PyTorch meanwhile
+        if self._party.stays:
+            self._store = torchruns_store()
+        else:
+            self._store, port = open_store(self._place.count)
+            self._place = replace(self._place, port=port)
+        if self._wanted.device == "cuda":
+            take_gpu(self._place)
+        self._own = RankSession(self._part, self._wanted, self._place)
+        self._own.do_open()
+
+    def do_load(self, tensor: PlanTensor) -> None:
+        self._own.do_load(tensor)
+
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        self._own.do_upload(tensor, array)
+
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        return self._own.do_download(tensor)
+
+    def do_build(self) -> None:
+        # The others' values come from here, whatever they were to begin from.
+        tensors = tuple(replace(t, values=Constant(0.0)) for t in self.plan.tensors)
+        plan, frozen = replace(self._part, tensors=tensors), self._own.frozen()
+        with self._party.together():
+            self._party.wait_for_all()
+            self._party.tell("open", lambda rank: (replace(self._place, rank=rank), plan, self._wanted, frozen))
+            group = Group(self._place, self._store, self._wanted.device, self._party.check)
+            self._party.abort = group.abort
+            self._own.begin(group)
+
+    def do_reset_state(self) -> None:
+        self._all("do_reset_state", lambda rank: ())
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._own.runs_ahead
+
+    def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
+        with self._party.together():
+            self._party.tell("take_step", lambda rank: ([self._rows_of(m, rank) for m in micros], list(numbers)))
+            wait = self._own.do_launch([self._rows_of(m, 0) for m in micros], numbers)
+
+        def waited() -> StepMetrics:
+            with self._party.together():
+                return wait()
+
+        return waited
+
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
+        return self.do_launch(micros, numbers)()
+
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        return self._all("do_gradients", lambda rank: ([self._rows_of(micro, rank) for micro in micros],))
+
+    def do_loss(self, micro: Batch) -> float:
+        return self._all("do_loss", lambda rank: (self._rows_of(micro, rank),))
+
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        return self._all("do_logits", lambda rank: (self._rows_of(micro, rank), self._rows))[:rows]
+
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        if not self._place.shard:
+            return self._own.do_snapshot(into)
+        return self._all("do_snapshot", lambda rank: ({},))
+
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        self._all("restore_of", lambda rank: (tensor.name, values, dict(state)))
+
+    def do_decoder(self) -> Decoder:
+        return self._own.decoder_of(self)
+
+    def describe(self) -> dict[str, Any]:
+        """As of one device, and who the ranks are."""
+        ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]
+        return self._own.describe() | {"devices": self._place.count, "shard": self._place.shard, "ranks": ranks}
+
+    def notes(self) -> Iterable[str]:
+        """What the first rank has to say, which computes as the others do."""
+        return self._own.notes()
+
+    def do_close(self) -> None:
+        if party := self.__dict__.pop("_party", None):
+            party.close()
+        if own := self.__dict__.pop("_own", None):
+            own.do_close()
+
+    def _rows_of(self, micro: Batch, rank: int) -> dict[str, np.ndarray]:
+        """The rows of one rank."""
+        return {name: micro[name][rank * self._rows : (rank + 1) * self._rows] for name in self.plan.inputs}
+
+    def _all(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> Any:
+        """What this rank's method of that name gives, called on all of them, each with arguments of its own."""
+        with self._party.together():
+            self._party.tell(name, arguments)
+            return getattr(self._own, name)(*arguments(0))

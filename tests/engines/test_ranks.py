@@ -1,0 +1,369 @@
+"""engine.devices: several processes that compute as one device does, and end as one when one of them fails."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from faults import TEXT, Trace, environment, python, words
+from tiny import VOCAB, batches, plan, weighted, write_base
+
+from toyexp import Setup, UserError
+from toyexp.commands.line import main
+from toyexp.contract.plan import optimised
+from toyexp.testing import token_dataset
+from toyexp_models.llama import Llama
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import Scratch
+from toyexp_torch import torchrun
+from toyexp_torch.engines import TorchCPU, TorchMPS
+from toyexp_torch.group import torchruns_store
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+
+ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
+OPTIMISERS = {
+    "adamw": ADAMW,
+    "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
+    "sgd": SGD(momentum=0.9, nesterov=True),
+    "sgd_plain": SGD(),
+    "lion": Lion(),
+    "adafactor": Adafactor(),
+    "muon": Muon(),
+}
+RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port():
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return it.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    """The other rank of all sessions that are asked for: started once, as on another host, and led from here."""
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    here = tmp_path_factory.mktemp("second")
+    command = python("-m", "toyexp", "engine=cpu")
+    process = subprocess.Popen(command, cwd=here, env={**environment(here), **told, "RANK": "1"}, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    party = torchrun._meeting()
+    party.stays = False  # as when this process ends
+    party.close()
+    torchrun._meeting.cache_clear()
+    torchruns_store.cache_clear()
+    printed, _ = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (0, "")
+
+
+@pytest.fixture
+def two(second, monkeypatch):
+    """An engine of two ranks, and the same of one."""
+
+    def engines(**settings):
+        for name, value in second.items():
+            monkeypatch.setenv(name, value)
+        return TorchCPU(**settings)
+
+    return engines
+
+
+def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
+    """Every step's numbers, and what a session answers after them."""
+    data = batches(rows=the_plan.rows * the_plan.accumulate)
+    with engine.realize(the_plan) as session:
+        if bad is not None:
+            embedding = session.download("token_embd.weight")
+            embedding[-1] = np.inf
+            session.upload("token_embd.weight", embedding)
+        session.build()
+        if state is not None:
+            session.restore(state)
+        metrics = []
+        for step in range(first, first + steps):
+            batch = weighted(data.batch(step), step)
+            if bad is not None:
+                ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
+                batch["tokens"] = ids.astype(np.int32)
+            metrics.append(session.step(batch, the_plan.numbers(step, lr)))
+        last = data.batch(99)
+        answers = {
+            "loss": session.evaluate([weighted(last), last]),
+            "logits": session.logits({"tokens": last["tokens"][:-1]}),
+            "decoded": session.decoder().feed(last["tokens"][0, :5]),
+            "gradients": session.gradients(last),
+        }
+        return np.array(metrics), answers, session.snapshot()
+
+
+def alone(the_plan, **settings):
+    """An engine of one process, whatever the environment says."""
+    held = {name: os.environ.pop(name, None) for name in RANKS}
+    try:
+        return taken(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
+    finally:
+        os.environ.update({name: value for name, value in held.items() if value is not None})
+
+
+def assert_close(found, wanted, rtol, atol):
+    for name, value in wanted.items():
+        if isinstance(value, dict):
+            assert_close(found[name], value, rtol, atol)
+        else:
+            np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_50_steps_on_two_have_the_losses_of_one(two, name):
+    the_plan = optimised(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
+    # Sums in another order, of which 50 steps let the last bits grow; at a higher rate they grow further.
+    found, wanted = taken(two(), the_plan, 50, lr=1e-3)[0], alone(the_plan, steps=50, lr=1e-3)[0]
+    np.testing.assert_allclose(found[:, 0], wanted[:, 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, name):
+    """In float64, where a sign or a root does not make much of a last bit."""
+    the_plan = optimised(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].settled("lora"), 1e-2)
+    wanted = alone(the_plan, engine={"dtype": "float64"})
+    whole, shared = (taken(two(dtype="float64", shard=shard), the_plan) for shard in (False, True))
+    assert_close(dict(enumerate(whole)), dict(enumerate(wanted)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(whole[0], wanted[0], rtol=1e-9)
+    np.testing.assert_array_equal(shared[0], whole[0])
+    for array, values in whole[2].items():
+        np.testing.assert_array_equal(shared[2][array], values, err_msg=array)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_bad_step_that_is_skipped_changes_nothing_on_any(two, shard):
+    the_plan = optimised(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
+    metrics, _, arrays = taken(two(shard=shard), the_plan, bad=3)
+    assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
+    np.testing.assert_allclose(metrics[4:], alone(the_plan, bad=3)[0][4:], rtol=1e-4)
+    arrays["token_embd.weight"] = arrays["token_embd.weight"][:-1]
+    assert all(np.isfinite(array).all() for array in arrays.values())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(two, tmp_path, packed):
+    write_base(tmp_path / "base.gguf", "llama", "q8_0")
+    recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
+    the_plan = optimised(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
+    found = taken(two(packed=packed, shard=True), the_plan)
+    wanted = alone(the_plan, engine={"packed": packed})
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
+    np.testing.assert_allclose(found[1]["logits"], wanted[1]["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, name):
+    the_plan = optimised(plan("llama", rows=4), OPTIMISERS[name].settled("lora"), 1e-2)
+    whole = taken(two(), the_plan, 8)
+    _, _, half = taken(two(shard=True), the_plan, 4)
+    for shard in (True, False):
+        rest = taken(two(shard=shard), the_plan, 4, half, first=4)
+        np.testing.assert_array_equal(rest[0], whole[0][4:])
+        for array, values in whole[2].items():
+            np.testing.assert_array_equal(rest[2][array], values, err_msg=array)
+    np.testing.assert_allclose(alone(the_plan, steps=4, state=half, first=4)[0], whole[0][4:], rtol=1e-4)
+
+
+def test_a_plan_that_cannot_be_sent_is_refused_in_words(two):
+    @dataclass
+    class Hidden(Llama):
+        name: ClassVar[str] = "hidden"
+
+    model = Hidden(d_model=32, n_layers=1, n_heads=4, context=12).fit(token_dataset(VOCAB))
+    with (
+        two().realize(Scratch().plan(model, Setup(batches(4).inputs, rows=4))) as session,
+        pytest.raises(UserError, match=r"the other ranks cannot find .*Hidden.* module"),
+    ):
+        session.build()
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    Path("book.txt").write_text(TEXT)
+    return tmp_path
+
+
+RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]
+ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
+
+
+def events(directory, kind):
+    lines = map(json.loads, Path(directory, "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
+    assert main([*ON_TWO, "hydra.run.dir=whole"]) == 0
+    assert main([*ON_TWO, "engine.shard=true", "steps=8", "hydra.run.dir=begun"]) == 0
+    assert main(["resume=begun", "steps=12"]) == 0
+    assert Trace.of(Path("begun")).files == Trace.of(Path("whole")).files
+    assert [e["loss"] for e in events("begun", "step")] == [e["loss"] for e in events("whole", "step")]
+    (start,) = events("whole", "run_start")
+    assert (start["backend"]["devices"], len(start["backend"]["ranks"])) == (2, 2)
+    assert main([*RUN, "hydra.run.dir=one"]) == 0
+    for kind in ("step", "eval"):
+        found, wanted = ([e["loss"] for e in events(run, kind)] for run in ("whole", "one"))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    capsys.readouterr()
+    assert main(["resume=whole", "steps=14", "engine.devices=1"]) == 0
+    assert "engine devices was 2 and is 1: not to the last bit the same from here" in capsys.readouterr().out
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Register, hookimpl
+from toyexp_models.llama import Llama
+
+
+@dataclass
+class Mine(Llama):
+    """A llama of another name."""
+
+    name: ClassVar[str] = "mine"
+    factor: float = 1.0  # of its logits
+
+    def forward(self, ops, p, batch):
+        return ops.scale(super().forward(ops, p, batch), self.factor)
+
+
+@hookimpl
+def register_models(register: Register) -> None:
+    register(Mine)
+'''
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by_torchrun):
+    Path("of_mine.py").write_text(PLUGIN)
+    own = ["plugins=[of_mine]", "model=mine", "model.d_ff=192", "hydra.run.dir=run"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [*torchrun, "-m", "toyexp", *RUN, *own] if by_torchrun else ["-m", "toyexp", *ON_TWO, *own]
+    done = subprocess.run(python(*command), env=environment(book), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("completed after 12 steps") == 1, "only the first rank prints"
+    (start,) = events("run", "run_start")
+    assert (start["backend"]["devices"], len({*start["backend"]["ranks"]})) == (2, 2)
+    assert main([*RUN, "model.d_ff=192", "hydra.run.dir=one"]) == 0
+    found, wanted = ([e["loss"] for e in events(run, "step")] for run in ("run", "one"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("engine.devices=two", "engine.devices=two: takes a number from 1, or all"),
+        ("engine.devices=9999", f"engine.devices=9999: there are {os.cpu_count()} cores here; engine.devices=all"),
+        ("engine.devices=2 batch_size=5", "a batch of 5 rows has no equal shares for 2 devices; batch_size=6 has"),
+        (
+            "engine.devices=2 batch_size=6 optim.accumulate=2",
+            "3 in each of optim.accumulate=2, has no .*; batch_size=8 has",
+        ),
+        ("engine.shard=true", "engine.shard=true: .* engine.devices=1 is one; engine.devices=2, or leave it out"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, told):
+    assert main([*RUN, *given.split(), "hydra.run.dir=run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(told, line), line
+    assert not Path("run").exists()
+
+
+def test_apple_silicon_is_one_device():
+    with pytest.raises(UserError, match=r"engine.devices=2: Apple silicon has one GPU; leave it out"):
+        TorchMPS(devices="2").check()
+
+
+# -- how it ends ------------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A run on two in a process of its own, which has saved its first steps."""
+
+    def __init__(self, here, *settings):
+        command = python("-m", "toyexp", *ON_TWO, "steps=1000000", "eval_every=0", "hydra.run.dir=run", *settings)
+        env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # which is 20
+        self.process = subprocess.Popen(command, cwd=here, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                        text=True)  # fmt: skip
+        until = time.monotonic() + 60
+        while not list(here.glob("run/checkpoints/step-*")):
+            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
+            time.sleep(0.02)
+        (start,) = events(here / "run", "run_start")
+        self.second = int(start["backend"]["ranks"][1].split()[1])
+        self.began = time.monotonic()
+
+    def end(self):
+        """The exit code and the last line of stderr; nothing of it is left, within 30 s."""
+        _, errors = self.process.communicate(timeout=30)
+        while Path(f"/proc/{self.second}").exists():
+            assert time.monotonic() < self.began + 30
+            time.sleep(0.02)
+        return self.process.returncode, errors.strip().splitlines()[-1] if errors.strip() else ""
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
+)
+def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, told):
+    run = Started(book, "engine.shard=true")
+    os.kill(run.second, number)
+    code, line = run.end()
+    assert code == 1
+    assert line.startswith(f"toyexp: error: rank 1 (pid {run.second} on ") and told in line, line
+    assert told in json.loads((book / "run" / "result.json").read_text())["error"]
+    assert list(book.glob("run/checkpoints/step-*"))
+
+
+def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):
+    run = Started(book, "engine.shard=true")
+    run.process.send_signal(signal.SIGINT)
+    code, line = run.end()
+    assert (code, "steps are saved" in line) == (130, True), line
+
+
+def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
+    run = Started(book)
+    run.process.kill()
+    assert run.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["engine=ggml"], "engine=ggml: computes in one process; start it without torchrun"),
+        (["engine=cpu", "engine.devices=4"], "engine.devices=4: torchrun has started 2 ranks; leave one of them out"),
+        (["-m", "seed=1,2"], "-m: a sweep starts its own processes; torchrun starts the ranks of one run"),
+        (["plugins"], "plugins: is done by one process; torchrun starts the ranks of a run"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, given, told):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(given) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""Which of several processes of one run this is, where `torchrun`, or whatever sets what it sets, has started them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from toyexp.base.bounds import MOST, is_whole
+from toyexp.base.errors import UserError, printable
+
+SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each of them
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The number of one, from 0, and how many there are."""
+
+    rank: int
+    count: int
+
+
+def started_ranks() -> Ranks:
+    """As the environment says it; the only one where it does not say all of it. UserError for what cannot be."""
+    told = {name: os.environ.get(name, "") for name in SET}
+    if not all(told.values()):
+        return Ranks(0, 1)
+    count = told["WORLD_SIZE"]
+    if not is_whole(count, 1, MOST) or not is_whole(told["RANK"], 0, int(count) - 1):
+        asked = f"RANK={printable(told['RANK'])}, WORLD_SIZE={printable(count)}"
+        raise UserError(f"{asked}: a process started as a rank has a number from 0, below how many there are")
+    return Ranks(int(told["RANK"]), int(count))

@@ -401,11 +401,14 @@ class Graph:
         return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
 
     def total(self, x: Node, by_rows: bool = False) -> Node:
-        """The sum of everything, [1]; `by_rows` cuts it into rows, as many as they are long, and sums those first."""
-        if by_rows:
-            width = next(n for n in range(math.isqrt(x.size), 0, -1) if x.size % n == 0)
-            x = self.sum_last(self.reshape(x, width, x.size // width))
+        """The sum of everything, [1]; `by_rows` cuts it into rows and sums those first."""
+        x = self.row_sums(x) if by_rows else x
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
+
+    def row_sums(self, x: Node) -> Node:
+        """x cut into rows, about as many as they are long, and each of them summed, [n, 1]."""
+        count = next(n for n in range(math.isqrt(x.size), 0, -1) if x.size % n == 0)
+        return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
         """The sum of x^2, [1]; `by_dot` takes it as the dot product of each row with itself."""
@@ -691,6 +694,13 @@ class Graph:
         if keep:
             ggml.ggml_set_output(node.ptr)
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
+
+    def in_turn(self, nodes: Iterable[Node]) -> list[Node]:
+        """Wants one node after another, so that none waits for what reads the one before."""
+        listed = list(nodes)
+        for node in listed:
+            self.want(node)
+        return listed
 
     def finish(self) -> None:
         """Plans the memory; the graph can then be computed.

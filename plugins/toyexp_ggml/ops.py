@@ -18,7 +18,7 @@ from toyexp import Rotary
 from toyexp_ggml.binding import Graph, GraphError, Node
 from toyexp_ggml.inputs import Ids, Inputs
 from toyexp_ggml.profiles import Profile
-from toyexp_ggml.tape import TapedOps
+from toyexp_ggml.tape import Rule, TapedOps
 
 Block = tuple[int, int, Node, Node]  # queries from, to, as nodes, and the weights [B, H, n, seen] of what they see
 
@@ -55,8 +55,17 @@ class GGMLOps(TapedOps):
     def _turn(self, x: Node) -> Node:
         """The contiguous transpose of x [n, d], made once for all rules that need it."""
         if x not in self._turned:
-            self._turned[x] = self._transpose(x)
+            self._turned[x] = self._soon(self._transpose(x))
         return self._turned[x]
+
+    def _soon(self, x: Node) -> Node:
+        """x, in the graph's order before what is made later, where that lets more run side by side."""
+        if self._profile.side_by_side:
+            self.g.want(x)
+        return x
+
+    def _note(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
+        return super()._note(self._soon(out), inputs, rule)
 
     def _transpose(self, x: Node) -> Node:
         return self.g.transpose(x, by_concat=self._profile.slow_cont)

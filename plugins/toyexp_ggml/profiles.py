@@ -30,6 +30,7 @@ class Profile:
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
     slow_sum: bool = False  # SUM runs on one thread
     narrow_sum: bool = False  # SUM runs on one group of threads, while SUM_ROWS takes a group for each row
+    side_by_side: bool = False  # nodes that follow one another run at once, unless one reads what another writes
     slow_concat: bool = False  # CONCAT copies number by number, SET row by row
     slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
     slow_sigmoid: bool = False  # SILU takes several numbers at once, SIGMOID one
@@ -45,9 +46,9 @@ CPU = Profile(
 )  # fmt: skip
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
-METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True)
+METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True, side_by_side=True)
 # Its SUM has one group of 32 threads for all numbers, and its REPEAT_BACK one thread for each column.
-VULKAN = Profile("Vulkan", "Vulkan", (COMMON | FUSED) - {"REPEAT_BACK"}, narrow_sum=True)
+VULKAN = Profile("Vulkan", "Vulkan", (COMMON | FUSED) - {"REPEAT_BACK"}, narrow_sum=True, side_by_side=True)
 VULKAN_HALF = replace(VULKAN, half_products=True)
 # CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
 # thread and its RMS_NORM_BACK is not much better: together they took half of a step.

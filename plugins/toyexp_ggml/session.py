@@ -18,6 +18,8 @@ from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.profiles import CPU_BLAS, Profile
 from toyexp_ggml.update import Update
 
+SQUARES = 8  # of gradients that are held at a time for their norm
+
 P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 
 
@@ -214,11 +216,22 @@ class GGMLSession(Session):
         if not self._profile.narrow_sum:
             yield from (graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients)
             return
-        alike: dict[int, Node] = {}  # the squares of tensors of one size, added up: half as many nodes as summing each
+        alike: dict[int, list[Node]] = {}  # tensors of one size are added up first: one sum for all of them
         for gradient in gradients:
-            squares = graph.reshape(graph.sqr(gradient), gradient.size)
-            alike[squares.size] = graph.add(alike[squares.size], squares) if squares.size in alike else squares
-        yield from (graph.total(squares, by_rows=True) for squares in alike.values())
+            alike.setdefault(gradient.size, []).append(graph.reshape(gradient, gradient.size))
+        totals = [self._sum_of_squares(graph, same) for same in alike.values()]
+        rows = graph.in_turn(graph.row_sums(total) for total in totals)
+        yield from graph.in_turn(graph.total(row) for row in rows)
+
+    def _sum_of_squares(self, graph: Graph, alike: Sequence[Node]) -> Node:
+        """The squares of nodes [n] added up, [n]; a few are held at a time."""
+        total = None
+        for start in range(0, len(alike), SQUARES):
+            for square in graph.in_turn(graph.sqr(x) for x in alike[start : start + SQUARES]):
+                total = square if total is None else graph.add(total, square)
+        assert total is not None
+        graph.want(total)
+        return total
 
     def _step(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:
         clip = self.plan.grad_clip
@@ -226,6 +239,8 @@ class GGMLSession(Session):
             limit = graph.scale(graph.div(self._inputs.ones(1), graph.scale(norm, 1.0, 1e-6)), clip)
             factor = graph.clamp(limit, 0.0, 1.0)
             gradients = {name: graph.mul(g, factor) for name, g in gradients.items()}
+            if self._profile.side_by_side:
+                graph.in_turn(gradients.values())
         self._update.build(graph, self._weights, gradients)
 
     def _build_step(self, graph: Graph) -> dict[str, Node]:

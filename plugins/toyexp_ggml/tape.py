@@ -101,9 +101,9 @@ class TapedOps(Ops):
             dys = [gradients.pop(out, None) for out in outs]
             if not any(dys):
                 continue
-            for x, build in zip(inputs, rule(*dys), strict=True):
-                if x in leads_somewhere:
-                    gradients[x] = self.g.add(gradients[x], build()) if x in gradients else build()
-                    # In the graph's order a weight's gradient comes as soon as it can, so that the activations
-                    # which only it still reads are freed.
-                    self.g.want(gradients[x])
+            built = [(x, build()) for x, build in zip(inputs, rule(*dys), strict=True) if x in leads_somewhere]
+            for x, gradient in built:
+                gradients[x] = self.g.add(gradients[x], gradient) if x in gradients else gradient
+                # In the graph's order a weight's gradient comes as soon as it can, so that the activations
+                # which only it still reads are freed.
+                self.g.want(gradients[x])

@@ -193,6 +193,10 @@ class GGMLCUDA(GGMLGPU):
 
     _was_allowed: ClassVar[bool] = False
 
+    def gpus(self) -> int | None:
+        """One, unless it is emulated."""
+        return 0 if self.emulate else 1
+
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no product is computed on the GPU."""
         yield from super().warnings(planned)

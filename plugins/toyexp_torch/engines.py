@@ -218,6 +218,10 @@ class TorchCUDA(TorchEngine):
         count = self.check_devices()
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
 
+    def gpus(self) -> int | None:
+        """As many as it has devices."""
+        return int(self.devices) if is_whole(self.devices, 1, MOST) else None
+
     def there(self) -> tuple[int, str]:
         """The GPUs that CUDA shows."""
         count = int(import_torch().cuda.device_count())

@@ -24,10 +24,12 @@ from toyexp.base.errors import UserError
 from toyexp.base.threads import CORES, available_cores, machine_cores
 from toyexp.commands.line import main
 from toyexp.config.request import Request
-from toyexp.config.top_level import Sweep
+from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import parse, setting
+from toyexp.sweep import process
 from toyexp.sweep.combinations import combinations, swept
 from toyexp.sweep.directory import Ended, Job, Status, SweepDir
+from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.lookahead import Lookahead, first_look
 from toyexp.sweep.runner import Runner
 from toyexp.training.rundir import lock
@@ -588,6 +590,80 @@ def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, caps
 def test_a_path_of_any_characters_is_read_back(text):
     (override,) = parse([setting("hydra.run.dir", text)])
     assert override.value() == text and isinstance(override.value(), str)
+
+
+ON_GPUS = """
+import os, time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, hookimpl
+from toyexp.testing import NullEngine
+
+
+@hookimpl
+def register_engines(register):
+    register(OnGpus)
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Told)
+
+
+@dataclass
+class OnGpus(NullEngine):
+    "Says that it takes GPUs."
+
+    name: ClassVar[str] = "ongpus"
+    take: int = 1  # how many; 0: all
+
+    def gpus(self):
+        return self.take or None
+
+
+@dataclass(eq=False)
+class Told(Callback):
+    "Writes down which GPUs its run sees, and when."
+
+    name: ClassVar[str] = "told"
+
+    @hookimpl
+    def on_step(self, run):
+        began = time.time()
+        time.sleep(1)
+        (run.dir / "told").write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {began} {time.time()}")
+"""
+
+
+@pytest.mark.parametrize(("take", "seen"), [(1, {"4", "5", "x7"}), (2, {"4,5", "x7,4", "5,x7"}), (0, {"4,5,x7"})])
+def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, take, seen):
+    (tmp_path / "ongpus.py").write_text(ON_GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,x7")
+    words = [*QUICK[2:-1], "plugins=[ongpus]", "engine=ongpus", f"engine.take={take}", "callbacks=[told]", "steps=1"]
+    assert main(["-m", *words, "seed=0,1", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]) == 0
+    told = [path.read_text().split() for path in sorted(Path("s").glob("*/told"))]
+    assert len(told) == 2 and {gpus for gpus, _, _ in told} <= seen
+    (one, _, ended), (other, again, _) = sorted(told, key=lambda each: each[1])
+    assert float(again) >= float(ended) or not {*one.split(",")} & {*other.split(",")}, told
+
+
+def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
+    pool = Gpus(["0", "1"])
+    assert [pool.at_once(most) for most in (0, 1, 2, 3)] == [0, 2, 1, 1]
+    with pool.some(1) as one, pool.some(1) as other, pool.some(1) as third:
+        assert (one, other, third) == (["0"], ["1"], ["0"])
+        with pool.some(3) as too_many, pool.some(2) as all_of_them:
+            assert (too_many, sorted(all_of_them)) == ([], ["0", "1"])
+    for told, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+        assert visible() == names
+
+
+def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):
+    pytest.importorskip("submitit")
+    for settings, asked in ((Submitit(cluster="local"), 2), (Submitit(cluster="local", gpus=1), 1)):
+        assert process._executor(tmp_path, settings, 2)._executor.parameters["gpus_per_node"] == asked
 
 
 def test_a_share_of_the_cores_is_kept_to(monkeypatch):

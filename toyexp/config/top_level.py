@@ -26,7 +26,7 @@ class Submitit:
     cluster: str | None = None  # slurm, local or debug; null: slurm where it is found, else local
     partition: str | None = None  # of Slurm
     timeout_min: int = 60  # minutes a job may take before it saves, and is queued again
-    gpus: int = 0  # per job
+    gpus: int = 0  # per job; 0: as many as its engine says that it takes
     cpus: int | None = None  # cores per job; null: the cluster's default
     mem_gb: float | None = None  # memory per job; null: the cluster's default
 

@@ -97,6 +97,10 @@ class Engine(ABC):
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
 
+    def gpus(self) -> int | None:
+        """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""
+        return 0
+
     def follow(self) -> bool:
         """As one of several processes of a run: false in the first of them, and in the only one, which goes on.
 

@@ -16,14 +16,15 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
-from toyexp.config.build import made
+from toyexp.config.build import made, typed
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
 from toyexp.config.request import Request
-from toyexp.config.schema import Root, class_of
+from toyexp.config.schema import AUTO, Root, class_of
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
+from toyexp.contract.engine import Engine
 from toyexp.contract.recipe import Recipe
 from toyexp.sweep.directory import Job
 
@@ -64,6 +65,17 @@ class Lookahead:
         HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
+
+    def gpus(self, job: Job, auto: int) -> int | None:
+        """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
+        try:
+            node = self.config(job).cfg.engine
+            if node.name == AUTO:
+                return auto
+            cls = class_of("engine", node, self.request.registry)
+            return cast("Engine", made(cls, typed(cls, node, "engine"))).gpus()
+        except UserError:  # which is told when it is the job's turn
+            return 0
 
     def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""

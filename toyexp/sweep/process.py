@@ -25,6 +25,7 @@ from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import CORES
 from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.gpus import VISIBLE
 from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
 
@@ -50,6 +51,7 @@ class Order:
     again: Sequence[str]  # the words that go on with it
     goes_on: bool  # it was begun before
     cores: int = 0  # its share of the machine; 0: all
+    gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
 
     def words(self) -> Sequence[str]:
         """What its process is told. What a process left that ended before its first checkpoint is set aside."""
@@ -144,6 +146,8 @@ def _run(
     if order.cores:
         given = {name: environment.get(name, str(order.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
         environment |= {CORES: str(order.cores), **given}
+    if order.gpus:
+        environment[VISIBLE] = ",".join(order.gpus)
     order.log.parent.mkdir(parents=True, exist_ok=True)
     with (
         open(order.log, "ab", buffering=0) as log,
@@ -264,9 +268,13 @@ def on_cluster(
     limit: int,
     stop: Stop,
     say: Callable[[str], None],
+    gpus: int,
 ) -> Iterator[tuple[Job, Ended]]:
-    """At most `limit` at once, by submitit; when the sweep is stopped the running ones save, the others leave."""
-    executor = _executor(folder, settings)
+    """At most `limit` at once, by submitit; when the sweep is stopped the running ones save, the others leave.
+
+    Each asks for so many `gpus` where the settings leave that open.
+    """
+    executor = _executor(folder, settings, gpus)
     stop_file = folder / "submitit" / "stop"
     stop_file.parent.mkdir(exist_ok=True)
     stop_file.unlink(missing_ok=True)
@@ -295,7 +303,7 @@ def on_cluster(
         time.sleep(POLL)
 
 
-def _executor(folder: Path, settings: Submitit) -> Any:
+def _executor(folder: Path, settings: Submitit, gpus: int) -> Any:
     """What jobs are submitted by; UserError for a cluster that is not there."""
     import submitit
 
@@ -304,7 +312,7 @@ def _executor(folder: Path, settings: Submitit) -> Any:
     except (ValueError, RuntimeError) as error:
         raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
     executor.update_parameters(
-        name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or None,
+        name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or gpus or None,
         cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
     )  # fmt: skip
     return executor

@@ -25,6 +25,7 @@ from toyexp.base.words import short
 from toyexp.contract.command import modules_in
 from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, print_table
+from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
@@ -138,17 +139,34 @@ class Runner:
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
         self._printing = threading.Lock()
+        self._gpus, self._most_gpus = Gpus(visible()), 0
         self._limit, self._cores = self._share()
 
     def _share(self) -> tuple[int, int]:
-        """Jobs at once, and cores for each; 0: all there are."""
+        """Jobs at once, and cores for each; 0: all there are. Jobs that take GPUs do not share them.
+
+        Those of one GPU do where `sweep.jobs` says that there are more of them at once.
+        """
         launcher, cluster = self._settings.launcher, self._settings.submitit.cluster
         if launcher == "serial":
             return 1, 0
+        self._most_gpus = self._takes_gpus()
         if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
             return self._settings.jobs or len(self._jobs), 0
-        limit = self._settings.jobs or available_cores()
+        limit, at_once = self._settings.jobs or available_cores(), self._gpus.at_once(self._most_gpus)
+        if at_once and (self._most_gpus > 1 or not self._settings.jobs):
+            limit = min(limit, at_once)
         return limit, max(available_cores() // limit, 1)
+
+    def _takes_gpus(self) -> int:
+        """How many GPUs the job takes that takes the most, as far as that is known before one runs."""
+        here = self._settings.launcher == "joblib"
+        kinds: dict[tuple[str, ...], Job] = {}  # a job of each engine
+        for job in self._jobs:
+            kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)
+        counts = [self._ahead.gpus(job, auto=1 if here else 0) for job in kinds.values()]
+        everything = len(visible()) if here else 0  # a cluster has as many as it is asked for
+        return max((everything if count is None else count for count in counts), default=0)
 
     # -- what there is to do --
 
@@ -264,7 +282,14 @@ class Runner:
             return side_by_side(jobs, self._process, self._limit)
         if settings.launcher == "submitit" and self._folder is not None:
             return on_cluster(
-                jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it
+                jobs,
+                self._order,
+                self._folder.path,
+                settings.submitit,
+                self._limit,
+                self._stop,
+                self._say_it,
+                self._most_gpus,
             )
         return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
 
@@ -290,7 +315,9 @@ class Runner:
 
         head = f"[{job.number}] {job.label}".rstrip()
         self._say_it(f"\n{head}" if alone else f"{head}  begins")
-        return run_process(self._order(job), self._stop, show, terminal=alone and sys.stdout.isatty())
+        with self._gpus.some(self._most_gpus if self._settings.launcher == "joblib" else 0) as gpus:
+            order = replace(self._order(job), gpus=gpus)
+            return run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty())
 
     def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
         with self._printing, contextlib.suppress(OSError):  # a reader, or a terminal, that is gone

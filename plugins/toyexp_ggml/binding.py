@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from toyexp import Rotary, ToyexpError
+from toyexp_ggml import native
 from toyexp_ggml.crew import Crew
 from toyexp_ggml.limits import LIMIT
 
@@ -357,6 +358,7 @@ class Graph:
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend
         self._crew = backend.crew()
+        self._tasks: list[tuple[native.Transpose, Node]] = []  # of our kernels, which read them when they compute
         self.capacity = capacity
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
         self._context = _context(size)
@@ -433,10 +435,12 @@ class Graph:
         """[.., d] as [n, d]."""
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
-    def transpose(self, x: Node, by_concat: bool = False) -> Node:
-        """The last two axes exchanged, contiguous; `by_concat` copies with CONCAT in the place of CONT."""
+    def transpose(self, x: Node, slow_cont: bool = False) -> Node:
+        """The last two axes exchanged, contiguous; on the CPU, whose CONT is slow, by our kernel or else by CONCAT."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
-        halves = self._halves(x) if by_concat else ()
+        if slow_cont and (kernel := native.kernel("transpose")):
+            return self.reshape(self._transposed(kernel, x), *shape)
+        halves = self._halves(x) if slow_cont else ()
         if halves:
             joined = ggml.ggml_concat(self._context, *(self._turned(h) for h in halves), 2)
             a, n, d = halves[0].shape
@@ -464,9 +468,28 @@ class Graph:
         self._made += 1
         return ggml.ggml_transpose(self._context, x.ptr)
 
-    def transpose_both(self, a: Node, b: Node) -> Node:
+    def _transposed(self, kernel: int, *sources: Node) -> Node:
+        """The transposes of one or two sources [.., n, d] of one shape, behind each other: [m, d, n]."""
+        self._numbers("transpose", *sources)
+        n, d = sources[0].shape[-2:]
+        shape = (sum(source.size for source in sources) // (n * d), d, n)
+        task = native.Transpose(matrices=shape[0], rows=n, columns=d)
+        node = self._node(
+            ggml.ggml_custom_4d(
+                self._context, F32, *shape[::-1], 1,
+                (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources)), len(sources),
+                ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task),
+            ),
+            shape,
+        )  # fmt: skip
+        self._tasks.append((task, node))
+        return node
+
+    def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:
         """The transposes of a and b, both [.., n, d], behind each other as [2 .., d, n], in one copy."""
         self._same("transpose_both", a, b)
+        if slow_cont and (kernel := native.kernel("transpose")):
+            return self._transposed(kernel, a, b)
         n, d = a.shape[-2:]
         flat = (self.reshape(x, x.size // (n * d), n, d) for x in (a, b))
         joined = ggml.ggml_concat(self._context, *(self._turned(x) for x in flat), 2)
@@ -720,6 +743,10 @@ class Graph:
             planned = ggml.ggml_gallocr_alloc_graph(self._allocator, self._graph)
         if not planned:
             raise GraphError("the device has too little memory for the activations; use a smaller batch_size")
+        for task, node in self._tasks:
+            tensor = node.ptr.contents
+            task.source[:] = [tensor.src[i].contents.data if tensor.src[i] else None for i in range(2)]
+            task.target = tensor.data
 
     def compute(self) -> None:
         """Computes every wanted node, in order."""

@@ -35,6 +35,14 @@ def rebuild(flags: str) -> str:
     )
 
 
+def slow_copies() -> str:
+    """Why transposed copies take longer than they could; empty where they do not."""
+    from toyexp_ggml.native import missing
+
+    reason = missing()
+    return f"transposed copies are slower than they could be: {reason}" if reason else ""
+
+
 @dataclass
 class GGMLEngine(Engine):
     """What the ggml devices share."""
@@ -97,7 +105,7 @@ class GGMLCPU(GGMLEngine):
 
     def advice(self) -> list[str]:
         """Whether as many threads as were asked for have to share their cores, and what this build of ggml lacks."""
-        return [line for line in (self.threads and crowding(self.threads), self.slow_build()) if line]
+        return [line for line in (self.threads and crowding(self.threads), self.slow_build(), slow_copies()) if line]
 
     def slow_build(self) -> str:
         """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""

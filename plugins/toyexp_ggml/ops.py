@@ -68,7 +68,7 @@ class GGMLOps(TapedOps):
         return super()._note(self._soon(out), inputs, rule)
 
     def _transpose(self, x: Node) -> Node:
-        return self.g.transpose(x, by_concat=self._profile.slow_cont)
+        return self.g.transpose(x, slow_cont=self._profile.slow_cont)
 
     def _out_prod(self, x: Node) -> bool:
         """Whether the device multiplies these without transposed copies: BLAS and CUDA do, but not stacks of them."""
@@ -365,7 +365,8 @@ class GGMLOps(TapedOps):
             ds = form.grouped(self._softmax_back(dp, p, 1 / math.sqrt(size)))
             dqs.insert(0, form.split(self._times(ds, g.part(k4, 2, 0, seen))))
             # dk = ds^T q and dv = p^T do as one product; later blocks see more keys and come first here.
-            both = g.mul_mat(g.transpose_both(queries, do), g.transpose_both(ds, form.grouped(p)))
+            slow = self._profile.slow_cont
+            both = g.mul_mat(g.transpose_both(queries, do, slow), g.transpose_both(ds, form.grouped(p), slow))
             dkv = both if dkv is None else g.add_to_rows(dkv, both)
         assert dkv is not None
         dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))

@@ -56,7 +56,7 @@ class GGMLArithmetic(Arithmetic):
         return self._g.mul_mat(b, a)
 
     def transpose(self, x: Node) -> Node:
-        return self._g.transpose(x, by_concat=self._profile.slow_cont)
+        return self._g.transpose(x, slow_cont=self._profile.slow_cont)
 
 
 LARGEST = float(np.finfo(np.float32).max)

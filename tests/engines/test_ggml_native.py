@@ -1,0 +1,81 @@
+"""The kernels in C that ggml's CPU calls: what they compute, and what there is without a compiler."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from tiny import batches, plan
+
+from toyexp import AdamW
+from toyexp_ggml import native
+from toyexp_ggml.engines import GGMLCPU
+
+SHAPES = [(1, 1, 1), (1, 16, 16), (2, 32, 48), (1, 17, 33), (3, 5, 64), (2, 64, 5), (4, 31, 16), (1, 1, 40), (5, 40, 1)]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Takes the compiler away when it is called."""
+
+    def take_away():
+        monkeypatch.setenv("CC", "false")
+        native._library.cache_clear()
+
+    yield take_away
+    native._library.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_transpose_is_numpys_however_many_threads_share_it(shape, threads):
+    if native.missing():
+        pytest.skip(native.missing())
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(
+        native.kernel("transpose")
+    )
+    draw = np.random.default_rng(0)
+    for sources in (1, 2):
+        given = [draw.standard_normal(shape).astype(np.float32) for _ in range(sources)]
+        matrices, rows, columns = shape
+        found = np.full((sources * matrices, columns, rows), np.nan, np.float32)
+        task = native.Transpose(matrices=sources * matrices, rows=rows, columns=columns, target=found.ctypes.data)
+        task.source[:sources] = [array.ctypes.data for array in given]
+        for thread in range(threads):
+            call(None, thread, threads, ctypes.addressof(task))
+        np.testing.assert_array_equal(found, np.concatenate(given).transpose(0, 2, 1))
+
+
+def stepped(name):
+    """A model's weights after two steps, and how many nodes of which ops took them."""
+    with GGMLCPU(threads=2, blas=False).realize(plan(name, rows=3)) as session:
+        session.build()
+        for k in range(2):
+            session.step(batches(rows=3).batch(k), AdamW.for_lora().hp_for_step(k))
+        weights = {t.name: session.download(t.name) for t in session.plan.trainable}
+        return weights, session.describe()["residency"]["CPU"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
+    if native.missing():
+        pytest.skip(native.missing())
+    weights, ops = stepped(name)
+    no_compiler()
+    without, own = stepped(name)
+    assert ops["CUSTOM"] > own.get("CUSTOM", 0)
+    assert own["CONCAT"] > ops.get("CONCAT", 0)
+    for tensor, array in weights.items():
+        np.testing.assert_array_equal(array, without[tensor], err_msg=tensor)
+
+
+@pytest.mark.parametrize(
+    ("cc", "path", "reason"),
+    [("false", None, "the C compiler false failed"), ("nothing-here", None, "No such file"), ("", "", "no C compiler")],
+)
+def test_doctor_says_why_copies_are_slow(cc, path, reason, no_compiler, monkeypatch):
+    no_compiler()
+    monkeypatch.setenv("CC", cc)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    (line,) = [line for line in GGMLCPU(threads=1).advice() if "copies" in line]
+    assert reason in line

@@ -122,6 +122,7 @@ class Backend:
             self.close()
             raise GraphError(f"ggml could not open the device {device}")
         self.blas = blas
+        self.buffer_bytes = 0  # of the tensors that outlive a graph
         self.memory = _memory(self.ptr)
 
     @property
@@ -246,6 +247,7 @@ class Memory(_Tensors):
         if not self._buffer:
             raise GraphError(f"the device has too little memory: weights and inputs are {self._bytes / 2**30:.1f} GiB")
         ggml.ggml_backend_buffer_clear(self._buffer, 0)
+        self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
 
 
 class MappedFile(_Tensors):
@@ -276,6 +278,7 @@ class MappedFile(_Tensors):
         self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
             raise GraphError("the device has too little memory for the frozen weights")
+        self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
         for ptr, offset, nbytes in self._places:
             ggml.ggml_backend_tensor_set(ptr, self._bytes.ctypes.data + offset, 0, nbytes)
 

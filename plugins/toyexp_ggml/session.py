@@ -82,6 +82,10 @@ class GGMLSession(Session):
             "compute_bytes": graph.compute_bytes,
         }
 
+    def device_bytes(self) -> int | None:
+        """ggml's own buffers: tensors, inputs, and what the graphs so far compute in."""
+        return self._backend.buffer_bytes + sum(graph.compute_bytes for graph in self._graphs.values())
+
     # -- the contract -------------------------------------------------------------------------------------------
 
     def do_load(self, tensor: PlanTensor) -> None:

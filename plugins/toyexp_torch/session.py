@@ -100,6 +100,10 @@ class TorchSession(Session):
         """Why a GPU's kernels are launched one by one; empty where they are not."""
         return "engine.dtype=float64" if self._resident is None else self._resident.refused
 
+    def device_bytes(self) -> int | None:
+        """Of a GPU, and of the whole process: PyTorch counts no sessions."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
     def notes(self) -> Iterable[str]:
         """That its steps wait for their launches, where nobody asked for that."""
         if self._device.type == "cuda" and self._wanted.capture and self._uncaptured:

@@ -1,11 +1,14 @@
 """engine=cuda against engine=cpu, where there is an NVIDIA GPU."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from tiny import batches, plan
 
 from toyexp import AdamW, Unavailable
+from toyexp.commands.line import main
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")
@@ -75,3 +78,19 @@ def test_a_snapshot_is_locked_in_the_hosts_memory_and_the_next_one_lies_where_it
             np.testing.assert_array_equal(array, fresh[name])
             values = session.download(name) if "@" not in name else None
             assert values is None or (values == array).all(), name
+
+
+TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
+        "batch_size=2"]  # fmt: skip
+
+
+def test_captured_steps_and_others_stand_side_by_side_in_parity_and_in_bench(capsys):
+    engines = "engine=cuda,cuda:capture=false"
+    assert main(["parity", *TINY, "steps=5", engines]) == 0
+    assert "cuda:capture=false" in capsys.readouterr().out
+    assert main(["bench", *TINY, "model=gpt2", engines, "--rounds=1", "--steps=2", "--baseline", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {engine["name"]: engine for engine in report["engines"]}
+    assert list(found) == ["cuda", "cuda:capture=false", "nanoGPT-style", "nanoGPT-style eager"]
+    assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in found.values())
+    assert report["left_out"].keys() == {"PEFT", "PEFT compiled"}

@@ -2,30 +2,34 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from tiny import batches
 
-from toyexp import AdamW, Setup, Unavailable
+from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
+from toyexp.commands import bench_peak
 from toyexp.commands import bench_stepper as stepper
 from toyexp.commands.bench import read, step_flops, take_turns, warm_up
 from toyexp.commands.bench_stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
 from toyexp.contract.recipe import start
-from toyexp.testing import DataSuite, token_dataset
+from toyexp.formats.gguf.write import write_model
+from toyexp.testing import DataSuite, ReferenceOps, token_dataset
 from toyexp_data.noise import Random
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
+from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
         "batch_size=2", "engine.threads=1"]  # fmt: skip
-QUICK = ["--rounds", "1", "--steps", "1"]
+QUICK = ["--rounds", "1", "--steps", "1", "--no-peak"]
 
 
 def bench(capsys, *words):
@@ -67,7 +71,30 @@ def test_the_json_holds_numbers_that_fit_together(capsys):
         assert 0 < engine["beyond_import_bytes"] < engine["peak_rss_bytes"] < 2e9
     assert ggml["ratio"] == pytest.approx(cpu["seconds_per_step"] / ggml["seconds_per_step"])
     assert ggml["peak_rss_bytes"] < cpu["peak_rss_bytes"] - 50e6  # its process has no torch in it
-    assert ggml["compute_bytes"] > 0
+    assert cpu["device_bytes"] is None and 0 < ggml["device_bytes"] < ggml["peak_rss_bytes"]
+
+
+def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, monkeypatch):
+    """The step of a small model is far below it; what it was is told, and a baseline is held against it too."""
+    monkeypatch.setattr(bench_peak, "SIZES", ((64, 2), (128, 4)))
+    words = [word for word in QUICK if word != "--no-peak"]
+    assert main(["bench", *TINY, *words, "engine=ggml:threads=1", "--no-memory", "--json"]) == 0
+    (ggml,) = json.loads(capsys.readouterr().out)["engines"]
+    assert ggml["share_of_peak"] == pytest.approx(ggml["flops_per_second"] / ggml["peak_flops_per_second"])
+    assert 0 < ggml["share_of_peak"] < 1
+    assert main(["bench", *TINY, *words, "engine=ggml", "--no-memory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split() == ["engine", "ms/step", "quartiles", "tokens/s", "GFLOP/s", "of", "peak", "ratio"]
+    assert re.search(r" [\d.e-]+ % +1\.00$", lines[5])
+    assert re.search(r"^ +peak \S+ GFLOP/s, in its products of (64 x 64|128 x 128)$", lines[-1])
+
+
+def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
+    """Each doubles what it multiplies: four of them give sixteen times the values."""
+    model = bench_peak.Products(size=4, products=4)
+    p = {"table": np.eye(8, 4, dtype=np.float32), "w": 2 * np.eye(4, dtype=np.float32), "out": np.eye(8, 4)}
+    found = model.forward(ReferenceOps(), p, {"tokens": np.array([[0, 1, 2, 3]])})
+    np.testing.assert_array_equal(found[0], 16 * np.eye(4, 8))
 
 
 def a_plan(model, rows):
@@ -89,6 +116,17 @@ def test_flops_are_those_counted_by_hand():
     linears = 2 * length * (4 * d * d + 2 * d * ff)
     by_hand = 3 * rows * (layers * (linears + attention) + output)
     assert step_flops(a_plan(GPT2(**sizes), rows)) == by_hand
+    # A frozen matrix has no gradient of its own; an adapter's two, of rank 2 beside q, have.
+    base = a_plan(Llama(**sizes, n_kv_heads=2), rows)
+    pair = [PlanTensor("blk.0.attn_q.weight.lora_a", (2, d), Constant(1)),
+            PlanTensor("blk.0.attn_q.weight.lora_b", (d, 2), Constant(0))]  # fmt: skip
+    plan = replace(
+        base, tensors=(*(replace(t, trainable=False) for t in base.tensors), *pair), groups=(),
+        adapters=(LoraAdapter("blk.0.attn_q.weight", 1.0),),
+    )  # fmt: skip
+    linears = 2 * length * (2 * d * d + 2 * kv * d + 3 * d * ff)
+    frozen, own = layers * linears + output, 2 * length * (2 * 2 * d)
+    assert step_flops(plan) == rows * (2 * frozen + 3 * (layers * attention + own))
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -106,7 +144,9 @@ class Counter:
         if self.fails:
             raise RuntimeError("cannot")
         self.seen.append(self.name)
-        return 0.0
+
+    def wait(self):
+        self.seen.append(".")
 
     def close(self):
         self.closed = True
@@ -116,7 +156,7 @@ def test_they_take_turns_and_who_begins_changes():
     seen = []
     ready = {name: (Counter(name, seen), steps) for name, steps in (("a", 1), ("b", 2), ("c", 1))}
     seconds = take_turns(ready, [{}] * 8, rounds=4)
-    assert "".join(seen) == "abbc" + "bbca" + "cabb" + "abbc"
+    assert "".join(seen) == "a.bb.c." + "bb.c.a." + "c.a.bb." + "a.bb.c."
     assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4, "c": 4}
 
 
@@ -168,16 +208,57 @@ def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
     adamw = replace(AdamW.for_lora(), lr=0.01)
     with start(Scratch(), TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
-    bare = baseline(file, name)(plan, adamw, 1)
+    bare = baseline(file, name)(plan, adamw, TorchCPU(threads=1))
     losses = [bare.step(data.batch(k)) for k in range(10)]
     bare.close()
     np.testing.assert_allclose(losses, expected, atol=2e-4)
     assert abs(expected[-1] - expected[0]) > 0.01  # the updates are seen
 
 
+@pytest.mark.parametrize("name", ["nanoGPT-style eager", pytest.param("nanoGPT-style", marks=pytest.mark.full)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loop_in_nanogpts_manner_trains_the_same_model(name, tied):
+    """On the CPU, where it can be held against an engine to the last digits."""
+    plan = a_plan(GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=48, context=12, tied=tied), 3)
+    follows(lambda adamw: baseline("nanogpt_style", name)(plan, adamw, TorchCPU(threads=1)), plan, Scratch())
+
+
+def test_pefts_loop_trains_the_same_adapters(tmp_path):
+    pytest.importorskip("peft")
+    model = Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, context=12, vocab=40)
+    path = tmp_path / "base.gguf"
+    write_model(path, model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None, "f32")
+    recipe = Lora(base=str(path), rank=2, targets=["q", "v", "down"])
+    inputs = token_dataset(40, count=2000, seed=5).batches(12, 3, 0).inputs
+    plan = recipe.plan(model, Setup(inputs, rows=3, grad_clip=1.0))
+    follows(lambda adamw: baseline("peft_lora", "PEFT")(plan, adamw, TorchCPU(threads=1)), plan, recipe)
+
+
+def follows(opened, plan, recipe):
+    """Asserts that a loop has the losses of an engine, and that its updates are seen."""
+    data, adamw = batches(plan.rows), replace(AdamW.for_lora(), lr=0.01)
+    with start(recipe, TorchCPU(threads=1), plan) as session:
+        expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
+    loop = opened(adamw)
+    losses = [loop.step(data.batch(k)) for k in range(10)]
+    assert loop.device_bytes() is None and "float32" in loop.note
+    loop.close()
+    np.testing.assert_allclose(losses, expected, atol=2e-4)
+    assert abs(expected[-1] - expected[0]) > 0.005  # the updates are seen
+
+
+def test_loops_of_a_gpu_stand_beside_its_engines_alone():
+    beside = {engine: [name for name, _ in stepper.baselines([], [engine])] for engine in ("cpu", "cuda", "mps")}
+    assert beside["cuda"] == ["nanoGPT-style", "nanoGPT-style eager", "PEFT", "PEFT compiled"] and not beside["mps"]
+    assert beside["cpu"] == ["bare torch", "bare torch compiled", "ggml autodiff"]
+    typed = ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2", "engine.tf32=true", "engine.capture=false"]
+    kept = dict(stepper.baselines(typed, ["cuda"]))["nanoGPT-style"]
+    assert kept.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.tf32=true"] and kept.engine == "cuda"
+
+
 def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
     with pytest.raises(Unavailable, match=r"no gradient of grouped heads in a batch: model\.n_kv_heads=model\.n_heads"):
-        baseline("ggml_autodiff", "ggml autodiff")(a_plan(Llama(context=12), 2), AdamW.for_lora(), 1)
+        baseline("ggml_autodiff", "ggml autodiff")(a_plan(Llama(context=12), 2), AdamW.for_lora(), TorchCPU())
 
 
 @pytest.mark.full
@@ -212,7 +293,9 @@ def test_without_the_source_there_are_no_baselines(capsys, monkeypatch, tmp_path
 def test_help_names_every_option(capsys):
     assert main(["bench", "--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {flag} " in text for flag in ("--rounds", "--steps", "--baseline", "--no-memory", "--json"))
+    assert all(
+        f"  {flag} " in text for flag in ("--rounds", "--steps", "--baseline", "--no-peak", "--no-memory", "--json")
+    )
 
 
 def test_options_are_read_in_both_forms():

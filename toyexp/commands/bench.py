@@ -21,6 +21,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.terminal import say
 from toyexp.base.threads import available_cores
 from toyexp.base.words import columns, count
+from toyexp.commands.bench_peak import Peak, peak_of
 from toyexp.commands.bench_stepper import FIGURES, EngineStepper, Entry, Stepper, alone, baselines
 from toyexp.commands.options import Answer, options, require_settings
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
@@ -34,28 +35,41 @@ SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
 WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
 WARM_UP_STEPS = 3
 BATCHES = 8  # made beforehand, and used over and over
-SECONDS, *OF_THE_PROCESS = FIGURES  # of one alone
+SECONDS, *BYTES = FIGURES  # of one alone
 
 HELP = """\
 usage: toyexp bench [key=value ...] [options]
 
-Engines side by side on this machine; ratio is the speed of each over the first one's.
+Engines side by side on this machine; ratio is the speed of each over the
+first one's. A key behind a name is of that engine alone.
   toyexp bench                                    cpu and ggml, the default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
-  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens; also bench_100k and bench_6m
-  toyexp bench data=random data.vocab=256 model.d_model=32
-
+  toyexp bench engine=cuda,cuda:capture=false,cuda:compile=true:tf32=true
+  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens;
+                                                  also bench_100k and bench_6m
 options
   --rounds N      turns that each of them gets (7)
   --steps N       steps of a turn (as many as take about 0.3 s)
-  --baseline      beside them a bare PyTorch loop, eager and compiled, and ggml's own autodiff (on engine.threads)
-  --no-memory     leave out what needs a process for each: memory, and the wait for the first step
+  --baseline      beside them loops that do no more than train: PyTorch, eager
+                  and compiled, and ggml's own autodiff on the CPU (on
+                  engine.threads); on a GPU one in nanoGPT's manner for
+                  model=gpt2 and PEFT's for recipe=lora (in engine.dtype)
+  --no-peak       leave out the share of the peak, which takes its time to find
+  --no-memory     leave out what needs a process for each: memory, and the wait
+                  for the first step
   --json          everything as JSON
 
-ms/step is the median of the rounds, quartiles are between which their middle half lies. GFLOP/s counts 6 N + 12 L d T
-operations for each of the T positions of a row, N being the parameters in matrix products. first step is counted from
-the start of a process; toyexp's reading of the settings is in it for the baselines too, and a compiler may find its
-work on disk. peak is the most memory that process held, beyond import how much of it came after all was imported."""
+ms/step is the median of the rounds, quartiles are between which their middle
+half lies. GFLOP/s counts 6 N + 12 L d T operations for each of the T positions
+of a row (PaLM, appendix B), N being the parameters in matrix products, and 4
+of a frozen one. of peak is their share of what the same engine reaches in large
+matrix products alone, measured before in the same process, in the type that its
+products have.
+first step is counted from the start of a process; toyexp's reading of the
+settings is in it for the baselines too, and a compiler may find its work on
+disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
+own buffers, whatever the device; peak is the most memory that the process
+held, beyond import how much of it came after all was imported."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class Options:
     rounds: int = 7
     steps: int = 0  # 0: as many as fill a slice
     baseline: bool = False
+    no_peak: bool = False
     no_memory: bool = False
     json: bool = False
 
@@ -119,21 +134,28 @@ class Report(Answer):
         return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
 
     def lines(self) -> list[str]:
-        """A row for each, and below them what each says of itself."""
-        rows, notes = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "ratio"]], []
-        rows[0] += ["first step", "peak", "beyond import"] if SECONDS in self.engines[0] else []
+        """A row for each with its speed, another one with its memory, and below them what each says of itself."""
+        speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
+        memory = [["engine", "first step", "on device", "peak", "beyond import"]]
+        notes = []
         for e in self.engines:
             low, high = (f"{1e3 * seconds:.3g}" for seconds in e["quartiles"])
             row = [e["name"], f"{1e3 * e['seconds_per_step']:.3g}", f"{low}..{high}"]
-            row += [count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}", f"{e['ratio']:.2f}"]
+            row += [count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}"]
+            share = e.get("share_of_peak")
+            speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
             if SECONDS in e:
-                row += [f"{e[SECONDS]:.1f} s", *(f"{e[name] / 1e6:.0f} MB" for name in OF_THE_PROCESS)]
-            rows.append(row)
-            own = [name for name in e if name.endswith("_bytes") and name not in OF_THE_PROCESS]
-            told = [f"{name.removesuffix('_bytes')} memory {e[name] / 1e6:.1f} MB" for name in own]
-            notes.append([e["name"], ", ".join([e["note"], *told])])
+                taken = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
+                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *taken])
+            notes.append([e["name"], e["note"]])
+            if share is not None and e["name"] == e["engine"]:
+                reached = f"{e['peak_flops_per_second'] / 1e9:.3g} GFLOP/s"
+                notes.append(["", f"peak {reached}, in its products of {e['peak_size']} x {e['peak_size']}"])
         notes += [[name, f"left out: {reason}"] for name, reason in self.left_out.items()]
-        return ["", *columns(rows, right=range(1, 9)), "", *columns(notes)]
+        if all("share_of_peak" not in e for e in self.engines):
+            speed = [[*row[:5], row[6]] for row in speed]
+        tables = [speed, memory] if len(memory) > 1 else [speed]
+        return [line for table in tables for line in ("", *columns(table, right=range(1, 7)))] + ["", *columns(notes)]
 
 
 def work_of(prepared: Prepared) -> Work:
@@ -161,23 +183,25 @@ def positions(plan: Plan) -> int:
 
 
 def step_flops(plan: Plan) -> float:
-    """Floating-point operations of a training step: 6 N + 12 L d T for each of a row's T positions.
+    """Floating-point operations of a training step's matrix products: 6 N + 12 L d T for each of a row's T positions.
 
     The estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too. N are the parameters in matrix
-    products, with 2 operations forward and 4 backward. A table that is only looked up is not among them; the
-    embedding is where it is the output layer too. Attention's two products are counted in full though half of them
-    is masked, and d is the width of all heads; a model without n_layers and d_model has N alone. Adapters and frozen
-    tensors are not told apart.
+    products, with 2 operations forward and 4 backward: 2 for the gradient of what they multiply, 2 for their own, which
+    a frozen one does not have. A table that is only looked up is not among them, the embedding is where it is the
+    output layer too, and so are the matrices of adapters. Attention's two products are counted in full though half of
+    them is masked, and d is the width of all heads; a model without n_layers and d_model has N alone.
     """
     model, length = plan.model, positions(plan)
     sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
     only_looked_up = {name for name in sizes if name.endswith("position_embd.weight")}
     if "output.weight" in sizes:
         only_looked_up.add("token_embd.weight")
-    n = sum(size for name, size in sizes.items() if name not in only_looked_up)
+    sizes |= {t.name: t.size for t in plan.trainable if t.name not in sizes and len(t.shape) > 1}
+    frozen = {t.name for t in plan.tensors if not t.trainable}
+    products = sum((4 if name in frozen else 6) * n for name, n in sizes.items() if name not in only_looked_up)
     width = getattr(model, "n_heads", 0) * getattr(model, "head_size", 0) or getattr(model, "d_model", 0)
     attention = 12 * getattr(model, "n_layers", 0) * width * length
-    return float((6 * n + attention) * length * plan.rows * plan.accumulate)
+    return float((products + attention) * length * plan.rows * plan.accumulate)
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------
@@ -189,11 +213,13 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
     entries = [Entry(label, settings, label) for label in labels]
-    added = list(baselines(settings)) if asked.baseline else []
+    names = [prepared.config.engine.name for prepared in runs.values()]
+    added = list(baselines(settings, names)) if asked.baseline else []
     work = work_of(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
+    peaks = {} if asked.no_peak else {label: peak_of(prepared.config.engine) for label, prepared in runs.items()}
     batches = [first.batches.batch(k) for k in range(BATCHES)]
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}
@@ -217,12 +243,22 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
         (stepper, steps), times = ready[entry.name], seconds[entry.name]
         median = statistics.median(times)
         engines.append({
-            "name": entry.name, "note": stepper.note, "steps_per_round": steps, "seconds_per_step": median,
+            "name": entry.name, "engine": entry.engine, "note": stepper.note,
+            "steps_per_round": steps, "seconds_per_step": median,
             "quartiles": np.percentile(times, (25, 75)), "rounds": times,
             f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,
-            "ratio": statistics.median(seconds[entries[0].name]) / median, **({} if asked.no_memory else alone(entry)),
+            "ratio": statistics.median(seconds[entries[0].name]) / median,
+            **_share(work.flops / median, peaks.get(entry.engine)), **({} if asked.no_memory else alone(entry)),
         })  # fmt: skip
     return Report(work, engines, left_out)
+
+
+def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
+    """What part that is of the peak of the engine's products, and how that was found."""
+    if peak is None:
+        return {}
+    share = flops_per_second / peak.flops_per_second
+    return {"share_of_peak": share, "peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
@@ -233,6 +269,7 @@ def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps
         while len(times) < WARM_UP_STEPS or sum(times) < WARM_UP:
             began = time.perf_counter()
             stepper.step(batches[len(times) % BATCHES])
+            stepper.wait()
             times.append(time.perf_counter() - began)
     except BaseException:
         stepper.close()
@@ -253,5 +290,6 @@ def take_turns(
             began = time.perf_counter()
             for k in range(steps):
                 stepper.step(batches[k % BATCHES])
+            stepper.wait()
             seconds[name].append((time.perf_counter() - began) / steps)
     return seconds

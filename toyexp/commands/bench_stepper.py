@@ -24,10 +24,11 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
 from toyexp.commands.variants import prepared_on
 from toyexp.contract.batch import Batch
+from toyexp.contract.engine import StepMetrics
 from toyexp.contract.recipe import start
 from toyexp.training.parts import Prepared
 
-FIGURES = ("first_step_seconds", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
+FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
@@ -37,36 +38,52 @@ class Stepper(Protocol):
 
     note: str  # versions, device and threads
 
-    def step(self, batch: Batch) -> float:
-        """One training step; returns the loss, so that its work is done."""
+    def step(self, batch: Batch) -> object:
+        """Begins one training step, and waits for one: this, or where the device computes by itself the one before."""
+
+    def wait(self) -> None:
+        """Until every step that was begun is taken."""
+        return
+
+    def device_bytes(self) -> int | None:
+        """The most that it has taken of its device's memory, if that is counted."""
+        return None
 
     def close(self) -> None:
         """Frees everything."""
 
 
-class EngineStepper:
-    """An engine's session."""
+class EngineStepper(Stepper):
+    """An engine's session, driven as a run without callbacks that look drives it."""
 
     def __init__(self, prepared: Prepared):
         self._session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
+        self._under_way: list[Callable[[], StepMetrics]] = []
         facts = self._session.describe()
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
-        self.note = "; ".join((note, *prepared.config.engine.advice()))
+        self.note = "; ".join((note, *prepared.config.engine.advice(), *self._session.notes()))
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Batch) -> None:
         """One step, with the numbers that the optimiser has for it."""
         numbers = self._plan.numbers(self._steps, self._lr)
         self._steps += 1
-        return self._session.step(batch, numbers).loss
+        self._under_way.append(self._session.launch(batch, numbers))
+        if not self._session.runs_ahead or len(self._under_way) > 1:
+            self._under_way.pop(0)()
 
-    def memory(self) -> dict[str, int]:
-        """What the session tells about memory, such as that of its device."""
-        return {name: value for name, value in self._session.describe().items() if name.endswith("_bytes")}
+    def wait(self) -> None:
+        """Until the last step is taken."""
+        while self._under_way:
+            self._under_way.pop(0)()
+
+    def device_bytes(self) -> int | None:
+        """The session's."""
+        return self._session.device_bytes()
 
     def close(self) -> None:
         """Closes the session."""
@@ -93,14 +110,17 @@ class Entry:
         return prepared, partial(index.opened, self, prepared)
 
 
-def baselines(settings: Sequence[str]) -> Iterable[tuple[str, Entry | str]]:
-    """The baselines by name, each as an entry or as the reason why there is none; UserError outside of a checkout."""
+def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple[str, Entry | str]]:
+    """The baselines beside these engines by name, each as an entry or as the reason why there is none.
+
+    Raises UserError outside of a checkout.
+    """
     if not BASELINES.is_dir():
         raise UserError(
             "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
             "where they are tests/benchmarks/baselines/"
         )
-    found: Iterable[tuple[str, Entry | str]] = _index(BASELINES).entries(settings)
+    found: Iterable[tuple[str, Entry | str]] = _index(BASELINES).entries(settings, engines)
     return found
 
 
@@ -116,11 +136,11 @@ def _index(folder: Path) -> Any:
 # -- alone in a process ---------------------------------------------------------------------------------------------
 
 
-def alone(entry: Entry) -> dict[str, float]:
+def alone(entry: Entry) -> dict[str, float | None]:
     """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
 
-    By FIGURES: those until its first step, from the process's start; the most that it held, and those of them that came
-    after everything was imported; and what the session itself tells.
+    By FIGURES: those until its first step, from the process's start; the most that it took of its device's memory, None
+    where that is not counted; the most that the process held, and those of them that came after all was imported.
     """
     command = [sys.executable, "-m", "toyexp.commands.bench_stepper", json.dumps(asdict(entry))]
     with tempfile.TemporaryFile("w+") as errors:
@@ -150,12 +170,13 @@ def main(words: Sequence[str]) -> None:
     stepper = open_stepper()
     for k in range(STEPS_ALONE):
         stepper.step(prepared.batches.batch(k))
+        stepper.wait()
         if k == 0:
             sys.stdout.write("first step\n")
             sys.stdout.flush()
     _, peak = memory_bytes()
-    own = stepper.memory() if isinstance(stepper, EngineStepper) else {}
-    json.dump({FIGURES[1]: max(peak, before), FIGURES[2]: peak - imported, **own}, sys.stdout)
+    found = stepper.device_bytes(), max(peak, before), peak - imported
+    json.dump(dict(zip(FIGURES[1:], found, strict=True)), sys.stdout)
     stepper.close()
 
 

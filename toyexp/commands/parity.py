@@ -306,7 +306,8 @@ HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
 Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.
-engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false.
+engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false, or
+engine=cuda,cuda:capture=false.
 All other settings are those of a run; steps={STEPS} unless given. Nothing is written.
 An experiment that sweeps, such as parity_all, is compared job by job.
 

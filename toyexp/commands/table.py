@@ -58,7 +58,7 @@ OWN = (
     ),
     _shipped(
         "bench", "Engines side by side on this machine: their speed, and their memory.",
-        "--baseline --no-memory --json", {"--rounds": "7", "--steps": "100"}, "settings",
+        "--baseline --no-peak --no-memory --json", {"--rounds": "7", "--steps": "100"}, "settings",
     ),
     _shipped(
         "eval", "The held-out loss of a model in a file.", "--json", {"--data": "book.txt"}, "file settings",

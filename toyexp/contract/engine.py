@@ -314,6 +314,10 @@ class Session(ABC):
         """What run_start records about the engine: device, threads, precision."""
         return {}
 
+    def device_bytes(self) -> int | None:
+        """The most that its tensors and graphs have taken of its device's memory; None where nobody counts that."""
+        return None
+
     def notes(self) -> Iterable[str]:
         """What a person should know of how it computes this plan, a line each, before the first step."""
         return ()

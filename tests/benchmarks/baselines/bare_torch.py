@@ -5,9 +5,11 @@ import torch._dynamo  # torch.optim would import it later, and its 70 MB would c
 import torch.nn.functional as F
 
 from toyexp import Unavailable
+from toyexp.base.threads import available_cores
 from toyexp.base.words import counted
+from toyexp.commands.bench_stepper import Stepper
 
-ENGINE = "cpu"
+ENGINE, BESIDE, KEEPS = "cpu", {"cpu", "ggml"}, ["threads"]
 
 
 def is_plain(model):
@@ -16,15 +18,16 @@ def is_plain(model):
     return rope_as_is and not (model.head_dim or model.o_bias or model.ffn_bias)
 
 
-class BareTorch:
+class BareTorch(Stepper):
     """Takes steps of torch.optim.AdamW from the plan's initial values; a target's weight plays no part."""
 
     name = "bare torch"
 
-    def __init__(self, plan, adamw, threads):
+    def __init__(self, plan, adamw, engine):
         model = plan.model
         if model.name != "llama" or plan.adapters or not is_plain(model):
             raise Unavailable("only written for a plain model=llama")
+        threads = engine.threads or available_cores()
         self.note = f"torch {torch.__version__}, {counted(threads)}"
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -81,8 +84,8 @@ class CompiledTorch(BareTorch):
 
     name = "bare torch compiled"
 
-    def __init__(self, plan, adamw, threads):
-        super().__init__(plan, adamw, threads)
+    def __init__(self, plan, adamw, engine):
+        super().__init__(plan, adamw, engine)
         self.loss = torch.compile(self.loss, dynamic=False)
 
 

@@ -7,17 +7,19 @@ import ggml
 import numpy as np
 
 from toyexp import Unavailable
+from toyexp.base.threads import available_cores
 from toyexp.base.words import counted
+from toyexp.commands.bench_stepper import Stepper
 
-ENGINE = "ggml"
+ENGINE, BESIDE, KEEPS = "ggml", {"cpu", "ggml"}, ["threads"]
 
 
-class GGMLAutodiff:
+class GGMLAutodiff(Stepper):
     """One static graph from tokens to updated weights; a target's weight plays no part."""
 
     name = "ggml autodiff"
 
-    def __init__(self, plan, adamw, threads):
+    def __init__(self, plan, adamw, engine):
         model, rows = plan.model, plan.rows
         if model.name != "llama" or plan.adapters or plan.accumulate > 1 or model.biases():
             raise Unavailable("only written for a plain model=llama without micro-batches and biases")
@@ -25,6 +27,7 @@ class GGMLAutodiff:
             raise Unavailable("only written for a plain model=llama")
         if model.n_kv_heads != model.n_heads and rows > 1:
             raise Unavailable("ggml has no gradient of grouped heads in a batch: model.n_kv_heads=model.n_heads")
+        threads = engine.threads or available_cores()
         self.note = f"ggml {ggml.ggml_version().decode()}, {counted(threads)}"
         self.model, self.rows, self.adamw, self.steps = model, rows, adamw, 0
         self.backend = ggml.ggml_backend_cpu_init()

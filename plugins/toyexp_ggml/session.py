@@ -229,12 +229,11 @@ class GGMLSession(Session):
 
     def _sum_of_squares(self, graph: Graph, alike: Sequence[Node]) -> Node:
         """The squares of nodes [n] added up, [n]; a few are held at a time."""
-        total = None
+        total: Any = None
         for start in range(0, len(alike), SQUARES):
             for square in graph.in_turn(graph.sqr(x) for x in alike[start : start + SQUARES]):
                 total = square if total is None else graph.add(total, square)
-        assert total is not None
-        graph.want(total)
+            graph.want(total)
         return total
 
     def _step(self, graph: Graph, gradients: dict[str, Node], norm: Node) -> None:

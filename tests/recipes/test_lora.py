@@ -286,7 +286,7 @@ def test_packed_computes_the_same_and_holds_no_more_than_the_file(tmp_path, kind
             held = {t.name: session.download(t.name) for t in plan.tensors}
             results[packed] = (session.logits(batch), session.gradients(batch), held)
             if packed:
-                taken = sum(w._raw.nbytes for w in session._tensors.values() if hasattr(w, "_raw"))
+                taken = sum(w.raw.nbytes for w in session._tensors.values() if hasattr(w, "raw"))
                 with GGUFFile(tmp_path / "base.gguf") as file:
                     assert taken == sum(t.nbytes for t in file.tensors.values() if len(t.shape) == 2)
     (logits, gradients, held), (lean_logits, lean_gradients, lean_held) = results[False], results[True]

@@ -344,6 +344,10 @@ class LeadSession(Session):
     def do_decoder(self) -> Decoder:
         return self._own.decoder_of(self)
 
+    def device_bytes(self) -> int | None:
+        """Of the first rank's device; the others hold no more."""
+        return self._own.device_bytes()
+
     def describe(self) -> dict[str, Any]:
         """As of one device, and who the ranks are."""
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]

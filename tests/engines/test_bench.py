@@ -97,6 +97,16 @@ def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
     np.testing.assert_array_equal(found[0], 16 * np.eye(4, 8))
 
 
+def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
+    """Each has one, and all of them count: three rows for three devices, though a step has twelve."""
+    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2),))
+    seen = []
+    monkeypatch.setattr(bench_peak, "_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
+    monkeypatch.setattr(TorchCPU, "count", lambda self: 3)
+    assert bench_peak.peak_of(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
+    assert seen == [3]
+
+
 def a_plan(model, rows):
     data = token_dataset(40, count=2000, seed=5)
     inputs = data.batches(model.context, rows, 0).inputs

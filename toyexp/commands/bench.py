@@ -44,7 +44,7 @@ Engines side by side on this machine; ratio is the speed of each over the
 first one's. A key behind a name is of that engine alone.
   toyexp bench                                    cpu and ggml, the default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
-  toyexp bench engine=cuda,cuda:capture=false,cuda:compile=true:tf32=true
+  toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
   toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens;
                                                   also bench_100k and bench_6m
 options
@@ -69,7 +69,8 @@ first step is counted from the start of a process; toyexp's reading of the
 settings is in it for the baselines too, and a compiler may find its work on
 disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
 own buffers, whatever the device; peak is the most memory that the process
-held, beyond import how much of it came after all was imported."""
+held, of several the first, beyond import how much of it came after all was
+imported."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
-    peaks = {} if asked.no_peak else {label: peak_of(prepared.config.engine) for label, prepared in runs.items()}
+    found = {} if asked.no_peak else runs
+    peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
     batches = [first.batches.batch(k) for k in range(BATCHES)]
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
+from toyexp.base.errors import UserError
 from toyexp.contract.batch import InputSpec
 from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
@@ -31,24 +32,27 @@ class Peak:
     size: int
 
 
-def peak_of(engine: Engine) -> Peak:
+def peak_of(engine: Engine, most_rows: int) -> Peak:
     """The most floating-point operations a second in products of n x n matrices by this engine, here and now.
 
     They are computed as in a held-out loss, in the type that the engine's products have, through its own op; a product
     counts 2 n^3. It is a figure that was reached, and no data sheet's: what a device can do at its present clock and
-    with the libraries that are there. Raises what the engine raises where it cannot hold them.
+    with the libraries that are there. An engine of several devices computes one such product on each: a batch has as
+    few rows as it takes, up to `most_rows`. Raises what the engine raises where it cannot hold them.
     """
     best = Peak(0.0, 0)
     for size, products in SIZES:
-        seconds = _seconds(engine, size, products)
-        best = max(best, Peak(2 * products * size**3 / seconds, size), key=lambda peak: peak.flops_per_second)
+        plan = _plan(engine, size, products, most_rows)
+        seconds = _seconds(engine, plan)
+        reached = Peak(2 * plan.rows * products * size**3 / seconds, size)
+        best = max(best, reached, key=lambda peak: peak.flops_per_second)
         if seconds > LONG:
             break
     return best
 
 
-def _seconds(engine: Engine, size: int, products: int) -> float:
-    """The median of some calls, after those that warm up."""
+def _plan(engine: Engine, size: int, products: int, most_rows: int) -> Plan:
+    """The products as a plan that trains nothing."""
     model = Products(size=size, products=products)
     inputs = {
         "tokens": InputSpec((size,), "int32"),
@@ -56,10 +60,23 @@ def _seconds(engine: Engine, size: int, products: int) -> float:
         "weights": InputSpec((size,), "float32"),
     }
     tensors = tuple(PlanTensor(t.name, t.shape, t.init, trainable=False) for t in model.tensors())
-    ids = np.arange(size, dtype=np.int32)[None] % CLASSES
-    batch = {"tokens": ids, "targets": ids, "weights": np.ones((1, size), np.float32)}
+    plan = Plan(model, tensors, inputs, rows=1)
+    for rows in range(1, most_rows):
+        try:
+            engine.check_plan(replace(plan, rows=rows))
+        except UserError:  # its devices would have no equal shares
+            continue
+        return replace(plan, rows=rows)
+    return replace(plan, rows=most_rows)
+
+
+def _seconds(engine: Engine, plan: Plan) -> float:
+    """The median of some held-out losses, after those that warm up."""
+    length = plan.inputs["tokens"].shape[0]
+    ids = np.tile(np.arange(length, dtype=np.int32) % CLASSES, (plan.rows, 1))
+    batch = {"tokens": ids, "targets": ids, "weights": np.ones(ids.shape, np.float32)}
     times = []
-    with engine.realize(Plan(model, tensors, inputs, rows=1)) as session:
+    with engine.realize(plan) as session:
         session.build()
         for _ in range(2 + TIMES):
             began = time.perf_counter()

@@ -223,7 +223,7 @@ class Party:
     def _fail(self, failure: str) -> None:
         self._failure = failure
         self._end()
-        self.abort()
+        threading.Thread(target=self.abort, name="abort", daemon=True).start()  # which may wait itself
         until = time.monotonic() + STUCK
         while self._inside is not None:
             if time.monotonic() > until:  # native code that nothing reaches any more

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,18 +13,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from faults import TEXT, Trace, environment, python, words
-from tiny import VOCAB, batches, plan, weighted, write_base
+from several import ADAMW, OPTIMISERS, Started, assert_close, events, taken
+from tiny import VOCAB, batches, plan, write_base
 
 from toyexp import Setup, UserError
 from toyexp.commands.line import main
 from toyexp.contract.plan import optimised
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
-from toyexp_optimisers.adafactor import Adafactor
-from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
-from toyexp_optimisers.muon import Muon
-from toyexp_optimisers.sgd import SGD
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch import torchrun
@@ -34,16 +29,6 @@ from toyexp_torch.group import torchruns_store
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 
-ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
-OPTIMISERS = {
-    "adamw": ADAMW,
-    "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
-    "sgd": SGD(momentum=0.9, nesterov=True),
-    "sgd_plain": SGD(),
-    "lion": Lion(),
-    "adafactor": Adafactor(),
-    "muon": Muon(),
-}
 RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -73,7 +58,7 @@ def second(tmp_path_factory):
 
 @pytest.fixture
 def two(second, monkeypatch):
-    """An engine of two ranks, and the same of one."""
+    """An engine of two ranks, with the settings that it is given."""
 
     def engines(**settings):
         for name, value in second.items():
@@ -83,49 +68,13 @@ def two(second, monkeypatch):
     return engines
 
 
-def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
-    """Every step's numbers, and what a session answers after them."""
-    data = batches(rows=the_plan.rows * the_plan.accumulate)
-    with engine.realize(the_plan) as session:
-        if bad is not None:
-            embedding = session.download("token_embd.weight")
-            embedding[-1] = np.inf
-            session.upload("token_embd.weight", embedding)
-        session.build()
-        if state is not None:
-            session.restore(state)
-        metrics = []
-        for step in range(first, first + steps):
-            batch = weighted(data.batch(step), step)
-            if bad is not None:
-                ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
-                batch["tokens"] = ids.astype(np.int32)
-            metrics.append(session.step(batch, the_plan.numbers(step, lr)))
-        last = data.batch(99)
-        answers = {
-            "loss": session.evaluate([weighted(last), last]),
-            "logits": session.logits({"tokens": last["tokens"][:-1]}),
-            "decoded": session.decoder().feed(last["tokens"][0, :5]),
-            "gradients": session.gradients(last),
-        }
-        return np.array(metrics), answers, session.snapshot()
-
-
 def alone(the_plan, **settings):
-    """An engine of one process, whatever the environment says."""
+    """What a session of one process answers, whatever the environment says."""
     held = {name: os.environ.pop(name, None) for name in RANKS}
     try:
         return taken(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
     finally:
         os.environ.update({name: value for name, value in held.items() if value is not None})
-
-
-def assert_close(found, wanted, rtol, atol):
-    for name, value in wanted.items():
-        if isinstance(value, dict):
-            assert_close(found[name], value, rtol, atol)
-        else:
-            np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -209,11 +158,6 @@ def book(tmp_path, monkeypatch):
 
 RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]
 ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
-
-
-def events(directory, kind):
-    lines = map(json.loads, Path(directory, "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["kind"] == kind]
 
 
 def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
@@ -302,36 +246,11 @@ def test_apple_silicon_is_one_device():
 # -- how it ends ------------------------------------------------------------------------------------------------------
 
 
-class Started:
-    """A run on two in a process of its own, which has saved its first steps."""
-
-    def __init__(self, here, *settings):
-        command = python("-m", "toyexp", *ON_TWO, "steps=1000000", "eval_every=0", "hydra.run.dir=run", *settings)
-        env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # which is 20
-        self.process = subprocess.Popen(command, cwd=here, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                        text=True)  # fmt: skip
-        until = time.monotonic() + 60
-        while not list(here.glob("run/checkpoints/step-*")):
-            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
-            time.sleep(0.02)
-        (start,) = events(here / "run", "run_start")
-        self.second = int(start["backend"]["ranks"][1].split()[1])
-        self.began = time.monotonic()
-
-    def end(self):
-        """The exit code and the last line of stderr; nothing of it is left, within 30 s."""
-        _, errors = self.process.communicate(timeout=30)
-        while Path(f"/proc/{self.second}").exists():
-            assert time.monotonic() < self.began + 30
-            time.sleep(0.02)
-        return self.process.returncode, errors.strip().splitlines()[-1] if errors.strip() else ""
-
-
 @pytest.mark.parametrize(
     ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, told):
-    run = Started(book, "engine.shard=true")
+    run = Started(book, *ON_TWO, "engine.shard=true")
     os.kill(run.second, number)
     code, line = run.end()
     assert code == 1
@@ -341,14 +260,14 @@ def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, to
 
 
 def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):
-    run = Started(book, "engine.shard=true")
+    run = Started(book, *ON_TWO, "engine.shard=true")
     run.process.send_signal(signal.SIGINT)
     code, line = run.end()
     assert (code, "steps are saved" in line) == (130, True), line
 
 
 def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
-    run = Started(book)
+    run = Started(book, *ON_TWO)
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
 

@@ -1,0 +1,128 @@
+"""engine.devices=2 on two NVIDIA GPUs, captured and not: the numbers of one GPU, and the end of a rank that fails."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from faults import TEXT, words
+from several import ADAMW, OPTIMISERS, Started, taken
+from tiny import plan, write_base
+
+from toyexp import Unavailable
+from toyexp.contract.plan import optimised
+from toyexp_recipes.lora import Lora
+from toyexp_torch.engines import TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+if TorchCUDA().there()[0] < 2:
+    pytest.skip("needs two NVIDIA GPUs, there is one", allow_module_level=True)
+
+
+def on_two(**settings):
+    return TorchCUDA(devices="2", deterministic=True, **settings)
+
+
+def assert_same(one, other):
+    np.testing.assert_array_equal(one[0], other[0])
+    for name, array in one[2].items():
+        np.testing.assert_array_equal(array, other[2][name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_50_steps_on_two_have_the_losses_of_one(name):
+    the_plan = optimised(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
+    found, wanted = (taken(TorchCUDA(devices=n), the_plan, 50, lr=1e-3)[0][:, 0] for n in ("2", "1"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(name):
+    the_plan = optimised(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].settled("lora"), 1e-2)
+    whole = taken(on_two(), the_plan)
+    with on_two().realize(the_plan) as session:
+        session.build()
+        assert session.describe()["captured"] is True
+    assert_same(taken(on_two(capture=False), the_plan), whole)
+    assert_same(taken(on_two(shard=True), the_plan), whole)
+    assert_same(taken(on_two(shard=True, capture=False), the_plan), whole)
+    # A sign or a root makes much of a last bit: the first steps tell.
+    np.testing.assert_allclose(whole[0][:2], taken(TorchCUDA(deterministic=True), the_plan)[0][:2], rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bfloat16"}, {"compile": True}, {"dtype": "bfloat16", "compile": True}, {"tf32": True},
+     {"recompute": True}, {"dtype": "float64"}],
+)  # fmt: skip
+@pytest.mark.parametrize("shard", [False, True])
+def test_every_setting_of_an_engine_is_as_on_one(settings, shard):
+    the_plan = optimised(plan("gpt2", rows=4, accumulate=2), ADAMW, 1e-2)
+    found, wanted = (
+        taken(TorchCUDA(devices="2", shard=shard, **settings), the_plan),
+        taken(TorchCUDA(**settings), the_plan),
+    )
+    # bfloat16 keeps 8 bits of an activation, TF32 11 bits of a factor.
+    rtol = 2e-2 if {"dtype", "tf32"} & settings.keys() and settings.get("dtype") != "float64" else 1e-4
+    np.testing.assert_allclose(found[0][:, 0], wanted[0][:, 0], rtol=rtol)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(tmp_path, packed):
+    write_base(tmp_path / "base.gguf", "llama", "q8_0")
+    recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
+    the_plan = optimised(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
+    found, wanted = (taken(TorchCUDA(devices=n, packed=packed), the_plan)[0] for n in ("2", "1"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_bad_step_that_is_skipped_changes_nothing_on_any(shard):
+    the_plan = optimised(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
+    metrics, _, arrays = taken(on_two(shard=shard), the_plan, bad=3)
+    assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
+    arrays = {name: a[:-1] if name.startswith("token_embd.weight") else a for name, a in arrays.items()}
+    assert all(np.isfinite(array).all() for array in arrays.values())
+
+
+def test_a_snapshot_goes_on_to_the_bit_on_two_and_in_tolerance_on_one():
+    the_plan = optimised(plan("llama", rows=4), ADAMW, 1e-2)
+    whole = taken(on_two(), the_plan, 8)
+    half = dict(taken(on_two(shard=True), the_plan, 4)[2])
+    for shard in (True, False):
+        rest = taken(on_two(shard=shard), the_plan, 4, half, first=4)
+        np.testing.assert_array_equal(rest[0], whole[0][4:])
+    one = taken(TorchCUDA(), the_plan, 4, half, first=4)
+    np.testing.assert_allclose(one[0], whole[0][4:], rtol=1e-4)
+
+
+RUN = [*words("scratch", "llama", "cuda"), "callbacks=[constant,events]", "checkpoint_every=4", "engine.devices=2"]
+
+
+@pytest.mark.parametrize("capture", ["true", "false"])
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
+)
+def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(tmp_path, number, told, capture):
+    (tmp_path / "book.txt").write_text(TEXT)
+    run = Started(tmp_path, *RUN, f"engine.capture={capture}")
+    os.kill(run.second, number)
+    code, line = run.end()
+    assert code == 1
+    assert line.startswith(f"toyexp: error: rank 1 (pid {run.second} on ") and told in line, line
+    assert told in json.loads((tmp_path / "run" / "result.json").read_text())["error"]
+
+
+def test_an_interrupted_run_saves_and_leaves_nobody_behind(tmp_path):
+    (tmp_path / "book.txt").write_text(TEXT)
+    run = Started(tmp_path, *RUN, "engine.shard=true")
+    run.process.send_signal(signal.SIGINT)
+    code, line = run.end()
+    assert (code, "steps are saved" in line) == (130, True), line

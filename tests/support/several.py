@@ -1,0 +1,94 @@
+"""What tests of several devices share: what a session answers, and runs in processes of their own that are ended."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+from faults import environment, python
+from tiny import VOCAB, batches, weighted
+
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+
+ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
+OPTIMISERS = {
+    "adamw": ADAMW,
+    "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
+    "sgd": SGD(momentum=0.9, nesterov=True),
+    "sgd_plain": SGD(),
+    "lion": Lion(),
+    "adafactor": Adafactor(),
+    "muon": Muon(),
+}
+
+
+def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
+    """Every step's numbers, and what a session answers after them."""
+    data = batches(rows=the_plan.rows * the_plan.accumulate)
+    with engine.realize(the_plan) as session:
+        if bad is not None:
+            embedding = session.download("token_embd.weight")
+            embedding[-1] = np.inf
+            session.upload("token_embd.weight", embedding)
+        session.build()
+        if state is not None:
+            session.restore(state)
+        metrics = []
+        for step in range(first, first + steps):
+            batch = weighted(data.batch(step), step)
+            if bad is not None:
+                ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
+                batch["tokens"] = ids.astype(np.int32)
+            metrics.append(session.step(batch, the_plan.numbers(step, lr)))
+        last = data.batch(99)
+        answers = {
+            "loss": session.evaluate([weighted(last), last]),
+            "logits": session.logits({"tokens": last["tokens"][:-1]}),
+            "decoded": session.decoder().feed(last["tokens"][0, :5]),
+            "gradients": session.gradients(last),
+        }
+        assert session.describe().get("captured", True) in (True, "engine.capture=false")
+        return np.array(metrics), answers, session.snapshot()
+
+
+def assert_close(found, wanted, rtol, atol):
+    for name, value in wanted.items():
+        if isinstance(value, dict):
+            assert_close(found[name], value, rtol, atol)
+        else:
+            np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)
+
+
+def events(directory, kind):
+    lines = map(json.loads, Path(directory, "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+class Started:
+    """A run on two in a process of its own, which has saved its first steps."""
+
+    def __init__(self, here, *settings):
+        command = python("-m", "toyexp", *settings, "steps=1000000", "eval_every=0", "hydra.run.dir=run")
+        env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # which is 20
+        self.process = subprocess.Popen(command, cwd=here, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                        text=True)  # fmt: skip
+        until = time.monotonic() + 60
+        while not list(here.glob("run/checkpoints/step-*")):
+            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
+            time.sleep(0.02)
+        (start,) = events(here / "run", "run_start")
+        self.second = int(start["backend"]["ranks"][1].split()[1])
+        self.began = time.monotonic()
+
+    def end(self):
+        """The exit code and the last line of stderr; nothing of it is left, within 30 s."""
+        _, errors = self.process.communicate(timeout=30)
+        while Path(f"/proc/{self.second}").exists():
+            assert time.monotonic() < self.began + 30
+            time.sleep(0.02)
+        return self.process.returncode, errors.strip().splitlines()[-1] if errors.strip() else ""

@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test faults check donor bench table golden wheel clean
+.PHONY: run test faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -37,6 +37,9 @@ bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engi
 
 table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the README's table
 	$(BIN)/python tests/support/make_table.py
+
+speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the table of speeds in the README
+	$(BIN)/python tests/support/make_speeds.py "2 cores"
 
 golden: $(INSTALLED)  ## record the numbers of tests/golden.json again, after a change of numbers that is meant
 	$(BIN)/python tests/support/golden.py

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import environments
+import make_speeds
 import numpy as np
 import pytest
 from cells import CELLS, ticked
@@ -249,6 +250,21 @@ def test_every_file_of_the_core_is_in_the_readmes_tree():
 def test_the_table_of_files_has_the_cells_that_are_tested():
     """Its figures are those of the last `make table`."""
     assert ticked(README) == CELLS
+
+
+def test_the_table_of_speeds_is_the_one_that_bench_told():
+    """Rounded by one rule, and changed by a report: nobody types a figure."""
+    machines = json.loads(make_speeds.FIGURES.read_text())
+    assert make_speeds.within(README) == make_speeds.text(machines)
+    told = {"name": "ggml", "seconds_per_step": 0.0123456, "beyond_import_bytes": 7_654_321, "rounds": [1], "ratio": 1}
+    make_speeds.add(machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]})
+    changed = set(make_speeds.text(machines).splitlines()) - set(make_speeds.within(README).splitlines())
+    ggml, torch = (next(line for line in changed if title in line) for title in ("OpenBLAS: `ggml` |", "| `cpu`"))
+    assert ggml.split(" | ")[2] == "12.3 ms" and torch.split(" | ")[2] == "12.3 ms"
+    assert any("memory beyond the imports" in line and "| 8, 8 MB |" in line for line in changed)
+    assert any(" 1.00 and " in line for line in changed), "of torch's time, in the sentence below"
+    with pytest.raises(SystemExit, match="another machine bench_1m: takes one of 2 cores, H200"):
+        make_speeds.add(machines, "another machine", "bench_1m", {"engines": []})
 
 
 def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():

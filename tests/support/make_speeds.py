@@ -1,0 +1,110 @@
+"""The README's table of speeds, from what `toyexp bench --json` told: no figure of it is typed.
+
+    make_speeds.py                                    writes the table from speeds.json, which lies beside this file
+    make_speeds.py MACHINE                            measures the three shapes here first: `make speeds`
+    make_speeds.py MACHINE SHAPE report.json          takes in a report from elsewhere first, such as one of a GPU
+
+MACHINE is one of speeds.json, which says what it is; a new report replaces what was known of its engines. What bench
+does not measure, such as a whole run, is written into speeds.json under the engine's name.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+FIGURES = Path(__file__).with_name("speeds.json")
+BEGIN, END = "<!-- begin of the speeds by `make speeds` -->\n", "<!-- end of the speeds -->\n"
+SHAPES = {
+    "bench_100k": "vocab 256, d 64, 2 layers, context 64, batch 1",
+    "bench_1m": "1024, 128, 4, 128, 4",
+    "bench_6m": "4096, 256, 6, 256, 4",
+}
+ENGINES = "cpu,ggml,ggml:blas=false"
+KEPT = ("seconds_per_step", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
+STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
+ROWS = [  # machine, title, engines of a cell, what of them
+    ("2 cores", "`ggml`", ["ggml"], STEP),
+    ("2 cores", "`ggml:blas=false`", ["ggml:blas=false"], STEP),
+    ("2 cores", "`cpu` (torch 2.13 eager)", ["cpu"], STEP),
+    ("2 cores", "bare PyTorch loop, eager and compiled", ["bare torch", "bare torch compiled"], STEP),
+    ("2 cores", "ggml's own autodiff", ["ggml autodiff"], STEP),
+    ("2 cores", "memory beyond the imports, `ggml` and `cpu`", ["ggml", "cpu"], MEMORY),
+    ("H200", "`ggml_cuda`", ["ggml_cuda"], STEP),
+    (
+        "H200", "`cuda` (torch 2.11) with `engine.capture=false`, eager and compiled",
+        ["cuda:capture=false", "cuda:capture=false:compile=true"], STEP,
+    ),
+    (
+        "H200, another host", "whole runs on `cuda`, eager and compiled, with their callbacks",
+        ["cuda", "cuda:compile=true"], STEP,
+    ),
+    ("H200, another host", "the same, eager with `engine.capture=false`", ["cuda:capture=false"], STEP),
+]  # fmt: skip
+
+
+def text(machines):
+    """The table in Markdown, and what it says of torch and of ggml's own autodiff."""
+    lines = [["", *(f"`{shape}`: {told}" for shape, told in SHAPES.items())], ["---"] * 4]
+    for i, (machine, title, names, what) in enumerate(ROWS):
+        first = i == 0 or ROWS[i - 1][0] != machine
+        cells = [_cell(machines[machine]["runs"].get(shape, {}), names, *what) for shape in SHAPES]
+        lines.append([f"{machines[machine]['what']}: {title}" if first else title, *cells])
+    table = "".join("|" + "|".join(line) + "|\n" if line[0] == "---" else _line(line) for line in lines)
+    here = machines["2 cores"]["runs"]
+    *others, last = (f"{_ratio(here[shape], 'ggml', 'cpu'):.2f}" for shape in SHAPES)
+    torch = f"So `ggml` takes {', '.join(others)} and {last} times torch's time on this CPU"
+    own = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times that of ggml's own autodiff"
+    return f"{table}\n{torch}, and\n{own} at 5.9M.\n"
+
+
+def _line(cells):
+    return "| " + " | ".join(cells).lstrip() + " |\n"
+
+
+def _cell(run, names, key, factor, unit):
+    """`4.87, 2.76 ms`: of those that were measured."""
+    found = [factor * run[name][key] for name in names if name in run]
+    digits = [0 if unit == "MB" or value >= 99.95 else 1 if value >= 9.995 else 2 for value in found]
+    return f"{', '.join(f'{value:.{n}f}' for value, n in zip(found, digits, strict=True))} {unit}" if found else ""
+
+
+def _ratio(run, one, other):
+    return run[one]["seconds_per_step"] / run[other]["seconds_per_step"]
+
+
+def within(readme):
+    """What stands between the marks."""
+    return readme.split(BEGIN)[1].split(END)[0]
+
+
+def add(machines, machine, shape, report):
+    """Takes what a report of `toyexp bench --json` tells into the figures."""
+    if machine not in machines or shape not in SHAPES:
+        raise SystemExit(f"{machine} {shape}: takes one of {', '.join(machines)} and one of {', '.join(SHAPES)}")
+    run = machines[machine]["runs"].setdefault(shape, {})
+    for engine in report["engines"]:
+        run[engine["name"]] = {key: engine[key] for key in KEPT if engine.get(key) is not None}
+
+
+def measured(shape):
+    """A report of this machine."""
+    words = ["bench", f"experiment={shape}", f"engine={ENGINES}", "--baseline", "--json"]
+    return json.loads(subprocess.run([sys.executable, "-m", "toyexp", *words], check=True, stdout=-1).stdout)
+
+
+def main(machine=None, shape=None, path=None):
+    machines = json.loads(FIGURES.read_text())
+    if path:
+        add(machines, machine, shape, json.loads(Path(path).read_text()))
+    elif machine:
+        for each in SHAPES:
+            add(machines, machine, each, measured(each))
+    FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
+    readme = README.read_text()
+    README.write_text(readme.replace(BEGIN + within(readme) + END, BEGIN + text(machines) + END))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -16,7 +16,9 @@ from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threa
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-NO_HALF, VISIBLE = "GGML_VK_DISABLE_F16", "GGML_VK_VISIBLE_DEVICES"  # what ggml's Vulkan reads, once in a process
+# What ggml's Vulkan reads, once in a process: no products in float16, and none in 8 bits with what is quantised.
+NO_HALF, NO_BYTES = "GGML_VK_DISABLE_F16", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT"
+VISIBLE = "GGML_VK_VISIBLE_DEVICES"
 SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan device that is the CPU
 
 
@@ -294,7 +296,7 @@ class GGMLVulkan(GGMLGPU):
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()
-        with _set(NO_HALF):  # while ggml opens the device, and not for what else this process may start
+        with _set(NO_HALF, NO_BYTES):  # while ggml opens the device, and not for what else this process may start
             if not GGMLVulkan._is_exact:
                 from toyexp_ggml.probe import rounds_products
 
@@ -308,12 +310,12 @@ class GGMLVulkan(GGMLGPU):
 
 
 @contextmanager
-def _set(variable: str) -> Iterator[None]:
-    """With a variable of the environment set, whatever its value was."""
-    before = os.environ.get(variable)
-    os.environ[variable] = before or "1"
+def _set(*variables: str) -> Iterator[None]:
+    """With variables of the environment set that may be set already."""
+    missing = [name for name in variables if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, "1"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
+        for name in missing:
+            os.environ.pop(name, None)

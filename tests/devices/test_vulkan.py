@@ -60,8 +60,8 @@ def alone(*words):
     return done.returncode, done.stdout, done.stderr
 
 
-def parity(*words):
-    code, out, err = alone("-m", "toyexp", "parity", *TINY, *words, "--json")
+def parity(*words, plain=TINY):
+    code, out, err = alone("-m", "toyexp", "parity", *plain, *words, "--json")
     assert (code, err) == (0, "")
     (report,) = json.loads(out)["engines"]
     return report["rounds_to"], report["loss"]["largest"], max(t["gradient"] for t in report["tensors"])
@@ -72,6 +72,17 @@ def parity(*words):
 def test_float32_is_what_it_computes_in(here, model):
     rounds_to, loss, gradient = parity(f"model={model}", "engine=cpu:threads=1,vulkan")
     assert rounds_to == "float32"
+    assert loss < 1e-5 and gradient < 1e-5
+
+
+@pytest.mark.device("vulkan")
+def test_what_stands_beside_a_quantised_base_is_float32s_too(here):
+    """ggml's own way there is to round what it multiplies to 8 bits."""
+    base = [*TINY[:3], "model.d_model=64", "engine=ggml", "steps=2", "callbacks.gguf_export.type=q8_0"]
+    code, _, err = alone("-m", "toyexp", *base, "hydra.run.dir=base")
+    assert code == 0, err
+    words = [*TINY[:3], "recipe=lora", "recipe.base=base/model.gguf", "recipe.targets=['*']", "steps=4"]
+    _, loss, gradient = parity(*words, "engine=cpu:threads=1,vulkan", plain=())
     assert loss < 1e-5 and gradient < 1e-5
 
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,11 @@ def devices() -> dict[str, str]:
 
 
 def built_with(name: str) -> bool:
-    """Whether this build of ggml knows that kind of device at all."""
+    """Whether this build of ggml knows that kind of device at all; its library may be there and find none."""
     kinds = (ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count()))
-    return any(ggml.ggml_backend_reg_name(kind).decode().startswith(name) for kind in kinds)
+    if any(ggml.ggml_backend_reg_name(kind).decode().startswith(name) for kind in kinds):
+        return True
+    return any(Path(ggml.__file__).parent.glob(f"lib/*ggml-{name.lower()}.*"))
 
 
 def has_llamafile() -> bool:

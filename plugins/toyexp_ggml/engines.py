@@ -163,8 +163,12 @@ class GGMLGPU(GGMLEngine):
             if found.startswith(self.profile.device):
                 return f"ggml on {name}: {description}"
         if built_with(self.profile.device):
-            raise Unavailable(f"ggml-python has {name}, but finds no such device here")
+            raise Unavailable(f"ggml-python has {name}, but finds no such device here{self.hint()}")
         raise Unavailable(f"this ggml-python is built without {name}; build it again: {rebuild(flag)}")
+
+    def hint(self) -> str:
+        """What else may be told where no device is found."""
+        return ""
 
 
 @dataclass
@@ -265,10 +269,7 @@ class GGMLVulkan(GGMLGPU):
 
     def check(self) -> str:
         """The device, whether it is software, and what its products round to."""
-        try:
-            note = super().check()
-        except Unavailable as reason:
-            raise Unavailable(f"{reason}{self._visible()}") from None
+        note = super().check()
         if self.emulate:
             return note
         if self.half and NO_HALF in os.environ:
@@ -282,14 +283,11 @@ class GGMLVulkan(GGMLGPU):
         software = ", software on the CPU" if any(name in note for name in SOFTWARE) else ""
         return f"{note}{software}, products in {self.rounds_to()}"
 
-    def _visible(self) -> str:
-        from toyexp_ggml.binding import built_with
-
+    def hint(self) -> str:
+        """How ggml takes a device in software, and what narrows its search."""
         if visible := os.environ.get(VISIBLE):
-            return f" ({VISIBLE}={visible}: it looks for no other device, and for none where one of these is not here)"
-        if built_with(self.profile.device):
-            return f"; one in software is taken where {VISIBLE} names it: {VISIBLE}=0"
-        return ""
+            return f"; {VISIBLE}={visible} has it look for no other, and for none where one of these is not here"
+        return f"; a device in software is taken where {VISIBLE} names it, as {VISIBLE}=0 does"
 
     def realize(self, plan: Plan) -> Session:
         """A session on this device; UserError where ggml had opened it for float16 before, in this process."""

@@ -12,7 +12,7 @@ import sys
 import pytest
 from tiny import plan
 
-from toyexp import Unavailable
+from toyexp import Unavailable, UserError
 from toyexp_ggml.engines import GGMLVulkan
 
 TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16", "lr=1e-3"]
@@ -146,3 +146,44 @@ def test_an_environment_that_forbids_float16_is_told(here, monkeypatch):
     code, _, err = alone("-m", "toyexp", "doctor", "--numerics", "engine=vulkan:half=true")
     assert code == 2
     assert err.startswith("toyexp: error: engine.half=true: GGML_VK_DISABLE_F16 is set in the environment")
+
+
+# -- without a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What ggml is said to find; a process that has not asked yet."""
+    devices = {}
+    monkeypatch.setattr("toyexp_ggml.binding.devices", lambda: devices)
+    monkeypatch.setattr("toyexp_ggml.binding.built_with", lambda name: True)
+    monkeypatch.setattr(GGMLVulkan, "_claimed", None)
+    for name in ("GGML_VK_VISIBLE_DEVICES", "GGML_VK_DISABLE_F16"):
+        monkeypatch.delenv(name, raising=False)
+    return devices
+
+
+def test_a_device_in_software_is_called_so_and_a_gpu_is_not(found):
+    found["Vulkan0"] = "llvmpipe (LLVM 15.0.6, 256 bits)"
+    note = "ggml on Vulkan: llvmpipe (LLVM 15.0.6, 256 bits), software on the CPU, products in float32"
+    assert GGMLVulkan().check() == note
+    found["Vulkan0"] = "NVIDIA H200"
+    assert GGMLVulkan().check() == "ggml on Vulkan: NVIDIA H200, products in float32"
+
+
+def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatch):
+    with pytest.raises(Unavailable, match=r"no such device here; a device in software .* GGML_VK_VISIBLE_DEVICES=0"):
+        GGMLVulkan().check()
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "3")
+    with pytest.raises(Unavailable, match="no such device here; GGML_VK_VISIBLE_DEVICES=3 has it look for no other"):
+        GGMLVulkan().check()
+
+
+def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
+    found["Vulkan0"] = "NVIDIA H200"
+    assert GGMLVulkan(half=True).check().endswith("products in float16")
+    with pytest.raises(UserError, match=r"^engine\.half=false: .* once in a process.* process of its own$"):
+        GGMLVulkan().check()
+    assert "emulated" in GGMLVulkan(emulate=True).check()
+    assert GGMLVulkan(half=True).rounds_to() == "float16"
+    assert GGMLVulkan(half=True, emulate=True).rounds_to() == GGMLVulkan().rounds_to() == "float32"

@@ -48,6 +48,7 @@ class TorchEngine(Engine):
     """What the torch devices share."""
 
     device: ClassVar[str]
+    library: ClassVar[str] = "gloo"  # by which several of its devices speak
 
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
     compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
@@ -100,6 +101,11 @@ class TorchEngine(Engine):
             from toyexp_torch.party import patience
 
             patience()
+            distributed = import_torch().distributed
+            if not distributed.is_available() or not getattr(distributed, f"is_{self.library}_available")():
+                raise Unavailable(
+                    f"engine.devices={self.devices}: this PyTorch is built without {self.library}; engine.devices=1"
+                )
         return count
 
     def check_plan(self, plan: Plan) -> None:
@@ -188,6 +194,7 @@ class TorchCUDA(TorchEngine):
     name: ClassVar[str] = "cuda"
     own_memory: ClassVar[bool] = True
     device: ClassVar[str] = "cuda"
+    library: ClassVar[str] = "nccl"
     priority: ClassVar[int] = 40
 
     capture: bool = True  # launch the kernels of a step as one graph; false: one by one

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toyexp.base import started_ranks
+from toyexp_torch.party import START
 
 LIMIT = timedelta(hours=1)  # that a rank waits for others: one may have to compile; one that is gone is noticed at once
 SLICE = timedelta(seconds=0.5)  # between looks at whether the others are still there
@@ -101,7 +102,8 @@ def open_store(count: int) -> tuple[dist.Store, int]:
 def torchruns_store() -> dist.Store:
     """The one that all processes share which `torchrun` has started."""
     ranks = started_ranks()
-    found, _, _ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.count, timeout=LIMIT)))
+    limit = timedelta(seconds=START)
+    found, _, _ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.count, timeout=limit)))
     return found
 
 

@@ -222,9 +222,12 @@ class RankSession(TorchSession):
             return super().do_snapshot(into)
         values, states = {}, {}
         for tensor in self.plan.trainable:  # one at a time: no device has room for all
-            values[tensor.name] = self._weights(tensor).to("cpu", copy=True).numpy()
             state = self._update.gathered(tensor.name, self.plan.slots(tensor))
-            states[tensor.name] = {slot: array.to("cpu", copy=True).numpy() for slot, array in state.items()}
+            if self._place.rank == 0:
+                values[tensor.name] = self._weights(tensor).to("cpu", copy=True).numpy()
+                states[tensor.name] = {slot: array.to("cpu", copy=True).numpy() for slot, array in state.items()}
+        if self._place.rank:
+            return {}
         return self.named(values, states)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:

@@ -12,11 +12,12 @@ import socket
 import sys
 import time
 from contextlib import closing, suppress
+from datetime import timedelta
 
 from toyexp import RunFailed, UserError
 from toyexp.base import started_ranks
 from toyexp_torch.follower import Follower
-from toyexp_torch.group import LIMIT, torchruns_store
+from toyexp_torch.group import torchruns_store
 from toyexp_torch.party import START, Party, Peer, patience, start_here
 from toyexp_torch.wire import Link
 
@@ -64,13 +65,19 @@ def _peer(connection: socket.socket, token: str, known: set[int], count: int) ->
 
 def follow() -> None:
     """The whole part of another rank than the first, to the end of its process."""
-    torchruns_store().wait([KEY], LIMIT)
-    address, port, token = torchruns_store().get(KEY).decode().split()
-    connection = socket.create_connection((address, int(port)), timeout=START)
-    _configure(connection)
-    connection.sendall(f"{token} {started_ranks().rank} {os.getpid()} {platform.node()}\n".encode())
+    rank = started_ranks().rank
+    try:
+        torchruns_store().wait([KEY], timedelta(seconds=START))
+        address, port, token = torchruns_store().get(KEY).decode().split()
+        connection = socket.create_connection((address, int(port)), timeout=START)
+        _configure(connection)
+        connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
+        taken = connection.recv(1)
+    except (RuntimeError, OSError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({told})") from None
     connection.settimeout(None)
-    if connection.recv(1):
+    if taken:
         Follower(Link(connection)).follow()
 
 

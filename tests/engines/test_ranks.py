@@ -1,11 +1,13 @@
 """engine.devices: several processes that compute as one device does, and end as one when one of them fails."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +28,7 @@ from toyexp_recipes.scratch import Scratch
 from toyexp_torch import torchrun
 from toyexp_torch.engines import TorchCPU, TorchMPS
 from toyexp_torch.group import torchruns_store
+from toyexp_torch.wire import HEAD, Link, written
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 
@@ -143,6 +146,37 @@ def test_a_plan_that_cannot_be_sent_is_refused_in_words(two):
         pytest.raises(UserError, match=r"the other ranks cannot find .*Hidden.* module"),
     ):
         session.build()
+
+
+def test_a_message_makes_dataclasses_and_nothing_else():
+    with contextlib.ExitStack() as closed:
+        ours, theirs = (closed.enter_context(contextlib.closing(Link(end))) for end in socket.socketpair())
+        value = {
+            "numbers": [1.5, None, True],
+            (1, 2): np.arange(6, dtype=np.int16).reshape(2, 3),
+            "plan": plan("llama"),
+        }
+        ours.send(written([value, value]))
+        found, again = theirs.receive()
+        np.testing.assert_array_equal(found[1, 2], value[1, 2])
+        assert (found["numbers"], found["plan"].model) == (value["numbers"], value["plan"].model)
+        assert again["plan"] is found["plan"], "what is one thing here is one thing there"
+        for module, name in (("os", "system"), ("subprocess", "Popen"), ("builtins", "eval")):
+            forged = json.dumps({"class": [module, name, {}]}).encode()
+            ours.send([HEAD.pack(len(forged), 0) + forged])
+            with pytest.raises(TypeError, match="is no dataclass"):
+                theirs.receive()
+        with pytest.raises(UserError, match="lock cannot be sent"):
+            written([threading.Lock()])
+
+
+def test_a_stranger_who_does_not_know_the_token_is_no_rank():
+    for hello in (b"guess 1 2 host\n", b"token 0 2 host\n", b"token 2 2 host\n", b"token one 2 host\n", b"\n"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(hello)
+            with pytest.raises(ValueError):
+                torchrun._peer(ours, "token", set(), 2)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------

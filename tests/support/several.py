@@ -77,9 +77,11 @@ class Started:
         env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # which is 20
         self.process = subprocess.Popen(command, cwd=here, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                         text=True)  # fmt: skip
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not list(here.glob("run/checkpoints/step-*")):
-            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.process.kill()
+                raise AssertionError(self.process.communicate()[1])
             time.sleep(0.02)
         (start,) = events(here / "run", "run_start")
         self.second = int(start["backend"]["ranks"][1].split()[1])

@@ -133,12 +133,11 @@ def _follow(request: Request, resume: str | None) -> int:
     """As another rank than the first: the engine takes part in that one's run, which also tells what is wrong."""
     of_run = request if resume in (None, "auto") else request.of_run(Path(resume))
     try:
-        engine = of_run.parts().engine
+        of_run.parts().engine.follow()
     except Unavailable:  # on this host
         raise
     except UserError as error:
         return error.exit_code
-    engine.follow()
     return 0
 
 

@@ -82,7 +82,9 @@ class Interval:
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
     """Writes `folder`/step-<step> in one piece, replacing a checkpoint of that step, nothing else; raises OSError."""
-    from safetensors import SafetensorError  # deferred: a run without checkpoints needs it not
+    from concurrent.futures import ThreadPoolExecutor  # deferred: a run without checkpoints needs neither
+
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     folder.mkdir(exist_ok=True)  # a run directory that was removed is not made anew
@@ -94,11 +96,13 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
             save_file(dict(arrays), temporary / ARRAYS)
         except SafetensorError as error:  # which says only in words that the disk is full
             raise OSError(str(error)) from error
-        with open(temporary / ARRAYS, "rb") as file:
-            os.fsync(file.fileno())
-        write_synced(temporary / STATE, dump_json(state).encode())
-        files = {name: {"bytes": size, "sha256": digest} for name in (ARRAYS, STATE)
-                 for size, digest in [_digest(temporary / name)]}  # fmt: skip
+        with ThreadPoolExecutor(1) as beside:  # both take long, and wait for other things
+            digest = beside.submit(_digest, temporary / ARRAYS)
+            with open(temporary / ARRAYS, "rb") as file:
+                os.fsync(file.fileno())
+            write_synced(temporary / STATE, dump_json(state).encode())
+        digests = {ARRAYS: digest.result(), STATE: _digest(temporary / STATE)}
+        files = {name: {"bytes": size, "sha256": found} for name, (size, found) in digests.items()}
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
         if final.exists():  # of the same run, before it was continued from an earlier checkpoint

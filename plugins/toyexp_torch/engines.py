@@ -114,8 +114,9 @@ class TorchEngine(Engine):
         if plan.rows % count:
             whole = count * plan.accumulate
             each = f", {plan.rows} in each of optim.accumulate={plan.accumulate}," if plan.accumulate > 1 else ""
+            asked = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
             raise UserError(
-                f"engine.devices={self.devices}: a batch of {batch} rows{each} has no equal shares for {count} "
+                f"{asked}: a batch of {batch} rows{each} has no equal shares for {count} "
                 f"devices; batch_size={-(-batch // whole) * whole} has"
             )
 

@@ -164,7 +164,7 @@ class RankSession(TorchSession):
     def take_values(self) -> None:
         """Those of the first rank, on all."""
         held = [self._tensors[name] for name in self._frozen_names()]
-        for values in (self._flat, *held):
+        for values in (*([self._flat] if self.plan.trainable else []), *held):
             self._group.broadcast(values.raw if isinstance(values, Packed) else values, 0)()
         if self._rounded is not None:
             self._rounded.copy_(self._flat)

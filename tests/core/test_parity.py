@@ -154,7 +154,7 @@ def test_two_engines_are_held_to_the_coarser_of_what_they_round_to(tmp_path, cap
     assert main([*line, engines]) == 0
     rows = [row.split() for row in capsys.readouterr().out.splitlines() if row.startswith("tolerance, ")]
     assert rows == [
-        ["tolerance,", "bfloat16", "1.0e-02", "5.0e-02", "5.0e-01"],
+        ["tolerance,", "bfloat16", "2.0e-03", "5.0e-02", "5.0e-01"],
         ["tolerance,", "float16", "1.0e-03", "5.0e-03", "2.0e-01"],
     ]
     assert main([*line, "engine=rounding,rounding:to=float8"]) == 2

@@ -33,6 +33,7 @@ class Profile:
     side_by_side: bool = False  # nodes that follow one another run at once, unless one reads what another writes
     slow_concat: bool = False  # CONCAT copies number by number, SET row by row
     slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
+    shares: bool = False  # of a step's rows may be computed side by side
     slow_sigmoid: bool = False  # SILU takes several numbers at once, SIGMOID one
 
     def has(self, op: str) -> bool:
@@ -42,10 +43,10 @@ class Profile:
 
 CPU = Profile(
     "CPU", "CPU", COMMON | FUSED | {"NORM", "SET", "CUSTOM"}, query_block=64,
-    slow_cont=True, slow_sum=True, slow_concat=True, slow_column=True, slow_sigmoid=True,
+    slow_cont=True, slow_sum=True, slow_concat=True, slow_column=True, slow_sigmoid=True, shares=True,
 )  # fmt: skip
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
-CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"})
+CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"}, shares=False)
 METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True, side_by_side=True)
 # Its SUM has one group of 32 threads for all numbers, and its REPEAT_BACK one thread for each column.
 VULKAN = Profile("Vulkan", "Vulkan", (COMMON | FUSED) - {"REPEAT_BACK"}, narrow_sum=True, side_by_side=True)

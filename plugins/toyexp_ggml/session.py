@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +16,12 @@ from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.profiles import CPU_BLAS, Profile
+from toyexp_ggml.shares import Parallel, Share, shares_of, sums_of
 from toyexp_ggml.update import Update
 
 SQUARES = 8  # of gradients that are held at a time for their norm
 
-P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
+P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen | Parallel")
 
 
 class GGMLSession(Session):
@@ -33,7 +34,9 @@ class GGMLSession(Session):
         self._profile, self._recompute = profile, recompute
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
-        self._parts: list[Backend | Memory | Inputs | Frozen] = []  # what is to be closed, the last one first
+        self._parts: list[
+            Backend | Memory | Inputs | Frozen | Parallel
+        ] = []  # what is to be closed, the last one first
 
     def do_open(self) -> None:
         plan = self.plan
@@ -42,21 +45,40 @@ class GGMLSession(Session):
         blas = self._profile is CPU_BLAS
         self._backend = self._owned(Backend(self._device, self._threads, blas, self._fewer))
         self._frozen = self._owned(Frozen(self._backend))
-        self._memory = memory = self._owned(Memory(self._backend, len(plan.tensors) + 4 * len(plan.trainable) + 16))
-        self._inputs = self._owned(Inputs(self._backend))
+        count = shares_of(plan) if self._profile.shares else 1
+        self._memory = memory = self._owned(
+            Memory(self._backend, len(plan.tensors) + (3 + count) * len(plan.trainable) + 16)
+        )
+        self._inputs = self._opened_inputs(self._backend, plan.rows)
         self._frozen.find(plan)
         self._weights = {
             t.name: self._frozen.nodes.get(t.name) or memory.tensor(t.shape, trainable=t.trainable)
             for t in plan.tensors
         }
         self._update = Update(plan, memory, self._profile)
-        # Gradients outlive a graph only where several micro-batches add up, or are looked at before they are used.
-        self._apart = plan.accumulate > 1 or plan.skip_nonfinite
-        kept = plan.trainable if self._apart else ()
-        self._sums = {t.name: memory.tensor(t.shape) for t in kept}
+        # Gradients outlive a graph only where several graphs add up, or they are looked at before they are used.
+        self._apart = plan.accumulate > 1 or plan.skip_nonfinite or count > 1
+        self._shares = self._shared(count) if self._apart else []
+        self._parallel = self._owned(Parallel(min(count, self._threads)))
         memory.allocate()
-        for name, spec in plan.inputs.items():
-            self._inputs.add(name, spec, plan.rows)
+
+    def _shared(self, count: int) -> list[Share]:
+        """Shares of the rows, with their memory: the whole on the session's own backend, or several on others."""
+        plan, rows = self.plan, self.plan.rows // count
+        if count == 1:
+            return [Share(self._backend, self._inputs, slice(None), sums_of(plan, self._memory))]
+        threads = max(1, self._threads // count)
+        backends = [self._owned(Backend(self._device, threads, fewer=self._fewer)) for _ in range(count)]
+        return [
+            Share(own, self._opened_inputs(own, rows), slice(i * rows, (i + 1) * rows), sums_of(plan, self._memory))
+            for i, own in enumerate(backends)
+        ]
+
+    def _opened_inputs(self, backend: Backend, rows: int) -> Inputs:
+        inputs = self._owned(Inputs(backend))
+        for name, spec in self.plan.inputs.items():
+            inputs.add(name, spec, rows)
+        return inputs
 
     def _owned(self, part: P) -> P:
         self._parts.append(part)
@@ -72,14 +94,16 @@ class GGMLSession(Session):
         }
         if not self.plan.trainable:
             return facts
-        graph = self._graphs["accumulate" if self._apart else "step"]
-        residency = graph.residency()
+        names = [f"accumulate {i}" for i in range(len(self._shares))] or ["step"]
+        graphs = [self._graphs[name] for name in names]
+        residency = graphs[0].residency()  # of one share, as of all
         return {
             **facts,
+            **({"shares": len(graphs)} if len(graphs) > 1 else {}),
             "nodes": sum(sum(ops.values()) for ops in residency.values()),
             "residency": residency,
-            "off_device": graph.off_device(residency),
-            "compute_bytes": graph.compute_bytes,
+            "off_device": graphs[0].off_device(residency),
+            "compute_bytes": sum(graph.compute_bytes for graph in graphs),
         }
 
     def device_bytes(self) -> int | None:
@@ -105,7 +129,8 @@ class GGMLSession(Session):
         if not self.plan.trainable:
             return
         norm = ("norm",) if self.plan.skip_nonfinite else ()
-        for name in ("accumulate", *norm, "update") if self._apart else ("step",):
+        each = [f"accumulate {i}" for i in range(len(self._shares))]
+        for name in (*each, *norm, "update") if self._apart else ("step",):
             self._graph(name)
 
     def do_reset_state(self) -> None:
@@ -117,15 +142,22 @@ class GGMLSession(Session):
             out = self._computed("step", micros[0])
             return StepMetrics(_number(out["loss"]), _number(out["norm"]))
         loss = 0.0
-        for node in self._sums.values():
-            clear(node)
+        if self.plan.accumulate > 1:
+            for node in (node for share in self._shares for node in share.sums.values()):
+                clear(node)
         for micro in micros:
-            loss += _number(self._computed("accumulate", micro)["loss"])
+            loss += sum(self._parallel(partial(self._accumulate, micro), len(self._shares)))
         if self.plan.skip_nonfinite:
             norm = _number(self._computed("norm")["norm"])
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 return StepMetrics(loss, norm)
         return StepMetrics(loss, _number(self._computed("update")["norm"]))
+
+    def _accumulate(self, micro: Batch, i: int) -> float:
+        """The loss of a share of a micro-batch, whose gradients go to its sums."""
+        self._shares[i].load(micro)
+        self._graphs[f"accumulate {i}"].compute()
+        return _number(self._outputs[f"accumulate {i}"]["loss"])
 
     def do_loss(self, micro: Batch) -> float:
         return _number(self._computed("loss", micro)["loss"])
@@ -171,9 +203,12 @@ class GGMLSession(Session):
     def _graph(self, name: str) -> Graph:
         """The graph of that name, built when first asked for; its outputs stay readable."""
         if name not in self._graphs:
-            graph = Graph(self._backend, capacity=4096 + 256 * len(self.plan.tensors))
+            kind, _, i = name.partition(" ")
+            share = [self._shares[int(i)]] if i else []
+            backend = share[0].backend if share else self._backend
+            graph = Graph(backend, capacity=4096 + 256 * len(self.plan.tensors))
             try:
-                outputs = getattr(self, f"_build_{name}")(graph)
+                outputs = getattr(self, f"_build_{kind}")(graph, *share)
                 missing = graph.stuck() or {op for op in graph.ops() if not self._profile.has(op)}
                 if missing:
                     raise GraphError(f"{self._profile.label} does not compute {', '.join(sorted(missing))}")
@@ -184,15 +219,15 @@ class GGMLSession(Session):
             self._graphs[name], self._outputs[name] = graph, outputs
         return self._graphs[name]
 
-    def _forward(self, graph: Graph) -> tuple[GGMLOps, Node]:
-        ops = GGMLOps(graph, self._profile, self._inputs, self._recompute)
-        params = self.plan.params(self._weights, self._inputs.batch)
-        return ops, self.plan.model.forward(ops, params, self._inputs.batch)
+    def _forward(self, graph: Graph, inputs: Inputs) -> tuple[GGMLOps, Node]:
+        ops = GGMLOps(graph, self._profile, inputs, self._recompute)
+        params = self.plan.params(self._weights, inputs.batch)
+        return ops, self.plan.model.forward(ops, params, inputs.batch)
 
-    def _loss_and_gradients(self, graph: Graph) -> tuple[Node, dict[str, Node]]:
+    def _loss_and_gradients(self, graph: Graph, inputs: Inputs) -> tuple[Node, dict[str, Node]]:
         """The loss, wanted and kept, and every trainable tensor's gradient, wanted but not kept."""
-        ops, logits = self._forward(graph)
-        loss, dlogits = ops.loss_and_gradient(logits, self._inputs.batch["weights"])
+        ops, logits = self._forward(graph, inputs)
+        loss, dlogits = ops.loss_and_gradient(logits, inputs.batch["weights"])
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
         if self._profile.half_products:
@@ -202,7 +237,7 @@ class GGMLSession(Session):
             found = {node: graph.scale(gradient, 1 / factor) for node, gradient in found.items()}
         else:
             found = ops.backward({logits: dlogits()}, list(trainable.values()))
-        gradients = {n: found[w] if w in found else self._inputs.zeros(*w.shape) for n, w in trainable.items()}
+        gradients = {n: found[w] if w in found else inputs.zeros(*w.shape) for n, w in trainable.items()}
         # All gradients come before the first update in the graph's order: an update changes a weight in place that
         # another gradient may still have to read.
         for gradient in gradients.values():
@@ -247,39 +282,45 @@ class GGMLSession(Session):
         self._update.build(graph, self._weights, gradients)
 
     def _build_step(self, graph: Graph) -> dict[str, Node]:
-        loss, gradients = self._loss_and_gradients(graph)
+        loss, gradients = self._loss_and_gradients(graph, self._inputs)
         norm = self._norm(graph, gradients)
         self._step(graph, gradients, norm)
         return {"loss": loss, "norm": norm}
 
-    def _build_accumulate(self, graph: Graph) -> dict[str, Node]:
-        loss, gradients = self._loss_and_gradients(graph)
+    def _build_accumulate(self, graph: Graph, share: Share) -> dict[str, Node]:
+        loss, gradients = self._loss_and_gradients(graph, share.inputs)
         for name, gradient in gradients.items():
-            graph.want(graph.copy_into(graph.add(gradient, self._sums[name]), self._sums[name]))
+            total = graph.add(gradient, share.sums[name]) if self.plan.accumulate > 1 else gradient
+            graph.want(graph.copy_into(total, share.sums[name]))
         return {"loss": loss}
 
+    def _sums(self, graph: Graph) -> dict[str, Node]:
+        """The gradients of all shares."""
+        return {t.name: reduce(graph.add, (share.sums[t.name] for share in self._shares)) for t in self.plan.trainable}
+
     def _build_norm(self, graph: Graph) -> dict[str, Node]:
-        return {"norm": self._norm(graph, self._sums)}
+        return {"norm": self._norm(graph, self._sums(graph))}
 
     def _build_update(self, graph: Graph) -> dict[str, Node]:
-        norm = self._norm(graph, self._sums)
-        self._step(graph, self._sums, norm)
+        gradients = self._sums(graph)
+        norm = self._norm(graph, gradients)
+        self._step(graph, gradients, norm)
         return {"norm": norm}
 
     def _build_loss(self, graph: Graph) -> dict[str, Node]:
-        ops, logits = self._forward(graph)
+        ops, logits = self._forward(graph, self._inputs)
         loss = ops.loss_and_gradient(logits, self._inputs.batch["weights"])[0]
         graph.want(loss, keep=True)
         return {"loss": loss}
 
     def _build_logits(self, graph: Graph) -> dict[str, Node]:
-        _, logits = self._forward(graph)
+        _, logits = self._forward(graph, self._inputs)
         kept = graph.scale(logits, 1.0)  # an output must own its memory; the logits may be a view
         graph.want(kept, keep=True)
         return {"logits": kept}
 
     def _build_gradients(self, graph: Graph) -> dict[str, Node]:
-        _, gradients = self._loss_and_gradients(graph)
+        _, gradients = self._loss_and_gradients(graph, self._inputs)
         kept = {name: graph.scale(g, 1.0) for name, g in gradients.items()}
         for node in kept.values():
             graph.want(node, keep=True)

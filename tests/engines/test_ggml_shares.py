@@ -1,0 +1,98 @@
+"""A step whose rows are computed in two shares side by side, and which steps are."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny import batches, plan
+
+from toyexp import AdamW, SessionError
+from toyexp_ggml import shares
+from toyexp_ggml.engines import GGMLCPU, GGMLMetal
+
+ROWS = 4
+ENGINE = GGMLCPU(threads=2, blas=False)
+ADAMW = AdamW.for_lora()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Makes every step long enough."""
+    monkeypatch.setattr(shares, "LONG", 0)
+
+
+def trained(engine, the_plan, steps=6):
+    """Losses and norms of the steps, and the weights that they leave."""
+    rows = the_plan.rows * the_plan.accumulate
+    with engine.realize(the_plan) as session:
+        session.build()
+        metrics = [session.step(batches(rows=rows).batch(k), ADAMW.hp_for_step(k)) for k in range(steps)]
+        weights = {t.name: session.download(t.name) for t in session.plan.trainable}
+        return [(m.loss, m.grad_norm) for m in metrics], weights, session.describe().get("shares", 1)
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "clipped": {"grad_clip": 0.1},
+    "asked": {"skip_nonfinite": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_shares_give_the_losses_of_the_whole(name, settings, monkeypatch):
+    the_plan = dataclasses.replace(plan(name, rows=ROWS), **settings)
+    whole, weights, count = trained(ENGINE, the_plan)
+    assert count == 1
+    monkeypatch.setattr(shares, "LONG", 0)
+    ours, others, count = trained(ENGINE, the_plan)
+    assert count == 2
+    np.testing.assert_allclose(ours, whole, rtol=2e-6)
+    for tensor, array in weights.items():
+        np.testing.assert_allclose(others[tensor], array, atol=2e-5, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_numbers_of_shares_do_not_depend_on_the_threads(name, short):
+    first, weights, _ = trained(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
+    second, others, count = trained(ENGINE, plan(name, rows=ROWS))
+    assert count == 2
+    assert first == second
+    for tensor, array in weights.items():
+        np.testing.assert_array_equal(array, others[tensor], err_msg=tensor)
+
+
+def test_a_bad_id_in_the_second_share_is_told_and_the_next_step_is_what_it_was(short):
+    the_plan = plan("llama", rows=ROWS)
+    good = batches(rows=ROWS).batch(0)
+    bad = {**good, "tokens": good["tokens"].copy()}
+    bad["tokens"][-1, 0] = the_plan.model.vocab
+    with ENGINE.realize(the_plan) as session, ENGINE.realize(the_plan) as other:
+        session.build()
+        other.build()
+        with pytest.raises(SessionError, match="tokens"):
+            session.step(bad, ADAMW.hp_for_step(0))
+        assert session.step(good, ADAMW.hp_for_step(0)) == other.step(good, ADAMW.hp_for_step(0))
+
+
+@pytest.mark.parametrize(("rows", "accumulate", "count"), [(4, 1, 2), (4, 3, 2), (3, 1, 1), (1, 4, 1)])
+def test_rows_are_shared_where_they_are_an_even_number(rows, accumulate, count, short):
+    assert shares.shares_of(plan("llama", rows=rows, accumulate=accumulate)) == count
+
+
+def test_what_is_small_or_large_or_frozen_stays_whole(monkeypatch):
+    the_plan = plan("llama", rows=ROWS)
+    assert shares.shares_of(the_plan) == 1
+    monkeypatch.setattr(shares, "LONG", 0)
+    first, *rest = the_plan.tensors
+    assert (
+        shares.shares_of(dataclasses.replace(the_plan, tensors=(dataclasses.replace(first, trainable=False), *rest)))
+        == 1
+    )
+    monkeypatch.setattr(shares, "MOST", 100)
+    assert shares.shares_of(the_plan) == 1
+
+
+def test_a_gpus_graph_is_never_shared(short):
+    assert trained(GGMLMetal(threads=1, emulate=True), plan("llama", rows=ROWS), steps=1)[2] == 1

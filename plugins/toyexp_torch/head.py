@@ -19,6 +19,15 @@ ROWS, COLUMNS = 128, 64  # multiples in which a matrix product works best
 BLOCK = 8192  # logits that a kernel looks at together
 
 
+@torch.compiler.disable  # its kernels are written out
+def projected_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The cross-entropy of logits x w^T, as TorchOps has it: x [..., d], w [V, d], targets and weights [...]."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), w, targets.flatten(), weights.flatten(), dtype)
+    return loss
+
+
 class ProjectedLoss(torch.autograd.Function):
     """Sum over n of weights[n] * -log softmax(x[n] w^T)[targets[n]], for x [N, d] and w [V, d].
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,20 @@ class TorchOps(Ops):
     def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
         self._recompute = recompute  # the activations of a block are not kept for the backward pass
         self._activations = activations  # the type of what passes from block to block; None: that of the weights
-        self._joins = False  # logits that are large are left to the loss
+        self._joined_loss: Callable[..., Tensor] | None = None  # what logits are left to that are large
         self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
 
     def joined(self) -> TorchOps:
         """The same ops for a loss on a GPU, where logits are not wanted for themselves."""
         ops = copy.copy(self)
-        ops._joins = importlib.util.find_spec("triton") is not None
+        with contextlib.suppress(ImportError):  # of Triton
+            from toyexp_torch.head import projected_loss
+
+            ops._joined_loss = projected_loss
         return ops
 
     def logits(self, x: Tensor, w: Tensor | Packed | Adapted) -> Tensor | Unprojected:
-        if self._joins and isinstance(w, Tensor) and x.numel() // x.shape[-1] * len(w) >= LARGE:
+        if self._joined_loss and isinstance(w, Tensor) and x.numel() // x.shape[-1] * len(w) >= LARGE:
             return Unprojected(x, w)
         return super().logits(x, w)
 
@@ -127,7 +130,8 @@ class TorchOps(Ops):
 
     def cross_entropy(self, logits: Tensor | Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
         if isinstance(logits, Unprojected):
-            return _projected_loss(logits.x, logits.w, targets, weights)
+            assert self._joined_loss is not None
+            return self._joined_loss(logits.x, logits.w, targets, weights)
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
         return (losses * weights.flatten()).sum()
 
@@ -138,17 +142,6 @@ class Unprojected:
 
     x: Tensor
     w: Tensor
-
-
-@torch.compiler.disable  # its kernels are written out
-def _projected_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The cross-entropy of logits x w^T."""
-    from toyexp_torch.head import ProjectedLoss  # deferred: it needs Triton
-
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), w, targets.flatten(), weights.flatten(), dtype)
-    return loss
 
 
 def _rotations(

@@ -1,6 +1,8 @@
 """Whole models on the torch engine against float64 code that shares nothing with it."""
 
 import dataclasses
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -213,3 +215,14 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
         g = grads["output.weight"] * (1e-3 / (norm + 1e-6))
         expected = weights["output.weight"] - g / (g.abs() + 1)
         np.testing.assert_allclose(session.download("output.weight"), expected.detach().numpy(), atol=1e-7)
+
+
+def test_a_run_never_imports_the_compiler(tmp_path):
+    """Which takes a second and 70 MB, and is wanted with engine.compile=true alone."""
+    code = (
+        "import sys\n"
+        "from toyexp.commands.line import main\n"
+        "code = main(['engine=cpu', 'steps=1', 'eval_every=0', 'hydra.run.dir=run'])\n"
+        "sys.exit(code or 'torch._dynamo' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120, stdout=subprocess.DEVNULL)

@@ -105,6 +105,11 @@ class Party:
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has."""
+        return bool(self._failure)
+
     def check(self) -> None:
         """Raises RunFailed when a rank has failed."""
         if self._failure:

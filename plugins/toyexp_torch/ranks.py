@@ -8,6 +8,7 @@ ranks are the loss and the gradient of one device.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -62,9 +63,9 @@ class Sums:
         while (following := len(self._waits)) < len(self._left) and self._left[following] == 0:
             self._waits.append(self._group.sum(self._stretches[following]))
 
-    def finish(self) -> None:
-        """Waits for all, also for those of which a tensor was not in the loss."""
-        for stretch in self._stretches[len(self._waits) :]:
+    def finish(self, total: Tensor) -> None:
+        """Sums what is left, of which a tensor was not in the loss, and at last the `total`; waits for all."""
+        for stretch in (*self._stretches[len(self._waits) :], total):
             self._waits.append(self._group.sum(stretch))
         for wait in self._waits:
             wait()
@@ -192,9 +193,7 @@ class RankSession(TorchSession):
                 for name, gradient in zip(self._order, self._grads, strict=True):
                     gradient.zero_() if name not in self._had else None
             losses.append(loss.detach())
-        wait = self._group.sum(total := torch.stack(losses).sum().reshape(1))
-        self._sums.finish()
-        wait()
+        self._sums.finish(total := torch.stack(losses).sum().reshape(1))
         return total[0]
 
     def _take(self, name: str, place: Tensor, found: Tensor) -> None:
@@ -361,10 +360,14 @@ class LeadSession(Session):
         return self._own.notes()
 
     def do_close(self) -> None:
+        failed = False
         if party := self.__dict__.pop("_party", None):
             party.close()
+            failed = party.failed
         if own := self.__dict__.pop("_own", None):
-            own.do_close()
+            # A GPU that has lost its peer in the middle of a kernel has nothing left that could be freed.
+            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+                own.do_close()
 
     def _rows_of(self, micro: Batch, rank: int) -> dict[str, np.ndarray]:
         """The rows of one rank."""

@@ -116,8 +116,8 @@ class TorchEngine(Engine):
             each = f", {plan.rows} in each of optim.accumulate={plan.accumulate}," if plan.accumulate > 1 else ""
             asked = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
             raise UserError(
-                f"{asked}: a batch of {batch} rows{each} has no equal shares for {count} "
-                f"devices; batch_size={-(-batch // whole) * whole} has"
+                f"{asked}: a batch of {batch} row{'' if batch == 1 else 's'}{each} has no equal shares for {count} "
+                f"devices; {'engine.devices=1' if batch == 1 else f'batch_size={-(-batch // whole) * whole} has'}"
             )
 
     def rounds_to(self) -> str:

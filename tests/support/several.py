@@ -89,7 +89,11 @@ class Started:
 
     def end(self):
         """The exit code and the last line of stderr; nothing of it is left, within 30 s."""
-        _, errors = self.process.communicate(timeout=30)
+        try:
+            _, errors = self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         while Path(f"/proc/{self.second}").exists():
             assert time.monotonic() < self.began + 30
             time.sleep(0.02)

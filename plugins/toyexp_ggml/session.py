@@ -21,7 +21,7 @@ from toyexp_ggml.update import Update
 
 SQUARES = 8  # of gradients that are held at a time for their norm
 
-P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen | Parallel")
+P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
 
 
 class GGMLSession(Session):
@@ -32,11 +32,10 @@ class GGMLSession(Session):
         self._device, self._threads = device, threads  # the CPU's, where a GPU is emulated
         self._fewer = fewer  # threads, while other processes need the cores
         self._profile, self._recompute = profile, recompute
+        self._parallel = Parallel(1)
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
-        self._parts: list[
-            Backend | Memory | Inputs | Frozen | Parallel
-        ] = []  # what is to be closed, the last one first
+        self._parts: list[Backend | Memory | Inputs | Frozen] = []  # what is to be closed, the last one first
 
     def do_open(self) -> None:
         plan = self.plan
@@ -59,7 +58,7 @@ class GGMLSession(Session):
         # Gradients outlive a graph only where several graphs add up, or they are looked at before they are used.
         self._apart = plan.accumulate > 1 or plan.skip_nonfinite or count > 1
         self._shares = self._shared(count) if self._apart else []
-        self._parallel = self._owned(Parallel(min(count, self._threads)))
+        self._parallel = Parallel(min(count, self._threads))
         memory.allocate()
 
     def _shared(self, count: int) -> list[Share]:
@@ -184,6 +183,7 @@ class GGMLSession(Session):
             put(self._update.state[tensor.name][slot], array.astype(np.float32))
 
     def do_close(self) -> None:
+        self._parallel.close()  # an interrupt may have left a share at work
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()

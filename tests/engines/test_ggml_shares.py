@@ -76,6 +76,21 @@ def test_a_bad_id_in_the_second_share_is_told_and_the_next_step_is_what_it_was(s
         assert session.step(good, ADAMW.hp_for_step(0)) == other.step(good, ADAMW.hp_for_step(0))
 
 
+def test_a_session_that_is_closed_waits_for_a_share_at_work(short, monkeypatch):
+    """As after Ctrl-C, which reaches the first share's thread alone."""
+    ended = []
+
+    def interrupted(futures):
+        ended.extend(futures)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shares, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), ENGINE.realize(plan("llama", rows=ROWS)) as session:
+        session.build()
+        session.step(batches(rows=ROWS).batch(0), ADAMW.hp_for_step(0))
+    assert [future.done() for future in ended] == [True]
+
+
 @pytest.mark.parametrize(("rows", "accumulate", "count"), [(4, 1, 2), (4, 3, 2), (3, 1, 1), (1, 4, 1)])
 def test_rows_are_shared_where_they_are_an_even_number(rows, accumulate, count, short):
     assert shares.shares_of(plan("llama", rows=rows, accumulate=accumulate)) == count

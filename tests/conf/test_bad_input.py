@@ -847,7 +847,9 @@ def test_a_switch_may_still_be_1_or_0(capsys):
 def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
     words = [*SMALL, "data=random", "model.d_model=16", "engine=ggml", "engine.threads=1", "callbacks=[]"]
     words = [word for word in words if not word.startswith("data.")]
-    assert main([*words, "lr=1e-3", "lr=2e-3", "seed=3", "seed=3", "hydra.run.dir=run"]) == 0
+    groups = ["optim.groups={blk.*: {lr: 0.1}}", "optim.groups={output.*: {lr: 0.2}}"]  # both count
+    assert main([*words, *groups, "lr=1e-3", "lr=2e-3", "seed=3", "seed=3", "hydra.run.dir=run"]) == 0
     warnings = [line for line in "".join(capsys.readouterr()).splitlines() if "takes its place" in line]
     assert warnings == ["toyexp: warning: lr=1e-3: lr=2e-3, which comes later, takes its place"]
-    assert "lr: 0.002" in Path("run/config.yaml").read_text()
+    config = Path("run/config.yaml").read_text()
+    assert "lr: 0.002" in config and "blk.*" in config and "output.*" in config

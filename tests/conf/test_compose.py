@@ -1,6 +1,7 @@
 """What conf/ holds composes, builds, holds only differences, and a saved run repeats itself."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -184,6 +185,16 @@ def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, c
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["steps"], shown["model"]["name"]) == (7, "gpt2")
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
+
+
+@pytest.mark.parametrize("own", [None, "0"])
+def test_what_shows_by_hydra_leaves_the_process_as_it_was(monkeypatch, capsys, own):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    if own is not None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", own)
+    before = list(sys.argv)
+    assert main(["--info", "defaults"]) == 0
+    assert (sys.argv, os.environ.get("HYDRA_FULL_ERROR")) == (before, own)
 
 
 def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys):

@@ -249,6 +249,15 @@ def test_what_is_written_is_what_the_safetensors_library_reads(tmp_path):
     assert back.keys() == values.keys() and all(np.array_equal(back[n], v) for n, v in values.items())
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "abc"])
+def test_numbers_in_safetensors_begin_where_a_type_of_eight_bytes_may_stand(tmp_path, name):
+    """As the library writes them, for who maps the file."""
+    write_safetensors(tmp_path / "x", {name: ((2,), lambda: np.ones(2, np.float32))}, "F32", {"gguf": "{}"})
+    raw = (tmp_path / "x").read_bytes()
+    assert int.from_bytes(raw[:8], "little") % 8 == 0 and len(raw) % 8 == 0
+    assert load_file(tmp_path / "x").keys() == {name}
+
+
 def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, capsys, monkeypatch):
     def only_wide(self, model):
         if model.d_model < 64:  # which the file's is, and a llama by default is not

@@ -319,9 +319,9 @@ def test_what_the_converter_reads_of_gpt2_and_gemma():
     assert json_of("gemma-hf/config.json")["eot_token_id"] == 2  # unless named, it takes token 107
 
 
-def published(**keys):
+def published(vocab=257, **keys):
     """A BPE as a GGUF from elsewhere has it, whose vocabulary the converter may know."""
-    made = BPE([*SYMBOLS, "<|endoftext|>"], [], 256)
+    made = BPE([*SYMBOLS, "<|endoftext|>", *(f"word{i}" for i in range(257, vocab))], [], 256)
     made.source = {"ggml.pre": "qwen2", **keys}
     return made
 
@@ -346,6 +346,8 @@ def published(**keys):
         ("gemma", {}, published(), "no bpe tokenizer"),
         ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
         ("gpt2", {"d_ff": 128}, published(), ""),
+        ("gpt2", {"d_ff": 128}, published(50257, **{"ggml.pre": "gpt-2"}), ""),
+        ("gpt2", {"d_ff": 128}, published(50256, **{"ggml.pre": "gpt-2"}), "trained here"),
         ("gpt2", {}, published(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],
@@ -406,7 +408,7 @@ def test_a_lora_run_leaves_its_adapter_too(merged):
     ("words", "said"),
     [
         ("callbacks.hf_export.dtype=float8", "callbacks.hf_export.dtype=float8: did you mean float32"),
-        ("callbacks.hf_export.every=-1", "callbacks.hf_export.every=-1: must be 0"),
+        ("callbacks.hf_export.every=-1", "callbacks.hf_export.every=-1: must be at least 0"),
         ("model.rope_factors=[1.0,0.5,1.0,1.0]", "no parameters of transformers' llama3 scaling"),
     ],
 )

@@ -69,6 +69,14 @@ def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
     assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
 
 
+def test_ids_stay_below_what_the_data_says_of_them_or_else_the_vocabulary():
+    inputs = TOKENS.inputs(4)
+    inputs["targets"] = InputSpec((4,), "int32", below=3)
+    assert {n: spec.below for n, spec in TOKENS.bounded(inputs, 9).items()} == {
+        "tokens": 9, "targets": 3, "weights": None,
+    }  # fmt: skip
+
+
 def test_a_row_of_a_kind_without_positions_counts_as_one():
     """So that its operations are not counted for each number of it; an image's patches and a text's tokens are many."""
     ends = {"targets": InputSpec((), "int32"), "weights": InputSpec((), "float32")}

@@ -524,6 +524,24 @@ def test_bad_numbers_end_the_run_at_their_own_step(stage):
     assert [fields["step"] for kind, fields in it.recorder.events if kind == "skipped"] == [2, 3]
 
 
+@pytest.mark.parametrize("looked_at", [None, ()], ids=["alone", "with another behind it"])
+def test_what_was_trained_is_not_saved_when_a_step_fails_on_its_way(stage, looked_at):
+    """Nobody knows how much of it the weights have."""
+
+    class Fails(Queued):
+        def do_step(self, micros, numbers):
+            metrics = super().do_step(micros, numbers)
+            if len(self.hps) == 4:
+                raise ValueError("no device")
+            return metrics
+
+    it = stage(9, recorder=Recorder(looked_at=looked_at), kind=Fails)
+    with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 4: ValueError: no device"):
+        it.train()
+    assert it.training.outcome.steps == 3 and told(it, "on_step")[-1] == "on_step 3"
+    assert not any(last for _, _, last in it.saver.told)
+
+
 def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stage):
     """It is found before anything changes, whether or not a step is under way."""
     for it in (queued(stage, 9), stage(9)):
@@ -540,7 +558,7 @@ def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stag
 
 
 def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
-    """Its factor goes by the step; one that learns from what a step gave must hear of it first."""
+    """Its factor goes by the step; one that learns from what a step gave, or stops by it, must hear of it first."""
 
     @dataclass(eq=False)
     class Flat(Schedule):
@@ -557,5 +575,13 @@ def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
         def on_step(self, metrics):
             pass
 
-    assert not Flat().looks(3) and Plateau().looks(3)
+    @dataclass(eq=False)
+    class Falls(Flat):
+        name = "falls"
+
+        @hookimpl
+        def stop_reason(self, metrics):
+            pass
+
+    assert not Flat().looks(3) and Plateau().looks(3) and Falls().looks(3)
     assert not Callback().looks(3) and Recorder().looks(3)

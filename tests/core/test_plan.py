@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.contract.plan import one_alpha
+from toyexp.contract.plan import inherited, one_alpha
 from toyexp.testing import OpModel, op_batch, op_plan
 
 TOKENS, TARGETS, WEIGHTS = InputSpec((5,), "int32"), InputSpec((5,), "int32"), InputSpec((5,), "float32")
@@ -114,3 +114,27 @@ def test_a_file_of_adapters_holds_one_alpha():
     assert one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
     with pytest.raises(UserError, match=r"one alpha, these have \[4.0, 8.0\]"):
         one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Licensed(Constant):
+    """Values of a file that says who may use it."""
+
+    licence: str = ""
+
+    def passed_on(self):
+        return {"license": self.licence} if self.licence else {}
+
+
+@pytest.mark.parametrize(
+    ("licences", "said"),
+    [
+        (("mit", "", "mit"), {"license": "mit"}),
+        (("mit", "mit", "gpl"), {}),
+        (("", "gpl", "mit"), {}),
+        (("", "", ""), {}),
+    ],
+)
+def test_what_one_file_says_is_passed_on_and_of_files_that_differ_nothing(licences, said):
+    tensors = [PlanTensor(t.name, t.shape, Licensed(0.5, said)) for t, said in zip(TENSORS, licences, strict=True)]
+    assert inherited(plan(tensors=tuple(tensors))) == said

@@ -99,13 +99,19 @@ def test_a_lens(tmp_path):
 
 def test_a_new_decoder_sees_the_new_weights_and_an_old_one_says_so():
     with built(plan("llama")) as session:
-        before = session.decoder()
+        untrained, before = session.snapshot(), session.decoder()
         first = before.feed(IDS[:4])
         session.step(batches().batch(0), AdamW.for_lora().hp_for_step(0))
         with pytest.raises(SessionError, match="took a step"):
             before.feed(IDS[4:5])
         assert np.abs(session.decoder().feed(IDS[:4]) - first).max() > 1e-4
         assert_decodes(session)
+        stepped = session.decoder()
+        stepped.feed(IDS[:4])
+        session.restore(untrained)
+        with pytest.raises(SessionError, match="ask for a new decoder"):
+            stepped.feed(IDS[4:5])
+        np.testing.assert_array_equal(session.decoder().feed(IDS[:4]), first)
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), NullEngine()], ids=["cached", "recompute"])

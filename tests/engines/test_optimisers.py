@@ -115,6 +115,12 @@ def test_muon_with_other_settings_is_that_of_the_singular_values(shape):
     assert_steps_of_a_rule(Muon(momentum=0.8, iterations=2), reference, w, 0.3)
 
 
+def test_what_muon_leaves_to_adamw_has_betas_of_its_own():
+    w = np.random.default_rng(0).standard_normal(7)
+    rest = Muon(adamw_beta1=0.7, adamw_beta2=0.6).rules()[1]
+    assert_steps_of_a_rule(rest, float64.adamw(w, 0.1, betas=(0.7, 0.6)), w, 0.3)
+
+
 SCALED = {
     "sgd": (SGD(), ["momentum"]),
     "sgd_nesterov": (SGD(nesterov=True), ["momentum"]),
@@ -336,7 +342,47 @@ def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@dataclass
+class Lopsided(Rule):
+    """Reads the gradient once more after it was held to what is positive."""
+
+    def slots(self, shape):
+        return {}
+
+    def numbers(self, step, lr, weight_decay):
+        return {"lr": lr}
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.scale(ops.add(ops.at_least(g, 0.0), g), n["lr"])), state
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
+    """ggml's own clamp works in place."""
+    the_plan = plan("llama")
+    the_plan = replace(the_plan, groups=(Group(Lopsided(), tuple(t.name for t in the_plan.trainable)),))
+    with built(engine, the_plan) as session:
+        gradients = session.gradients(batches().batch(0))
+        session.step(batches().batch(0), the_plan.numbers(0, 0.1))
+        for name, g in gradients.items():
+            wanted = the_plan.initial(the_plan.tensor(name)) - 0.1 * (np.maximum(g, 0) + g)
+            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 # -- what a session takes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
+    the_plan = optimised(plan("llama"), AdamWOptimiser(mode="lora"), LR)
+    with built(engine, the_plan) as session:
+        session.step(batches().batch(0), the_plan.numbers(0, LR))
+        wanted = {name: array.copy() for name, array in session.snapshot().items()}
+        session.step(batches().batch(1), the_plan.numbers(1, LR))
+        session.restore({name: np.asfortranarray(array) for name, array in wanted.items()})
+        found = session.snapshot()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def test_a_session_refuses_numbers_that_are_not_its_groups():

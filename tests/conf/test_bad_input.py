@@ -1,5 +1,7 @@
 """Whatever a newcomer may type wrong ends in one or two plain lines and exit code 2, and leaves nothing behind."""
 
+import hashlib
+import json
 import os
 import platform
 import struct
@@ -13,6 +15,7 @@ import pytest
 
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
+from toyexp.training.checkpoint import MANIFEST, STATE
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
@@ -837,6 +840,22 @@ def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, cap
 
 def test_a_whole_number_that_no_setting_takes_is_not_offered_written_out(refused):
     assert "000000" not in refused([*SMALL, "steps=1e99"], "steps=1e99: must be a whole number")
+
+
+def test_a_number_of_more_digits_than_python_reads_is_one_short_line(refused):
+    assert len(refused([*SMALL, "steps=" + 5000 * "9"], "steps=999", "more digits than can be read")) < 200
+
+
+def test_a_checkpoint_with_scores_of_no_step_is_refused(run_of_two_steps, refused):
+    """Though its manifest says that it is whole."""
+    folder = Path("outputs/tale/1/checkpoints/step-2")
+    state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
+    for step in ("\u00b2", "-2", "3", 5000 * "1"):
+        raw = json.dumps({**state, "scores": {step: 1.5}}).encode()
+        manifest["files"][STATE] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        (folder / STATE).write_bytes(raw)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], f"{folder}/{STATE}", "scores")
 
 
 def test_a_switch_may_still_be_1_or_0(capsys):

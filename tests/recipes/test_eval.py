@@ -242,6 +242,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         (["run/model.gguf", "more"], "eval run/model.gguf more: takes one file"),
         (["run/model.gguf", "recipe=full"], "the model comes from"),
         (["run/model.gguf", "model.context=17"], "from 1 to 16"),
+        (["run/model.gguf", 'model.context="²"'], "from 1 to 16"),
         (["run/model.gguf", "data=digits"], "reads tokens; data=digits gives images"),
         (["run/model.gguf", "batch_size=1,2"], "give one value"),
         (["run/model.gguf", "lr=1"], "eval lr"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.blame import batches_of
+from toyexp.base.bounds import is_whole
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
@@ -195,6 +196,6 @@ def _window(given: str | None, model: Model, trained: int | None) -> int | None:
         return None
     if given is None:
         return min(model.context, trained or 512)
-    if not given.isdigit() or not 1 <= int(given) <= model.context:
+    if not is_whole(given, 1, model.context):
         raise UserError(f"model.context={given}: must be a whole number from 1 to {model.context}, the file's own")
     return int(given)

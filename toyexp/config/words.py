@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, printable
 from toyexp.base.words import typed
 
 
@@ -21,6 +21,8 @@ def parse(words: Sequence[str]) -> list[Override]:
             override = parser.parse_overrides([text])[0]
         except HydraException:
             raise _unreadable(text) from None
+        except ValueError:  # Python makes no number of more than some thousand digits
+            raise UserError(f"{printable(text)}: holds a number of more digits than can be read") from None
         if not override.key_or_group:
             raise _unreadable(text)
         parsed.append(override)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, require
 from toyexp.base.ownership import SWEEP, Ledger, fingerprint
@@ -175,7 +176,7 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
         raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != found.step:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
-    if not all(k.isdigit() and isinstance(v, float | None) for k, v in found.state["scores"].items()):
+    if not all(is_whole(k, 0, found.step) and isinstance(v, float | None) for k, v in found.state["scores"].items()):
         raise UserError(f"{found.path / checkpoint.STATE}: its scores are none")
     return outcome
 

@@ -55,7 +55,7 @@ class TorchEngine(Engine):
     deterministic: bool = False  # only kernels that repeat to the bit; some are slower
     packed: bool = False  # keep frozen matrices in their GGUF's type, and make numbers of them where they are used
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
-    devices: str = "1"  # how many compute together, each its rows of a batch: a number | all; `torchrun` says it itself
+    devices: str = "1"  # that compute together, each its rows of a batch; all: as many as there are here
     shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
 
     def warnings(self, planned: Planned) -> Iterable[str]:

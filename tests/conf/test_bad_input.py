@@ -217,6 +217,8 @@ EMPTY = [
 
 # What float32, in which engines compute, or the 32 bits of a GGUF's key cannot hold.
 BOUNDS = [
+    ("optim=sgd optim.momentum=0 optim.nesterov=true", "optim.nesterov=true", "needs optim.momentum"),
+    ("optim=adafactor optim.clip=0", "optim.clip=0", "above 0"),
     ("steps=1e9", "steps=1e9: must be a whole number", "steps=1000000000"),
     ("batch_size=1e12", "batch_size=1e12: must be a whole number", "batch_size=1000000000000"),
     ("batch_size=1000000000000", "1000000000000 rows"),

@@ -176,7 +176,8 @@ def test_a_config_path_leaves_nothing_of_hydra_behind(tmp_path, capsys):
 def test_a_directory_of_your_own_presets_stands_beside_ours(tmp_path, capsys):
     (tmp_path / "my presets" / "model").mkdir(parents=True)
     (tmp_path / "my presets" / "model" / "tiny.yaml").write_text("defaults: [llama, _self_]\nd_model: 16\n")
-    run, _ = run_once("--config-dir", "my presets", "model=tiny", *SMALL, "steps=1", "engine=cpu", "callbacks=[]")
+    words = ["--config-dir", "my presets", "model=tiny", *SMALL, "steps=1", "engine=cpu", "callbacks=[]"]
+    run, _ = run_once(*words, "resume=auto")  # which begins, where there is none to go on with
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["d_model"] == 16
 
 
@@ -185,6 +186,12 @@ def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, c
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["steps"], shown["model"]["name"]) == (7, "gpt2")
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_names_with_values_may_be_given_with_hydras_signs(capsys, plus):
+    assert main(["--cfg", "job", "--package", "optim.groups", plus + "optim.groups={ours: {lr: 0.5}}"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {"ours": {"lr": 0.5}}
 
 
 @pytest.mark.parametrize("own", [None, "0"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMetrics, hookimpl
-from toyexp.base.errors import PluginFailed
+from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
@@ -241,6 +241,13 @@ def test_a_target_weighs_its_share_of_the_batch_in_float64_rounded_once(stage, m
     wanted = [float(w) / sum(weights.ravel().tolist()) for w in weights.ravel()]  # exact: few numbers of one size
     assert found.ravel().tolist() == np.array(wanted).astype(np.float32).tolist()
     assert found.ravel().tolist() != (weights / weights.sum()).ravel().tolist()
+
+
+def test_held_out_targets_that_weigh_nothing_have_no_loss(stage):
+    session = stage(1).session
+    batch = token_dataset(8, 4000).batches(5, 3, 0).batch(0)
+    with pytest.raises(BadBatch, match="weigh 0 in all"):
+        session.evaluate([{**batch, "weights": np.zeros_like(batch["weights"])}])
 
 
 def test_every_step_takes_the_next_batch_and_its_own_hp(stage):

@@ -1,19 +1,25 @@
 """Losses, gradients and weights that are no numbers: where they are noticed, what is told, and what is kept."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 
+from toyexp import AdamW
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
+from toyexp.testing import op_batch, op_plan
 from toyexp.text.tokenizer import Bytes
 from toyexp.training.checkpoint import steps
+from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
+from toyexp_torch.engines import TorchCPU
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
 MODEL = Llama(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=48, context=16, vocab=257)
@@ -110,6 +116,22 @@ def test_a_base_of_huge_weights_is_told_too(engine, capsys):
     base = write_base("base.gguf", **{"output.weight": lambda w: w.__imul__(1e38)})
     code, _, err, _ = run(capsys, engine, *base, "recipe=full", "steps=3")
     assert code == 1 and "step 1 (batch 0" in err
+
+
+@pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["cpu", "ggml"])
+def test_a_step_whose_gradient_alone_overflows_is_left_out_too(engine):
+    """Its loss is a usual one: what is huge is multiplied by what is tiny."""
+    plan = replace(op_plan("matmul"), skip_nonfinite=True)
+    with engine.realize(plan) as session:
+        for name, size in (("x", 1e25), ("w", 1e-25)):
+            session.upload(name, size * plan.initial(plan.tensor(name)))
+        session.build()
+        before = dict(session.snapshot())
+        metrics = session.step(op_batch(), AdamW.for_from_scratch().hp_for_step(0))
+        assert math.isfinite(metrics.loss) and not math.isfinite(metrics.grad_norm)
+        after = session.snapshot()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
 def of_rare(w):

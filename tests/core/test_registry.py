@@ -131,6 +131,10 @@ BROKEN = {
         callback("other").replace("every: int = 1", "every: int"),
         ["Mine.every has no default"],
     ),
+    "says a type that is nowhere": (
+        callback("other").replace("every: int = 1", "every: 'Foo' = 1"),
+        ["Mine: its annotations cannot be read: NameError: name 'Foo' is not defined"],
+    ),
     "compares callbacks by their settings": (
         callback("other").replace("(eq=False)", ""),
         ["Mine must be a @dataclass(eq=False)"],
@@ -303,6 +307,9 @@ def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, 
     assert len(warned) == 2
     assert "plugin req (driver 1.2) is left out: OSError: no driver" in warned[0]
     assert "plugin req (stranger 1.2) is left out: needs toyexp >=99" in warned[1]
+    (tmp_path / "unread.py").write_text(callback("unread").replace("every: int = 1", "every: 'Foo' = 1"))
+    assert main([*words, "plugins=[unread]"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
     assert main([*words, "callbacks=[default,wanted_stranger]"]) == 2
     err = capsys.readouterr().err
     assert "callbacks=wanted_stranger: there is none" in err and "needs toyexp >=99" in err and "no driver" in err

@@ -12,10 +12,11 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from toyexp.config.schema import Root, Source, all_offered, offered, types_of
+from toyexp.config.schema import Root, Source, all_offered, offered
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import PARTS, Submitit, Sweep
 from toyexp.contract.registry import Registry
+from toyexp.contract.rules import types_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import tempfile
-import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.registry import Registry
+from toyexp.contract.rules import types_of
 from toyexp.training.settings import Settings
 
 AUTO = "auto"
@@ -108,12 +108,6 @@ def store_schemas(registry: Registry) -> None:
 
 
 _stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is the process's, and takes a while
-
-
-@functools.cache
-def types_of(cls: type) -> dict[str, Any]:
-    """What a class's settings may hold, by name: to read the annotations takes a while."""
-    return typing.get_type_hints(cls)
 
 
 @functools.cache

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
+import typing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -60,10 +62,21 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
                 raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {hint}")
 
 
+@functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """What a class's settings may hold, by name: to read the annotations takes a while."""
+    return typing.get_type_hints(cls)
+
+
 def _check_settings(cls: type, base: type, label: str) -> None:
     """Each field has a default, and a name that stands for nothing else."""
     of_base = [vars(b) for b in base.__mro__] + [inspect.get_annotations(b) for b in base.__mro__]
     settings_of_base = {f.name for f in dataclasses.fields(base)}
+    try:
+        if base is not Command:  # whose fields nothing reads
+            types_of(cls)
+    except Exception as error:  # an annotation may be any expression
+        raise UserError(f"{label}: its annotations cannot be read: {type(error).__name__}: {error}") from error
     for f in dataclasses.fields(cls):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise UserError(f"{label}.{f.name} has no default")

@@ -2,6 +2,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -313,6 +314,25 @@ def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, 
     assert main([*words, "callbacks=[default,wanted_stranger]"]) == 2
     err = capsys.readouterr().err
     assert "callbacks=wanted_stranger: there is none" in err and "needs toyexp >=99" in err and "no driver" in err
+
+
+def test_a_plugin_that_changes_the_working_directory_moves_no_run(distribution, tmp_path, monkeypatch, capsys):
+    distribution(source=f"import os; os.chdir({os.sep!r})\n{callback('wanted_mover')}", package="mover")
+    monkeypatch.chdir(tmp_path)
+    words = ["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2", "eval_every=0"]
+    assert main([*words, "hydra.run.dir=run"]) == 0
+    assert (tmp_path / "run" / "config.yaml").is_file()
+    out = capsys.readouterr().out
+    assert f"warning: plugin req changed the working directory; it is {tmp_path} again" in out
+
+
+def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2"]) == 2
+    assert "the working directory is no longer there" in capsys.readouterr().err
 
 
 def test_a_healthy_registry_just_suggests_the_nearest_name(install):

@@ -41,12 +41,20 @@ def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
     return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
 
 
+def working_directory() -> Path:
+    """Where the process stands; UserError when that directory was deleted under it."""
+    try:
+        return Path.cwd()
+    except OSError:
+        raise UserError("the working directory is no longer there (it was deleted); cd to one that is") from None
+
+
 def absent(path: Path) -> str:
     """That nothing is there, and where the way to it ends."""
     if (link := dangling(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
     if not path.is_absolute():
-        return f"not found (looked in {Path.cwd()})"
+        return f"not found (looked in {working_directory()})"
     parent = next(p for p in path.parents if p.exists())
     return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
 

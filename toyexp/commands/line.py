@@ -13,6 +13,7 @@ import toyexp
 from toyexp.base.blame import blamed, of_a_part
 from toyexp.base.ending import exit_code_of
 from toyexp.base.errors import PluginFailed, RunFailed, Unavailable, UserError, printable
+from toyexp.base.files import working_directory
 from toyexp.base.home import with_home, with_quotes
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
@@ -95,6 +96,7 @@ def _call(command: Command, words: Sequence[str]) -> int:
 def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
+    working_directory()  # which says so when it is gone: runs are written there
     flags, settings, resume = read(words)
     from toyexp.config.request import Request
     from toyexp.config.schema import Source

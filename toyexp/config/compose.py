@@ -123,6 +123,7 @@ class Composed:
             suited=lambda: suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
             left_out=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
+                *registry.notes,
                 *_replaced(self.given),
                 *_without_default(self.given, parts["callbacks"], registry),
                 *_unused_threads(parts["plain"], engine),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +17,7 @@ from typing import Any, cast
 import pluggy
 
 from toyexp.base.errors import UserError, choose
+from toyexp.base.files import working_directory
 from toyexp.base.packages import why
 from toyexp.contract.callback import Callback
 from toyexp.contract.command import Command
@@ -87,6 +90,7 @@ class Registry:
 
     offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # a sentence about each thing that a plugin did and that was undone
 
     def engines(self) -> list[Offer]:
         """The engines in the order in which engine=auto asks them."""
@@ -141,7 +145,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
         if problem:
             registry.problems.append(problem)
     if modules:
-        here = str(Path.cwd())
+        here = str(working_directory())
         sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
         try:
             for name in modules:
@@ -202,7 +206,8 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
     try:
         manager = pluggy.PluginManager("toyexp")
         manager.add_hookspecs(Registration)
-        module = importer()
+        with _staying(registry, plugin):
+            module = importer()
         check_hooks(module, Registration, plugin)
         manager.register(module, plugin)
         for kind, (_, hook) in KINDS.items():
@@ -223,6 +228,22 @@ def _add(registry: Registry, plugin: str, package: str, importer: Callable[[], M
         offered = [(kind, getattr(cls, "name", "?")) for kind, found in given.items() for cls in found]
         return Problem(plugin, package, why(error), tuple(offered))
     return None
+
+
+@contextlib.contextmanager
+def _staying(registry: Registry, plugin: str) -> Iterator[None]:
+    """Goes back where the working directory was: relative paths are the user's, whatever a plugin does."""
+    try:
+        before = Path.cwd()
+    except OSError:  # it is gone
+        yield
+        return
+    try:
+        yield
+    finally:
+        if not before.samefile("."):
+            os.chdir(before)
+            registry.notes.append(f"plugin {plugin} changed the working directory; it is {before} again")
 
 
 def _joined(

@@ -68,7 +68,11 @@ def assert_twenty_steps(name, engine, rtol=1e-5):
                 for tensor, g in gradients.items():
                     expected[tensor] = references[tensor].step(g.astype(np.float64), lr)
             for tensor, wanted in expected.items():
-                np.testing.assert_allclose(session.download(tensor), wanted, rtol=rtol, atol=1e-5, err_msg=tensor)
+                # On Vulkan one sign of Lion's hung on the 7e-13 that terms of 1e-6 left, and float32 had the other.
+                known = ~getattr(references[tensor], "open", np.zeros(wanted.shape, bool))
+                assert known.mean() > 0.99
+                ours = session.download(tensor)
+                np.testing.assert_allclose(ours[known], wanted[known], rtol=rtol, atol=1e-5, err_msg=tensor)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml", "metal"])

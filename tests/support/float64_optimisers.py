@@ -38,9 +38,11 @@ class Lion:
 
     def __init__(self, w, decay):
         self.w, self.decay, self.m = np.array(w, np.float64), decay, np.zeros(np.shape(w))
+        self.open = np.zeros(np.shape(w), bool)  # where float32 may come to the other sign: its rounding decides
 
     def step(self, g, lr):
         c = 0.9 * self.m + 0.1 * g
+        self.open |= (c != 0) & (np.abs(c) < 2e-6 * (0.9 * np.abs(self.m) + 0.1 * np.abs(g)))
         self.w = self.w - lr * (np.sign(c) + self.decay * self.w)
         self.m = 0.99 * self.m + 0.01 * g
         return self.w

@@ -173,6 +173,24 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
                 np.testing.assert_allclose(one.read(name), other.read(name), atol=1e-6, err_msg=name)
 
 
+def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monkeypatch, capsys):
+    """The README's file for Lion, and the same for Muon."""
+    lion = re.search(r"```yaml\n(# @package _global_\n# mine/experiment/by_lion.*?)```", README, re.DOTALL)[1]
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "by_lion.yaml").write_text(lion)
+    (folder / "by_muon.yaml").write_text(lion.replace("lion", "muon").replace("0.001", "0.006"))
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "--config-dir=mine", "experiment=by_lion,by_muon", "seed=0,1", "data=random", "data.vocab=32",
+             "model.d_model=16", "model.context=8", "model.d_ff=24", "engine=ggml", "steps=1", "eval_every=0",
+             "callbacks=[events]", "sweep.isolate=false", "hydra.sweep.dir=all"]  # fmt: skip
+    assert main(words) == 0, capsys.readouterr().err
+    events = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("all/*/events.jsonl"))]
+    assert [(e["optim"]["name"], e["optim"]["lr"], e["config"]["seed"]) for e in events] == [
+        ("lion", 0.001, 0), ("lion", 0.001, 1), ("muon", 0.006, 0), ("muon", 0.006, 1),
+    ]  # fmt: skip
+
+
 def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin; its test file, in a process of its own."""
     for name in ("toyexp_parallel.py", "test_toyexp_parallel.py"):

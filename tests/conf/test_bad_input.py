@@ -329,6 +329,13 @@ def test_a_wrong_setting_is_one_plain_error(refused, line, words):
     refused([*SMALL, *line.split(" ")], *words)
 
 
+@pytest.mark.parametrize("text", ["def ", " def"])
+def test_a_text_whose_blanks_would_be_lost_is_told_how_they_are_kept(text, refused):
+    setting = f"callbacks.sample.prompt={text}"
+    told = (setting, "blanks at its ends are lost", f"\"callbacks.sample.prompt='{text}'\"")
+    refused([*SMALL, "callbacks=[default,sample]", setting], *told)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

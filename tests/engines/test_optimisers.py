@@ -264,8 +264,15 @@ def test_groups_that_cannot_be_are_refused_before_a_run(groups, told):
 
 
 def test_an_own_rate_needs_one_to_be_scaled_with():
-    with pytest.raises(UserError, match="not 0"):
+    with pytest.raises(UserError, match=r"^lr=0: .* has lr 0\.1 of its own.*give lr=0\.001"):
         optimised(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
+
+
+def test_a_pattern_of_tensors_that_the_recipe_freezes_says_so():
+    llama = plan("llama")
+    tensors = tuple(replace(t, trainable=t.name != "token_embd.weight") for t in llama.tensors)
+    with pytest.raises(UserError, match=r"token_embd\.\*: the recipe freezes token_embd\.weight; leave"):
+        optimised(replace(llama, tensors=tensors), SGD(groups={"token_embd.*": {"lr": 0.1}}), LR)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

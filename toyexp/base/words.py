@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ def short(path: Path) -> str:
 
 
 def typed(value: Any) -> str:
-    """The value of a setting as it is typed: null, true, [a,b]."""
+    """The value of a setting as it is typed: null, true, [a,b], {a: 1}."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {typed(one)}' for key, one in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -57,6 +57,10 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
+    bare = text.strip()
+    lost = bare and bare != text and bare[0] not in "'\""
+    if lost and isinstance(value, str) and str in types and key not in GROUPS:
+        return f"{line!r}: blanks at its ends are lost; keep them with quotes inside: \"{key}='{text}'\""
     if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):

@@ -204,7 +204,13 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
         if names and not any(fnmatchcase(name, pattern) for name in names):
-            hint = choose(pattern, names) if len(names) < 20 else f"such as {names[0]}"
+            fixed = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
+            if fixed:
+                also = f", and {len(fixed) - 1} more" if len(fixed) > 1 else ""
+                raise UserError(
+                    f"optim.groups: {printable(pattern)}: the recipe freezes {fixed[0]}{also}; leave the pattern out"
+                )
+            hint = choose(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
             raise UserError(f"optim.groups: {printable(pattern)} is no tensor that trains; {hint}")
     frozen = {name for name in names if optimiser.group_of(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
@@ -215,7 +221,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         mine = optimiser.group_of(tensor.name)[1]
         base = mine.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"optim: {tensor.name} has an lr of its own, which a schedule scales as it does lr: not 0")
+            raise UserError(f"lr=0: {tensor.name} has lr {base:g} of its own, a multiple of lr; give lr=0.001 or so")
         return mine.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]

@@ -14,7 +14,7 @@ from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, require
 from toyexp.base.ownership import SWEEP, Ledger, fingerprint
-from toyexp.base.words import short
+from toyexp.base.words import short, typed
 from toyexp.contract.engine import state_misfit
 from toyexp.contract.planned import defaults
 from toyexp.training import checkpoint
@@ -68,7 +68,7 @@ class Resumed:
 def _change(key: str, then: Any, now: Any) -> str:
     if isinstance(now, Mapping) or isinstance(then, Mapping):  # a callback
         return f"{printable(key)} {'added' if then is None else 'left out'}"
-    return f"{printable(key)} {printable(str(then))} -> {printable(str(now))}"
+    return f"{printable(key)} {printable(typed(then))} -> {printable(typed(now))}"
 
 
 class Complete(UserError):
@@ -142,7 +142,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
         pairs = list(fixed.items())[:3]
-        told = [f"{printable(k)} was {printable(str(a))} and is {printable(str(b))}" for k, (a, b) in pairs]
+        told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in pairs]
         more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
         raise OtherExperiment(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
     if found.step > settings.steps:

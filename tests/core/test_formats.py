@@ -278,6 +278,31 @@ def test_a_format_that_breaks_over_a_model_is_named_and_leaves_nothing(tall, cap
     assert sorted(p for p in tall.iterdir() if p.name != "__pycache__") == before
 
 
+def test_what_a_format_tells_is_one_line_each_and_nothing_that_a_terminal_obeys(tall, capsys, monkeypatch):
+    write = Tall.write
+
+    def odd(self, exported, path):
+        return [*write(self, exported, path), "odd\n\x1b[2Jnumbers"]
+
+    monkeypatch.setattr(Tall, "write", odd)
+    monkeypatch.setattr(Tall, "notes", lambda self, exported: ["read\nby \x1b]0;others\x07"], raising=False)
+    assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 0
+    told = capsys.readouterr().out
+    assert "warning: odd \\x1b[2Jnumbers\n" in told and "note: read by \\x1b]0;others\\x07\n" in told
+    assert "\x1b" not in told
+
+
+def test_a_format_that_leaves_a_link_has_written_no_file(tall, capsys, monkeypatch):
+    def link(self, exported, path):
+        path.symlink_to(tall / "model.gguf")
+        return []
+
+    monkeypatch.setattr(Tall, "write", link)
+    assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 1
+    assert "format.tall wrote a link where a file was to be" in capsys.readouterr().err
+    assert not (tall / "model.tall").is_symlink()
+
+
 RUN = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
        "eval_every=0", "engine=ggml", "engine.threads=1", "checkpoint_every=0"]  # fmt: skip
 

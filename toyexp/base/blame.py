@@ -104,11 +104,11 @@ def given(wanted: type, method: Callable[..., T], *arguments: object) -> T:
 
 
 def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
-    """What a method of a plugin's part tells; PluginFailed for a text, which would be told letter by letter."""
+    """What a method of a plugin's part tells, each on one line; PluginFailed for a text, told letter by letter else."""
     found = method(*arguments)
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise _unwanted(method, found, "sentences in a list")
-    return list(found)
+    return [" ".join(str(sentence).splitlines()) for sentence in found]
 
 
 def _unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:

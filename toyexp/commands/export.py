@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.blame import blamed
-from toyexp.base.errors import RunFailed, UserError, choose
+from toyexp.base.blame import blamed, sentences
+from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
 from toyexp.base.writing import bytes_in, in_one_piece, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
@@ -76,7 +76,7 @@ class Written(Answer):
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{self.source_bytes / 1e6:.2f} -> {self.bytes / 1e6:.2f} MB"
         told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
-        return [*told, f"{self.path}  {sizes}  ({types})"]
+        return [*map(for_terminal, told), f"{self.path}  {sizes}  ({types})"]
 
 
 def run(arguments: Arguments) -> int:
@@ -144,7 +144,7 @@ def export(what: Path, settings: Sequence[str], arguments: Arguments, registry: 
         if target.suffix == ".gguf":
             with GGUFFile(target) as written:
                 kinds = dict(Counter(t.type for t in written.tensors.values()))
-        told = form.notes(exported) if exported is not None else []
+        told = sentences(form.notes, exported) if exported is not None else []
         return Written(str(origin(file.path)), str(target), word, file.size, bytes_in(target), kinds, problems, told)
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from toyexp.base.blame import sentences
 from toyexp.base.bounds import require_within, require_words
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.writing import bytes_in
@@ -104,7 +105,7 @@ class Exporter(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         exported = self.exported(run, export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors))))
-        for note in self._format.notes(exported):
+        for note in sentences(self._format.notes, exported):
             log.info("model%s: %s", self.form.suffix, note)
         with run.output(path) as place:
             problems = require_written(self._format, place, self._format.write(exported, place))

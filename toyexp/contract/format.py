@@ -127,10 +127,12 @@ class Format(ABC):
 def require_written(form: Format, place: Path, problems: list[str]) -> list[str]:
     """The `problems` that a format told, if what it was to write stands at `place`; PluginFailed if not."""
     wanted, there = "a directory" if form.contents else "a file", "nothing"
-    if place.exists():
+    if place.is_symlink():
+        there = "a link"
+    elif place.exists():
         there = "a directory" if place.is_dir() else "a file"
     if there != wanted:
         raise PluginFailed(f"format.{form.name} wrote {there} where {wanted} was to be")
     if not isinstance(problems, list):
         raise PluginFailed(f"format.{form.name} gave {problems!r} for what is odd about the numbers, expected a list")
-    return problems
+    return [" ".join(str(problem).splitlines()) for problem in problems]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule, UserError
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule
 from toyexp.base import require_within, require_words
 
 
@@ -29,16 +29,10 @@ class AdamWOptimiser(Optimiser):
         require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def settled(self, mode: str) -> AdamWOptimiser:
-        """In `mode` unless one was chosen, with the mode's beta2.
-
-        Raises UserError for a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move
-        (beta1), or each step divide by eps alone (beta2).
-        """
+        """In `mode` unless one was chosen, with the mode's beta2; UserError for a beta that the mode cannot take."""
         mode = mode if self.mode == "auto" else self.mode
         settled = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
-        for name in ("beta1", "beta2"):
-            if mode == FROM_SCRATCH and getattr(settled, name) == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
+        settled.adamw.check()
         return settled
 
     @property
@@ -73,5 +67,6 @@ class AdamWOptimiser(Optimiser):
         return f"AdamW mode {self.mode}"
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """The rule's own fields."""
-        return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr))}
+        """The rule's own fields, and what all optimisers are set by."""
+        shared = {k: getattr(self, k) for k in ("grad_clip", "accumulate", "groups")}
+        return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr)), **shared}

@@ -98,9 +98,10 @@ class Lora(FromBase):
             raise UserError(f"recipe.targets: {' or '.join(QUERIES)} is not here; {choose('', set(linears.values()))}")
         chosen = set()
         for target in targets:
-            pattern = SHORT.get(target, target)
-            found = [n for n, short in linears.items() if any(fnmatchcase(w, pattern) for w in (short, n))]
+            patterns = (target, SHORT.get(target, target))  # a model may call its own linears by the short names
+            matches = ([n for n, own in linears.items() if fnmatchcase(own, p) or fnmatchcase(n, p)] for p in patterns)
+            found = next(filter(None, matches), None)
             if not found:
-                raise UserError(f"recipe.targets=[{target}]: {choose(pattern, set(linears.values()))}")
+                raise UserError(f"recipe.targets=[{target}]: {choose(patterns[1], set(linears.values()))}")
             chosen.update(found)
         return [name for name in linears if name in chosen]

@@ -2,12 +2,15 @@ import itertools
 import math
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from toyexp import Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
+from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
 from toyexp.commands.line import main
+from toyexp.contract.optimiser import Group
+from toyexp_optimisers.sgd import SGD
 
 COUNTER = itertools.count()
 
@@ -119,8 +122,12 @@ def heard():
     return []
 
 
+OPTIMISERS = [SGD(), AdamW.for_from_scratch()]  # of two groups
+PLAN = SimpleNamespace(updates=[Group(rule, ("w",)) for rule in OPTIMISERS])
+
+
 def make_run(bus=None):
-    return Run("r", Path("r"), 0, 10, 0.25, {}, "null", plan=None, session=None, dataset=None, bus=bus)
+    return Run("r", Path("r"), 0, 10, 0.25, {}, "null", plan=PLAN, session=None, dataset=None, bus=bus)
 
 
 def make_bus(heard, *callbacks):
@@ -186,6 +193,42 @@ def test_whoever_scales_another_number_is_asked_at_every_step():
     bus = Bus({"half": Half(), "other": other})
     assert [bus.factors(run, k) for k in (0, 5)] == [{"momentum": 1.0}, {"momentum": 0.5}]
     assert bus.lr(run, 5) == 0.125
+
+
+@dataclass(eq=False)
+class Scaling(Callback):
+    """Scales what it was told to, and is no Schedule."""
+
+    name = "scaling"
+    by: object = None
+
+    @hookimpl
+    def factors(self):
+        return self.by
+
+
+@pytest.mark.parametrize(
+    ("by", "told"),
+    [
+        ({"momentun": 0.5}, "momentun at step 3 is of no number of this optimiser; did you mean momentum?"),
+        ({"lr": 2.0}, "lr at step 3 is of no number of this optimiser; the hook `lr`"),
+        ({"momentum": -1.0}, "momentum at step 3 is -1.0; it must be a finite number from 0"),
+        ({"momentum": 1.2}, "momentum at step 3 is 1.2: optim.momentum=1.08: must be at least 0 and below 1"),
+        ({"beta1": 3.0}, "beta1 at step 3 is 3: optim.beta1=2.7"),
+        ({"beta2": 0.0}, "beta2 at step 3 is 0: optim.beta2=0: from_scratch"),
+    ],
+)
+def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step(by, told):
+    with pytest.raises(RunFailed) as error:
+        Bus({"mine": Scaling(by)}).factors(make_run(), 2)
+    assert str(error.value).startswith(f"callbacks.mine: the factor of {told}")
+
+
+def test_two_that_scale_one_number_are_both_named():
+    fine = {"one": Scaling({"beta1": 1.1, "weight_decay": 0.0}), "two": Scaling({"momentum": 0.5})}
+    assert Bus(fine).factors(make_run(), 2) == {"beta1": 1.1, "weight_decay": 0.0, "momentum": 0.5}
+    with pytest.raises(RunFailed, match=r"callbacks\.one and callbacks\.two both scale beta1"):
+        Bus({**fine, "two": Scaling({"beta1": 0.5})}).factors(make_run(), 2)
 
 
 @pytest.mark.parametrize(

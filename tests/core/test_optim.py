@@ -1,9 +1,9 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from toyexp import AdamW, UserError
+from toyexp import AdamW, Optimiser, RunFailed, UserError
 from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Group
 from toyexp.contract.registry import load
 from toyexp_optimisers.adamw import AdamWOptimiser
@@ -168,3 +168,34 @@ def test_factors_multiply_the_settings_of_their_names_and_leave_the_others():
     scaled = group.numbers(3, 0.01, {"weight_decay": 0.25, "beta1": 0.75, "momentum": 0.0})
     assert scaled.tolist() == pytest.approx([0.02, 1 - 0.02 * 0.125, 0.6, 0.6], rel=1e-15)
     assert group.numbers(3, 0.01).tolist()[2] == 0.8, "each step's factor is of the setting, not of the last step's"
+
+
+@dataclass
+class Turning(Optimiser):
+    """Gives its numbers in another order from the fourth step on, and other ones from the sixth."""
+
+    name = "turning"
+
+    def slots(self, shape):
+        return {}
+
+    def numbers(self, step, lr, weight_decay):
+        numbers = {"lr": lr, "kept": 1 - lr * weight_decay}
+        return {"gone": 1.0} if step >= 5 else dict(reversed(numbers.items())) if step >= 3 else numbers
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(ops.scale(w, n["kept"]), ops.scale(g, n["lr"])), state
+
+
+def test_numbers_are_taken_by_their_names_and_others_are_refused():
+    group = Group(Turning(), ("w",), weight_decay=0.5)
+    assert group.numbers(0, 0.1).tolist() == group.numbers(3, 0.1).tolist() == [0.1, 0.95]
+    with pytest.raises(RunFailed, match=r"optim\.turning: its numbers at step 6 are gone, and were lr, kept"):
+        group.numbers(5, 0.1)
+
+
+@pytest.mark.parametrize("name", sorted(load().offers["optim"]))
+def test_what_a_run_records_of_its_optimiser_has_what_all_are_set_by(name):
+    own = {"grad_clip": 0.5, "accumulate": 2, "groups": {"w": {"lr": 0.1}}}
+    recorded = load().offers["optim"][name].cls(**own).settled(LORA).describe(0.02)
+    assert {k: recorded[k] for k in own} == own

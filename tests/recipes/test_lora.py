@@ -11,7 +11,7 @@ from float64_models import loss as reference_loss
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
-from toyexp import AdamW, Setup, UserError
+from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
 from toyexp.contract.plan import export_tensors, lora_names
 from toyexp.contract.recipe import start
 from toyexp.datasets.dropout import Dropout
@@ -182,6 +182,21 @@ def test_the_merged_model_computes_what_base_and_adapter_do(tmp_path):
 def test_targets_are_names_and_patterns(tmp_path, name, targets, chosen):
     _, plan = planned(tmp_path, name, targets=targets)
     assert [a.target for a in plan.adapters] == [f"blk.{c}.weight" for c in chosen]
+
+
+def test_a_models_own_name_of_a_linear_wins_over_what_that_is_short_for():
+    """As the errors offer them."""
+    shapes = {"qkv": (96, 32), "up": (64, 32), "ffn_down": (32, 64)}
+    names = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    specs = {name: TensorSpec(name, shape, Normal(0.02)) for name, shape in names.items()}
+
+    def chosen(*targets):
+        return [name.removesuffix(".weight") for name in Lora(base="x", targets=list(targets))._targets(specs)]
+
+    assert chosen("qkv", "down") == ["blk.0.qkv", "blk.0.ffn_down", "blk.1.qkv", "blk.1.ffn_down"]
+    assert chosen("up") == ["blk.0.up", "blk.1.up"]
+    with pytest.raises(UserError, match="there is: ffn_down, qkv, up"):
+        chosen("gate")
 
 
 @pytest.mark.parametrize(

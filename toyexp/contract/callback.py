@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.hooks import hookimpl
-from toyexp.contract.optimiser import scalable
 from toyexp.contract.planned import Planned
 from toyexp.contract.run import Run
 
@@ -94,7 +93,7 @@ class Schedule(Callback):
 
     def check_plan(self, plan: Plan) -> None:
         """Raises UserError for a number that the plan's optimiser does not have."""
-        known = {"lr"}.union(*(scalable(group.rule) for group in plan.updates))
+        known = {"lr"}.union(*(group.scalable for group in plan.updates))
         if self.scales not in known:
             raise UserError(
                 f"callbacks.{self.name}.scales={printable(self.scales)}: is no number of this optimiser; "

@@ -13,12 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
 from toyexp.base.bounds import require_float32, require_within
-from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.errors import RunFailed, UserError, choose, printable
 from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes
 from toyexp.contract.ops import Tensor
 
@@ -54,6 +55,9 @@ class Rule(ABC):
         """The names of its numbers."""
         return tuple(self.numbers(0, 0.0, 0.0))
 
+    def check(self) -> None:  # noqa: B027 - optional on purpose: a formula may take any number
+        """Raises UserError for values that cannot work; also asked where a schedule has scaled one of them."""
+
     @final
     def results(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
@@ -84,13 +88,34 @@ class Group:
     lr_scale: float = 1.0  # its learning rate by the run's
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
-        """The rule's numbers at the 0-based `step`, in order; `factors` scale its settings of those names."""
+        """The rule's numbers at the 0-based `step`, in its order; `factors` scale its settings of those names.
+
+        Raises RunFailed where the rule gives numbers of other names than before the first step.
+        """
         rule, decay = self.rule, self.weight_decay
         if factors:
-            decay *= factors.get("weight_decay", 1.0)
-            own = {k: getattr(rule, k) * f for k, f in factors.items() if k != "weight_decay" and k in scalable(rule)}
-            rule = dataclasses.replace(rule, **own)  # type: ignore[type-var]
-        return np.fromiter(rule.numbers(step, lr * self.lr_scale, decay).values(), np.float64)
+            rule, decay = self.scaled(factors), decay * factors.get("weight_decay", 1.0)
+        found = rule.numbers(step, lr * self.lr_scale, decay)
+        if found.keys() != set(self._names):
+            raise RunFailed(
+                f"optim.{getattr(rule, 'name', type(rule).__name__)}: its numbers at step {step + 1} are "
+                f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
+            )
+        return np.array([found[name] for name in self._names], np.float64)
+
+    def scaled(self, factors: Mapping[str, float]) -> Rule:
+        """The rule with its own settings multiplied by the factors of their names."""
+        own = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
+        return dataclasses.replace(self.rule, **own) if own else self.rule  # type: ignore[type-var]
+
+    @cached_property
+    def scalable(self) -> frozenset[str]:
+        """What of the rule a schedule can scale."""
+        return frozenset(scalable(self.rule))
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self.rule.names())
 
 
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
@@ -186,6 +211,17 @@ class AdamW(Rule):
     def hp_for_step(self, step: int) -> np.ndarray:
         """The seven numbers for the loop's 0-based `step`, in either mode."""
         return self.hp(step + 1 if self.mode == LORA else step)
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work.
+
+        One is a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move (beta1), or each
+        step divide by eps alone (beta2).
+        """
+        require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
+        for name in ("beta1", "beta2"):
+            if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
+                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
 
     @property
     def fused(self) -> str:

@@ -22,7 +22,7 @@ from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, State
 from toyexp.contract.kind import IMAGES, TOKENS, Kind
 from toyexp.contract.model import Model
-from toyexp.contract.optimiser import AdamW
+from toyexp.contract.optimiser import AdamW, Rule
 from toyexp.contract.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.contract.recipe import Recipe, Setup, start
 from toyexp.contract.registry import KINDS
@@ -104,6 +104,7 @@ class CallbackSuite(PluginSuite):
 
     kind = "callbacks"
     steps: int = 4
+    rule: Rule = AdamW.for_from_scratch()  # changes the weights; one that scales another's numbers sets that here
     last: Callback  # of the last run
 
     def callback(self) -> Callback:
@@ -137,7 +138,7 @@ class CallbackSuite(PluginSuite):
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
-        plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (AdamW.for_from_scratch(),)))
+        plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (self.rule,)))
         callback = self.last = self.callback()
         callback.check()
         callback.check_run({"eval_every": 2}, dataset)

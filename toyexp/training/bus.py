@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from toyexp.base.blame import failure
-from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.base.errors import RunFailed, UserError, choose, printable
 from toyexp.base.signals import hidden_interrupt
 from toyexp.contract.callback import Callback, Schedule, answers_lr
 from toyexp.contract.hooks import RunHooks
 from toyexp.contract.run import Run
 
 if TYPE_CHECKING:
+    from toyexp.contract.plan import Plan
     from toyexp.contract.run import Best
 
 log = logging.getLogger("toyexp")
@@ -80,19 +81,22 @@ class Bus:
     def factors(self, run: Run, step: int) -> dict[str, float]:
         """What the optimiser's numbers are multiplied by at the 0-based `step`.
 
-        Raises RunFailed for an answer that is no finite number from 0, and for two about one number.
+        Raises RunFailed for an answer that is no finite number from 0, names what the optimiser does not have or takes
+        it where a setting may not be, and for two about one number.
         """
         found: dict[str, float] = {}
         if not self._asks_factors:
             return found
-        for answer in self.hook.factors(run=run, step=step, steps=run.steps):
+        owners: dict[str, str] = {}
+        arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
+        for impl in reversed(self.hook.factors.get_hookimpls()):
+            answer: Any = impl.function(*[arguments[name] for name in impl.argnames])
             for name, value in (answer or {}).items():
-                if not _scales(value):
-                    what = f"the factor of {printable(name)} at step {step + 1} is {printable(repr(value))}"
-                    raise RunFailed(f"{what}; it must be a finite number from 0")
-                if name in found:
-                    raise RunFailed(f"two callbacks scale {printable(name)}; drop one")
-                found[name] = float(value)
+                who = f"callbacks.{impl.plugin_name}"
+                if name in owners:
+                    raise RunFailed(f"{owners[name]} and {who} both scale {name}; drop one: '~{who}'")
+                _check_factor(f"{who}: the factor of {printable(str(name))} at step {step + 1}", run.plan, name, value)
+                found[name], owners[name] = float(value), who
         return found
 
     def looks(self, step: int) -> bool:
@@ -188,6 +192,21 @@ class Bus:
 def _scales_lr_alone(callback: object) -> bool:
     """Whether it is a schedule of the learning rate, which scales no other number at any step."""
     return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
+
+
+def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
+    """Raises RunFailed for a factor by which no number of the plan's optimiser can be multiplied."""
+    if not _scales(value):
+        raise RunFailed(f"{key} is {printable(repr(value))}; it must be a finite number from 0")
+    known = set().union(*(group.scalable for group in plan.updates))
+    if name not in known:
+        hint = "the hook `lr` is for that" if name == "lr" else choose(str(name), known)
+        raise RunFailed(f"{key} is of no number of this optimiser; {hint}")
+    for group in plan.updates:
+        try:
+            group.scaled({name: value}).check()
+        except UserError as error:
+            raise RunFailed(f"{key} is {value:g}: {error}") from error
 
 
 def _scales(answer: Any) -> bool:

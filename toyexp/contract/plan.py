@@ -81,6 +81,10 @@ class Plan:
         names = Counter(t.name for t in self.tensors)
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"plan: tensor {min(repeated)} is listed twice")
+        for t in self.tensors:
+            if not isinstance(t.values, Values):
+                given = printable(repr(t.values))
+                raise UserError(f"plan: tensor {t.name} starts from {given}; it needs values, such as Normal(0.02)")
         for adapter in self.adapters:
             needed = [adapter.target]
             needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batches, Data, Format, Optimiser, TokenDataset, hookimpl
+from toyexp import TOKENS, Batches, Data, Exported, Format, Optimiser, TokenDataset, hookimpl
 from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.digits import Digits
 
@@ -97,6 +97,9 @@ class OddOptim(Optimiser):
     at: str = ""
 
     def slots(self, shape):
+        if self.at == "counts":
+            OddOptim.asked = getattr(OddOptim, "asked", 0) + 1
+            return {f"m{OddOptim.asked}": shape}
         return {"m": shape}
 
     def numbers(self, step, lr, weight_decay):
@@ -140,6 +143,24 @@ class OddFormat(Format):
     suffix: ClassVar[str] = ".odd"
 
     at: str = ""
+
+    def read(self, path, models):
+        model = next(cls for cls in models if cls.name == "llama")(vocab=8, d_model=8, n_heads=2, d_ff=8, n_layers=1)
+        tensors = {t.name: np.ones(t.shape, np.float32) for t in model.tensors()}
+        match path.read_text():
+            case "None":
+                return None
+            case "model":
+                model = models
+            case "shape":
+                tensors["token_embd.weight"] = np.ones((3, 3), np.float32)
+            case "list":
+                tensors["token_embd.weight"] = [1.0]
+            case "less":
+                del tensors["output_norm.weight"]
+            case "more":
+                tensors["nope"] = np.ones(3, np.float32)
+        return Exported(model, tensors)
 
     def write(self, exported, path):
         if self.at == "directory":
@@ -277,6 +298,7 @@ def test_eval_names_the_data_too(capsys):
         ("number", ["ops.scale"]),
         ("lost", ["no tensor for slot m"]),
         ("more", ["slot q"]),
+        ("counts", ["its slots of", "when asked again", "resumed"]),
         ("alone", ["two things"]),
         ("backwards", ["[1]", "does not fit"]),
         ("unknown", ["has no attribute 'exp' (odd_plugin.py, line "]),
@@ -320,6 +342,25 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
     given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", PLUGINS]
     assert told(capsys, *given).startswith(wanted)
     assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("None", "format.odd failed while it read x.odd: it gave NoneType, expected a Exported"),
+        ("model", "x.odd: format.odd read [<class"),
+        ("shape", "x.odd: format.odd read [3, 3] for token_embd.weight, and its model says [8, 8]"),
+        ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),
+        ("less", "x.odd: format.odd read no tensor output_norm.weight, which its model.llama has"),
+        ("more", "x.odd: format.odd read a tensor nope, which its model.llama has not"),
+    ],
+)
+def test_a_format_that_reads_what_is_not_its_model_is_named_and_nothing_is_written(text, wanted, capsys):
+    Path("x.odd").write_text(text)
+    assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(wanted)
+    assert not list(Path().glob("*.gguf"))
+    Path("x.odd").write_text("whole")
+    assert main(["export", "x.odd", "--type", "f16", PLUGINS]) == 0
 
 
 def test_a_session_that_is_not_open_is_told_at_once(capsys):

@@ -11,16 +11,17 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toyexp.base.blame import blamed
+from toyexp.base.blame import asked, blamed
 from toyexp.base.errors import UserError, printable
 from toyexp.contract.data import open_data
-from toyexp.contract.format import Format
+from toyexp.contract.format import Exported, Format
+from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry, load
@@ -76,9 +77,39 @@ def _read_by(path: Path, registry: Registry | None) -> Format | None:
 
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
-    with blamed(f"format.{form.name}", f"while it read {path}"):
-        found = form.read(path, registry.models())
-        write_model(target, found.model, found.tensors, found.tokenizer, "f32", found.general, found.data)
+    who, when = f"format.{form.name}", f"while it read {path}"
+    found = asked(who, when, Exported, lambda: form.read(path, registry.models()))
+    with blamed(who, when):
+        tensors = _Fitting(found, f"{path}: format.{form.name} read")
+        write_model(target, found.model, tensors, found.tokenizer, "f32", found.general, found.data)
+
+
+class _Fitting(Mapping[str, np.ndarray]):
+    """What was read of a model's tensors; UserError for one that the model says nothing of, lacks, or has otherwise."""
+
+    def __init__(self, found: Exported, what: str):
+        if not isinstance(found.model, Model):
+            raise UserError(f"{what} {printable(repr(found.model))} for a model")
+        self._tensors, self._what = found.tensors, what
+        self._shapes = {spec.name: spec.shape for spec in found.model.tensors()}
+        for name in sorted(self._shapes.keys() ^ found.tensors.keys()):
+            lacks = "no tensor" if name in self._shapes else "a tensor"
+            unlike = "has" if name in self._shapes else "has not"
+            raise UserError(f"{what} {lacks} {printable(name)}, which its model.{found.model.name} {unlike}")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array, wanted = self._tensors[name], self._shapes[name]
+        if not isinstance(array, np.ndarray):
+            raise UserError(f"{self._what} {printable(repr(array))} for {name}, expected an array {list(wanted)}")
+        if array.shape != wanted:
+            raise UserError(f"{self._what} {list(array.shape)} for {name}, and its model says {list(wanted)}")
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:

@@ -123,6 +123,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or any(not s or min(s) < 1 for s in slots.values()):
         raise UserError(f"its slots of {list(shape)} are {slots!r}; it must give a shape by name")
+    if [*slots.items()] != [*(again := rule.slots(shape)).items()]:
+        what = f"its slots of {list(shape)} are {slots!r}, and {again!r} when asked again"
+        raise UserError(f"{what}; no checkpoint of them could be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
         raise UserError(f"its slots of {list(shape)} are {slots!r}, and it says that it is elementwise")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from cells import CELLS, ticked
 from structure import PUBLIC
+from tiny import write_base
 
 from toyexp.commands.line import main
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.text.tokenizer import Bytes
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -227,8 +229,13 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     exports = [["--type", "npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
     assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
     assert main(["export", "small.npz", "--type", "gguf", "--to", "back.gguf", "plugins=[npz_format]"]) == 0
-    np.savez("other.npz", a=np.zeros(3))
+    write_base(Path("text.gguf"), "llama", tokenizer=Bytes())
     capsys.readouterr()
+    assert main(["export", "text.gguf", "--type", "npz", "plugins=[npz_format]"]) == 0
+    assert "note: its tokenizer is left out" in capsys.readouterr().out
+    assert main(["export", "text.npz", "--type", "q8_0", "plugins=[npz_format]"]) == 0
+    assert "warning: written without a tokenizer: text.npz: it has no tokenizer" in capsys.readouterr().out
+    np.savez("other.npz", a=np.zeros(3))
     assert main(["export", "other.npz", "--type", "gguf", "plugins=[npz_format]"]) == 2
     assert capsys.readouterr().err == "toyexp: error: other.npz: holds no model that is known here\n"
     assert main(["plugins", "npz", "plugins=[npz_format]"]) == 0

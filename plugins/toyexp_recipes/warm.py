@@ -80,20 +80,27 @@ class Warm(Recipe):
         trainable = not self.freeze_donor
         if self.lens == "none":
             if width != d_model:
+                key, fit = _width_key(model, d_model), "pca" if d_model <= width else "random"
+                ways = [f"use recipe.lens={fit}"] * ("output.weight" in specs) + [f"{key}={width}"] * bool(key)
                 raise DonorError(
-                    f"{self.path}: width mismatch: expected {d_model} (model.d_model), the donor has {width}; "
-                    f"use recipe.lens=pca, or model.d_model={width}"
+                    f"{self.path}: width mismatch: expected {d_model}{f' ({key})' if key else ''}, the donor has "
+                    f"{width}; {', or '.join(ways) or 'name a donor of that width'}"
                 )
             tensors[TABLE] = replace(tensors[TABLE], trainable=trainable)
             self._check_rows(vocab, width)
             return setup.plan(model, list(tensors.values()))
         if "output.weight" not in specs:
+            ways = ["model.tied=false"] * ("tied" in model.settings()) + ["recipe.lens=none"] * (width == d_model)
+            key = _width_key(model, d_model)
+            ways += [f"recipe.lens=none {key}={width}"] * bool(key and width != d_model)
             raise UserError(
-                "recipe=warm with a lens needs an output layer of its own: add model.tied=false (or recipe.lens=none)"
+                "recipe=warm with a lens needs an output layer (output.weight) of the model's own: "
+                + (f"add {' or '.join(ways)}" if ways else f"model={model.name} has none; take another model")
             )
         if self._lens(d_model, width) == "pca" and d_model > width:
             raise UserError(
-                f"recipe.lens=pca keeps at most the donor's {width} directions, model.d_model={d_model} wants more; "
+                f"recipe.lens=pca keeps at most the donor's {width} directions, "
+                f"{_width_key(model, d_model) or 'the width'}={d_model} wants more; "
                 "use recipe.lens=random"
             )
         self._check_rows(vocab, width)
@@ -129,6 +136,13 @@ class Warm(Recipe):
             projection, explained = pca(rows, d_model)
             log.info("pca lens keeps %.1f%% of the donor's variance", 100 * explained)
             session.upload(PROJECTION, projection, source=str(self.path))
+
+
+def _width_key(model: Model, width: int) -> str:
+    """The key that sets a model's width: d_model, or the one setting of that value; empty where none can be told."""
+    found = [name for name, value in model.settings().items() if type(value) is int and value == width]
+    found = ["d_model"] if "d_model" in found else found
+    return f"model.{found[0]}" if len(found) == 1 else ""
 
 
 def donor_embed_width(path: Path) -> int:

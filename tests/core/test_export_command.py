@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tiny import MODELS, split, write_base
 
+from toyexp.base.errors import RunFailed
+from toyexp.base.writing import required
 from toyexp.commands.line import main
 from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.form import read_model
@@ -210,6 +212,11 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(source):
     assert run.stderr == "toyexp: error: there.gguf: could not be written: File too large\n"
     assert (source.parent / "there.gguf").read_bytes() == b"mine"
     assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
+
+
+def test_an_error_of_the_disk_without_a_number_keeps_its_own_words():
+    with pytest.raises(RunFailed, match=r"a\.npz: could not be written: boom$"), required(Path("a.npz")):
+        raise OSError("boom")
 
 
 # -- K-quants ---------------------------------------------------------------------------------------------------------

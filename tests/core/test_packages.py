@@ -27,6 +27,10 @@ BREAKAGES = {
     "an extension does not load": ("raise ImportError('undefined symbol: _ZN3foo')", "ImportError: undefined symbol"),
     "what it needs is missing": ("import not_installed_anywhere", "there is no module not_installed_anywhere"),
     "a part of it is missing": ("import {name}.part", "there is no module {name}.part"),
+    "a part is asked for by its name": (
+        "import importlib\nimportlib.import_module('{name}.part')",
+        "there is no module {name}.part (__init__.py, line 2, imports it)",
+    ),
     "it was built for another numpy": (
         "raise RuntimeError('module compiled against ABI version 0x1000009\\n but this is 0x2000000')",
         "RuntimeError: module compiled against ABI version 0x1000009 but this",
@@ -309,3 +313,9 @@ def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
 
 def test_the_reason_of_a_users_own_error_is_its_words():
     assert why(UserError("it says\nwhat is wrong")) == "it says what is wrong"
+
+
+def test_a_module_that_was_asked_for_by_its_name_is_imported_by_no_line():
+    with pytest.raises(UserError) as refused:
+        load(["plain_sgdd"])
+    assert str(refused.value) == "plugins=[plain_sgdd]: there is no module plain_sgdd"

@@ -1,6 +1,7 @@
 """The seed's warm start: a window that opens at realize, the donor's rows, the lens, and named errors."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -184,3 +185,35 @@ def test_a_lens_needs_an_output_layer_of_its_own(donor):
     with pytest.raises(UserError, match=r"model\.tied=false"):
         planned(recipe, MODELS["gpt2"])
     assert planned(recipe, dataclasses.replace(MODELS["gpt2"], tied=False)).tensor("output.weight")
+
+
+@dataclasses.dataclass
+class Own(Llama):
+    """A plugin's model, which names its width otherwise and cannot have an output layer of its own."""
+
+    name: ClassVar[str] = "own"
+
+    width: int = 32
+    bound: bool = True
+
+    def settings(self):
+        return {"vocab": self.vocab, "width": self.width, "n_layers": self.n_layers}
+
+    def tensors(self):
+        return [t for t in super().tensors() if not self.bound or t.name != "output.weight"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "lens", "advice", "nothing_of"),
+    [
+        (True, "auto", ["recipe.lens=none model.width=48"], ["tied", "d_model"]),
+        (True, "none", ["expected 32 (model.width)", "; model.width=48"], ["pca", "d_model"]),
+        (False, "none", ["expected 32 (model.width)", "; use recipe.lens=pca, or model.width=48"], ["d_model"]),
+    ],
+)
+def test_advice_names_the_models_own_keys_and_what_works(donor, bound, lens, advice, nothing_of):
+    sizes = {f.name: getattr(MODELS["llama"], f.name) for f in dataclasses.fields(MODELS["llama"])}
+    with pytest.raises(UserError) as refused:
+        planned(Warm(donor=str(donor[0]), lens=lens), Own(**sizes, bound=bound))
+    assert all(words in str(refused.value) for words in advice), refused.value
+    assert not any(words in str(refused.value) for words in nothing_of), refused.value

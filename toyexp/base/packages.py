@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -81,7 +82,11 @@ def _importer(error: BaseException) -> str:
     """Which line of which file asked for a module that is not there, if one did."""
     import traceback  # deferred: nearly every command imports this module, and few plugins are broken
 
-    asked = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    asked = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith("<") and f.filename != importlib.__file__  # import_module() asks for another
+    ]
     if not asked or Path(asked[-1].filename).is_relative_to(Path(__file__).parents[1]):
         return ""
     return f" ({Path(asked[-1].filename).name}, line {asked[-1].lineno}, imports it)"

@@ -45,7 +45,9 @@ def required(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFailed(f"{path}: could not be written: {error.strerror or 'the disk may be full'}") from error
+        raise RunFailed(
+            f"{path}: could not be written: {error.strerror or str(error) or 'the disk may be full'}"
+        ) from error
 
 
 def swap(new: Path, path: Path) -> None:

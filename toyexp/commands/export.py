@@ -161,7 +161,7 @@ def _write(
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
             if problems is not None:
-                return None, require_written(form, place, problems)
+                return None, [*_unread(file, registry), *require_written(form, place, problems)]
             exported = exported_of(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
@@ -169,6 +169,12 @@ def _write(
             return exported, [*exported.lacks, *require_written(form, place, form.write(exported, place))]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(place), str(target))) from error
+
+
+def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:
+    """What a file of another format did not bring along: its tokenizer."""
+    converted = origin(file.path) != file.path and origin(file.path).is_file()
+    return exported_of(file, registry.models()).lacks if converted else ()
 
 
 def choose_target(

@@ -115,7 +115,7 @@ class Format(ABC):
         raise UserError(f"{path}: toyexp writes {self.name} files, and does not read them")
 
     def notes(self, exported: Exported) -> list[str]:
-        """A sentence for each program that makes something else of the file than toyexp does."""
+        """A sentence for each thing that the file leaves out, and each program that makes something else of it."""
         return []
 
     @property

@@ -1,6 +1,7 @@
 """What conf/ holds composes, builds, holds only differences, and a saved run repeats itself."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -199,9 +200,11 @@ def test_what_shows_by_hydra_leaves_the_process_as_it_was(monkeypatch, capsys, o
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     if own is not None:
         monkeypatch.setenv("HYDRA_FULL_ERROR", own)
-    before = list(sys.argv)
+    root = logging.getLogger()
+    before = list(sys.argv), list(root.handlers), root.level
     assert main(["--info", "defaults"]) == 0
-    assert (sys.argv, os.environ.get("HYDRA_FULL_ERROR")) == (before, own)
+    assert (list(sys.argv), root.handlers, root.level) == before
+    assert os.environ.get("HYDRA_FULL_ERROR") == own
 
 
 def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys):

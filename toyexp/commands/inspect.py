@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,12 +49,16 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
 def _as_command_line(words: Sequence[str]) -> Iterator[None]:
     """The words are what Hydra, which knows no other way, finds as this process's own; it raises what goes wrong."""
     argv, environment = sys.argv, dict(os.environ)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     sys.argv = ["toyexp", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # and prints no words of its own with exit code 1
     try:
         yield
     finally:
         sys.argv = argv
+        root.handlers[:] = handlers  # Hydra's --info sets up a log of its own
+        root.setLevel(level)
         del os.environ["HYDRA_FULL_ERROR"]
         os.environ.update(environment)
 

@@ -1,6 +1,7 @@
 """A setting that has no effect in a run is told before its first step; one that contradicts another is refused."""
 
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from toyexp.config.request import Request
 from toyexp.contract.registry import load
 from toyexp.formats.gguf.source import FromGGUF
 from toyexp.training.experiment import prepare
+from toyexp.training.introduction import introduction
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR
@@ -80,6 +82,12 @@ IDLE = {
         "optim=sgd optim.momentum=0 callbacks=[default,linear] callbacks.linear.scales=momentum",
         ["callbacks.linear.scales=momentum: scales optim.momentum=0"],
         "optim=sgd callbacks=[default,linear] callbacks.linear.scales=momentum",
+    ),
+    "the rate without its schedule, and a decay of more than all": (
+        "callbacks.cosine.scales=weight_decay optim.weight_decay=201 lr=0.01 optim.groups={*ffn*:{weight_decay:1}}",
+        ["callbacks.cosine.scales=weight_decay: nothing schedules lr",
+         "weight_decay=201 at lr=0.01: each step multiplies"],
+        "callbacks=[default,linear] callbacks.linear.scales=weight_decay optim.weight_decay=99 lr=0.01",
     ),
     "no plateau, no adapter, no draw": (
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
@@ -146,6 +154,14 @@ def test_an_ordinary_run_is_warned_of_nothing(registry):
     for words in ([], ["recipe=warm"], ["model=gpt2"]):
         config = Request([], registry, MODULES).parts(*words, "engine=noop", "data.max_mb=0.1")
         assert prepare(config).warnings == []
+
+
+def test_groups_stand_in_the_introduction(registry):
+    own = "optim.groups={*attn_q*:{frozen:true},blk.*:{lr:0.1,weight_decay:0}}"
+    lines = introduction(prepare(Request([], registry, MODULES).parts(*TEXT, "model.n_layers=1", own)))
+    (frozen,), (rest,) = ([line for line in lines if word in line] for word in ("*attn_q*", "blk.*"))
+    assert frozen == "group   *attn_q*: frozen=true; 1 tensor"
+    assert re.fullmatch(r"group   blk\.\*: lr=0\.1, weight_decay=0; 8 tensors", rest), rest
 
 
 def test_more_held_out_images_than_there_are(registry):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
+from toyexp.contract.engine import state_misfit, state_shapes
 from toyexp.contract.plan import inherited, one_alpha
 from toyexp.testing import OpModel, op_batch, op_plan
 
@@ -139,3 +140,13 @@ class Licensed(Constant):
 def test_what_one_file_says_is_passed_on_and_of_files_that_differ_nothing(licences, said):
     tensors = [PlanTensor(t.name, t.shape, Licensed(0.5, said)) for t, said in zip(TENSORS, licences, strict=True)]
     assert inherited(plan(tensors=tuple(tensors))) == said
+
+
+def test_a_snapshot_of_another_optimiser_says_what_both_keep():
+    wanted = plan()
+    arrays = {name: np.zeros(shape) for name, shape in state_shapes(wanted).items()}
+    assert state_misfit(wanted, arrays) is None
+    other = {(n.removesuffix("@m") + "@u" if n.endswith("@m") else n): a for n, a in arrays.items()}
+    assert str(state_misfit(wanted, other)).startswith("of p the optimiser keeps m, v, the snapshot has u, v;")
+    del arrays["p"]
+    assert state_misfit(wanted, arrays) == "the snapshot lacks p, unlike the plan"

@@ -59,6 +59,13 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
     """Why a snapshot's arrays are not those of `plan`, or None."""
     wanted = state_shapes(plan)
     for name in sorted(wanted.keys() ^ arrays.keys()):
+        tensor = name.partition(SLOT)[0]
+        if tensor != name and tensor in wanted and tensor in arrays:
+            kept, found = (_slots(names, tensor) for names in (wanted, arrays))
+            return (
+                f"of {printable(tensor)} the optimiser keeps {kept}, the snapshot has {found}; go on with the version "
+                "of the optimiser that wrote it, or begin a new run"
+            )
         there = "lacks" if name in wanted else "has"
         return f"the snapshot {there} {printable(name)}, unlike the plan"
     for name, shape in wanted.items():
@@ -68,6 +75,12 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
         if array.dtype.kind != "f":
             return f"{name} holds {array.dtype}, not floating-point numbers"
     return None
+
+
+def _slots(names: Iterable[str], tensor: str) -> str:
+    """The slots of a tensor in words."""
+    own = sorted(n.partition(SLOT)[2] for n in names if n.startswith(f"{tensor}{SLOT}"))
+    return printable(", ".join(own)) or "nothing"
 
 
 @dataclass

@@ -253,6 +253,18 @@ def idle_groups(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
             yield f"{key}: weight_decay={own['weight_decay']}: norms and biases never decay"
 
 
+def turning_decay(plan: Plan, lr: float) -> Iterator[str]:
+    """A sentence for each group whose decay takes more than all of a weight at a step, which turns its sign."""
+    for group in plan.updates:
+        rate = lr * group.lr_scale
+        if (left := 1 - rate * group.weight_decay) < 0:
+            more = f" and {len(group.tensors) - 1} more" if group.tensors[1:] else ""
+            yield (
+                f"weight_decay={group.weight_decay:g} at lr={rate:g}: each step multiplies {group.tensors[0]}{more} by "
+                f"{left:g}; lower one of the two"
+            )
+
+
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The model's own tensors from the run's: adapters are folded in.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from toyexp.base.blame import given, sentences
-from toyexp.base.words import count
+from toyexp.base.errors import printable
+from toyexp.base.words import count, counted, typed
 from toyexp.training.parts import ASIDE_KEYS, Prepared
 from toyexp.training.rundir import git_facts, host_facts
 
@@ -31,8 +32,19 @@ def introduction(prepared: Prepared) -> list[str]:
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
         f"recipe  {config.recipe.name}, {prepared.optim.title}, {config.settings.steps} steps",
+        *(f"group   {line}" for line in _groups(prepared)),
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
+
+
+def _groups(prepared: Prepared) -> Iterator[str]:
+    """What each pattern of `optim.groups` gives its tensors."""
+    optim = prepared.optim
+    for pattern, own in optim.groups.items():
+        tensors = [t for t in prepared.plan.tensors if optim.group_of(t.name)[0] == pattern]
+        number = sum(t.trainable or own.get("frozen", False) for t in tensors)
+        settings = ", ".join(f"{name}={typed(value)}" for name, value in own.items())
+        yield f"{printable(pattern)}: {settings}; {counted(number, 'tensor')}"
 
 
 def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:

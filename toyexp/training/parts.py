@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.blame import given, sentences
-from toyexp.contract.callback import Callback
+from toyexp.contract.callback import Callback, Schedule, answers_lr
 from toyexp.contract.data import Data
 from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
-from toyexp.contract.plan import Plan, idle_groups
+from toyexp.contract.plan import Plan, idle_groups, turning_decay
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.run import Best
@@ -47,7 +47,18 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         told = [text for part in parts for text in sentences(part.warnings, planned)]
-        return [*self.left_out, *self.settings.warnings(), *told, *idle_groups(planned.plan, self.optim)]
+        of_optim = [*idle_groups(planned.plan, self.optim), *turning_decay(planned.plan, self.settings.lr)]
+        return [*self.left_out, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
+
+    def _unscheduled(self) -> list[str]:
+        """That the schedule which a run has by default was given another number, and the rate is left without one."""
+        if any(answers_lr(callback) for callback in self.callbacks.values()):
+            return []
+        return [
+            f"callbacks.{name}.scales={callback.scales}: nothing schedules lr now, which {name} does by default"
+            for name, callback in self.callbacks.items()
+            if isinstance(callback, Schedule) and name in self.by_default()
+        ]
 
 
 FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change

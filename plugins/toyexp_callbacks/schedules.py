@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, scaled by the run's base lr."""
+"""Schedules: pure functions of the step, which scale the run's base lr or another number of the optimiser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float
 class WarmupSchedule(Schedule):
     """What the schedules share: a straight line up to the base value, and then `after`."""
 
-    warmup: int = 0  # steps in which the rate rises linearly to its base value
+    warmup: int = 0  # steps in which the number rises linearly to its base value
 
     def check(self) -> None:
         """Raises UserError for values out of range."""
@@ -54,7 +54,7 @@ class WarmupSchedule(Schedule):
 
 @dataclass(eq=False)
 class Constant(WarmupSchedule):
-    """Learning rate: always the base value."""
+    """Schedule, of lr or another number: always the base value."""
 
     name: ClassVar[str] = "constant"
 
@@ -65,11 +65,11 @@ class Constant(WarmupSchedule):
 
 @dataclass(eq=False)
 class Linear(WarmupSchedule):
-    """Learning rate: a straight line down."""
+    """Schedule, of lr or another number: a straight line down."""
 
     name: ClassVar[str] = "linear"
 
-    floor: float = 0.0  # final rate, as a share of the base value
+    floor: float = 0.0  # final value, as a share of the base value
 
     def after(self, step: int, steps: int) -> float:
         """From 1 to `floor` at the end."""
@@ -80,12 +80,12 @@ class Linear(WarmupSchedule):
 
 @dataclass(eq=False)
 class Cosine(WarmupSchedule):
-    """Learning rate: warm-up, then half a cosine down."""
+    """Schedule, of lr or another number: warm-up, then half a cosine down."""
 
     name: ClassVar[str] = "cosine"
 
-    warmup: int = 5  # steps in which the rate rises linearly to its base value
-    floor: float = 0.01  # final rate, as a share of the base value
+    warmup: int = 5  # steps in which the number rises linearly to its base value
+    floor: float = 0.01  # final value, as a share of the base value
 
     def after(self, step: int, steps: int) -> float:
         """The cosine between 1 and `floor`."""
@@ -94,12 +94,12 @@ class Cosine(WarmupSchedule):
 
 @dataclass(eq=False)
 class WarmupStableDecay(WarmupSchedule):
-    """Learning rate: warm-up, a long plateau, then a straight line down (Hu et al. 2024)."""
+    """Schedule, of lr or another number: warm-up, a long plateau, then a straight line down (Hu et al. 2024)."""
 
     name: ClassVar[str] = "wsd"
 
     decay: float = 0.2  # share of the run that the final descent takes
-    floor: float = 0.0  # final rate, as a share of the base value
+    floor: float = 0.0  # final value, as a share of the base value
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the warm-up leaves no plateau, or that there is no descent to the floor."""

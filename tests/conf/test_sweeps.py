@@ -537,7 +537,9 @@ def test_patterns_of_a_sweep_are_looked_at_as_its_jobs_take_them_and_told_in_the
     assert outcomes == [outcome(ahead.request.compose, *job.overrides) for job in found]
     assert outcomes[2] == ([("blk.0.*", {"frozen": True}), ("*", {"weight_decay": 0})], 5)
     assert outcomes[1] == "steps=2000.0: must be a whole number, written out: steps=2000"
-    assert all("takes names with values, in braces: optim.groups={name: value}" in told for told in outcomes[6::2])
+    assert all(
+        "takes names with values, in braces: optim.groups={blk.*: {lr: 0.001}}" in told for told in outcomes[6::2]
+    )
 
 
 def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():

@@ -183,6 +183,10 @@ BROKEN = {
         part("Recipe", "def plan(self, model, setup): ...", "optim_mode = 'lor'"),
         ["Mine.optim_mode is 'lor'", "did you mean lora?"],
     ),
+    "has an update of other arguments": (
+        part("Optimiser", "slots = numbers = lambda self, *a: {}", "def update(self, ops, w, g, state): ..."),
+        ["Mine.update takes (self, ops, w, g, state); it must take (self, ops, w, g, state, n)"],
+    ),
     "reads nothing of its kind": (
         part("Model", "reads = IMAGES", "def check(self): ...", "def tensors(self): ...", "def forward(self): ..."),
         ["Mine does not implement inputs", "images"],
@@ -441,7 +445,7 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
 
 def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
     found = {s.name: (s.default, s.type, s.comment) for s in settings_of(shipped.get("callbacks", "cosine"))}
-    assert found["warmup"] == (5, "int", "steps in which the rate rises linearly to its base value")
+    assert found["warmup"] == (5, "int", "steps in which the number rises linearly to its base value")
     assert found["floor"][:2] == (0.01, "float")
 
 

@@ -19,10 +19,12 @@ from toyexp.commands.table import find
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.contract.command import Command
+from toyexp.contract.optimiser import LORA, scalable
 from toyexp.contract.registry import Registry, load
 from toyexp.contract.settings import Setting, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
+DEFAULT_OPTIMISER = "adamw"  # as conf/config.yaml has it
 RUNS = 20  # the newest of them are offered
 SHELLS = ("bash", "fish", "zsh")
 
@@ -148,10 +150,18 @@ class Line:
         for setting in [setting for known, setting in self._settings(key) if known == key]:
             choices, suffixes = values_of(setting)
             yield from map(Candidate, choices)
+            if key.startswith("callbacks.") and key.endswith(".scales"):
+                yield from map(Candidate, self._scaled())
             if "run's directory" in setting.comment:
                 yield from runs()
             if suffixes is not None:
                 yield from paths(value, suffixes)
+
+    def _scaled(self) -> set[str]:
+        """The numbers that a schedule can scale, of the optimiser of this line."""
+        chosen = next((w.partition("=")[2] for w in self.before if w.startswith("optim=")), DEFAULT_OPTIMISER)
+        offer = self.registry.offers["optim"].get(chosen)
+        return {"lr"}.union(*map(scalable, offer.cls().settled(LORA).rules())) if offer else {"lr"}
 
     def _named(self, kind: str, value: str) -> Iterator[Candidate]:
         """Names of a group: alone, in a list, or between the commas of a sweep."""

@@ -310,6 +310,8 @@ engine=cpu,ggml is the default; a setting of one engine stands behind its name: 
 engine=cuda,cuda:capture=false.
 All other settings are those of a run; steps={STEPS} unless given. Nothing is written.
 An experiment that sweeps, such as parity_all, is compared job by job.
+An optimiser that goes by signs, such as optim=lion, makes a whole step of a gradient that is nothing but rounding: its
+weights differ where gradients are near 0, and only gradient tells whether the engines agree; --weights X allows for it.
 
 options
 {_LIMITS}

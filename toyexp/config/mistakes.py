@@ -84,12 +84,16 @@ def _wrong_part(override: Override, kind: str, rest: Sequence[str], keys: Keys) 
         return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
     if len(rest) > depth:
         key = ".".join([kind, *rest[:depth]])
-        names = f"names with values, in braces: {key}={{name: value}}"
-        return f"{line}: {key} holds {names if keys.holds_names(key) else 'one value, not keys of its own'}"
+        return f"{line}: {key} holds {_in_braces(key) if keys.holds_names(key) else 'one value, not keys of its own'}"
     if rest[-1] == "name":
         name = "[...]" if kind == "callbacks" else override.get_value_element_as_str()
         return f"{line}: cannot be set; choose by name: {kind}={name}"
     return None
+
+
+def _in_braces(key: str) -> str:
+    example = "{blk.*: {lr: 0.001}}" if key == "optim.groups" else "{name: value}"
+    return f"names with values, in braces: {key}={example}"
 
 
 def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
@@ -173,7 +177,7 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     *others, owner = [None, *sorted(n for n, offer in offers.items() if last in Keys.fields(offer.cls))]
     if owner and kind != "callbacks":
         belongs = " or ".join(filter(None, [", ".join(filter(None, others)), owner]))
-        return f"unknown key {key} with {chosen}; it belongs to {kind}={belongs}: add that too"
+        return f"unknown key {key} with {chosen}; it belongs to {kind}={belongs}: choose that, or leave the key out"
     valid = keys.under(where) - {"name"}
     best = nearest(last, valid)
     hint = f"did you mean {where}.{best}?" if best else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
@@ -254,7 +258,7 @@ def wrong_value(error: Exception, key: str | None, given: Sequence[Override], re
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
     label = str(guilty[-1].input_line) if guilty else key or "the config"
     if key and Keys.of(registry).holds_names(key):
-        return UserError(f"{label}: takes names with values, in braces: {key}={{name: value}}")
+        return UserError(f"{label}: takes {_in_braces(key)}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""

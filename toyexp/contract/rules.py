@@ -19,7 +19,7 @@ from toyexp.contract.format import Format
 from toyexp.contract.hooks import RunHooks
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
-from toyexp.contract.optimiser import MODES
+from toyexp.contract.optimiser import MODES, Optimiser
 from toyexp.contract.recipe import Recipe
 
 # Keys by which Hydra and its kin are told what to call.
@@ -131,11 +131,21 @@ def _check_format(cls: type[Format], label: str) -> None:
     _check_setting(cls, "numbers", cls.numbers, label)
 
 
+def _check_optimiser(cls: type[Optimiser], label: str) -> None:
+    for name in ("slots", "numbers", "update"):
+        own, wanted = (list(inspect.signature(getattr(c, name)).parameters) for c in (cls, Optimiser))
+        try:
+            inspect.signature(getattr(cls, name)).bind(*wanted)
+        except TypeError:
+            raise UserError(f"{label}.{name} takes ({', '.join(own)}); it must take ({', '.join(wanted)})") from None
+
+
 _OF_A_KIND: dict[type, Callable[[Any, str], None]] = {
     Callback: _check_callback,
     Command: _check_command,
     Data: _check_data,
     Model: _check_model,
+    Optimiser: _check_optimiser,
     Recipe: _check_recipe,
     Format: _check_format,
 }

@@ -224,6 +224,13 @@ def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step
     assert str(error.value).startswith(f"callbacks.mine: the factor of {told}")
 
 
+@pytest.mark.parametrize("answer", [[0.5], [], 0.5, "beta1", {"beta1"}])
+def test_factors_that_are_no_numbers_by_name_are_their_callbacks_fault(answer):
+    with pytest.raises(RunFailed) as error:
+        Bus({"mine": Scaling(answer)}).factors(make_run(), 2)
+    assert str(error.value).startswith(f"callbacks.mine: its factors at step 3 are {answer!r}; ")
+
+
 def test_two_that_scale_one_number_are_both_named():
     fine = {"one": Scaling({"beta1": 1.1, "weight_decay": 0.0}), "two": Scaling({"momentum": 0.5})}
     assert Bus(fine).factors(make_run(), 2) == {"beta1": 1.1, "weight_decay": 0.0, "momentum": 0.5}

@@ -91,8 +91,11 @@ class Bus:
         arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
         for impl in reversed(self.hook.factors.get_hookimpls()):
             answer: Any = impl.function(*[arguments[name] for name in impl.argnames])
+            who = f"callbacks.{impl.plugin_name}"
+            if answer is not None and not isinstance(answer, Mapping):
+                what = f"its factors at step {step + 1} are {printable(repr(answer))}"
+                raise RunFailed(f"{who}: {what}; they must be numbers by name, such as {{'beta1': 0.9}}, or None")
             for name, value in (answer or {}).items():
-                who = f"callbacks.{impl.plugin_name}"
                 if name in owners:
                     raise RunFailed(f"{owners[name]} and {who} both scale {name}; drop one: '~{who}'")
                 _check_factor(f"{who}: the factor of {printable(str(name))} at step {step + 1}", run.plan, name, value)

@@ -41,14 +41,14 @@ class Wrong(Batches):
         return self._spoilt(batch) if k == 2 and not self._late else batch
 
     def held_out(self):
-        if self._at == "nothing":
-            return None
+        if self._at in ("nothing", "empty"):
+            return None if self._at == "nothing" else []
         return [self._spoilt(b) for b in self._batches.held_out()] if self._late else self._batches.held_out()
 
 
 def spoil(dataset, data):
     make = dataset.batches
-    if data.at in WRONG or data.at == "nothing":
+    if data.at in WRONG or data.at in ("nothing", "empty"):
         dataset.batches = lambda *given: Wrong(make(*given), data.at, data.late)
     elif data.at == "batches":
         dataset.batches = lambda *given: None
@@ -73,7 +73,7 @@ class Odd(Data):
         pass
 
     def open(self, vocabulary):
-        ids = np.random.default_rng(0).integers(0, 50, 5000).astype(np.int32)
+        ids = np.random.default_rng(0).integers(0, 50, 5000).astype(np.float32 if self.at == "fractions" else np.int32)
         return None if self.at == "open" else spoil(TokenDataset(ids[500:], ids[:500], None, self.vocab, 4, {}), self)
 
 
@@ -276,6 +276,23 @@ def test_pixels_that_are_no_numbers_are_their_datas_fault(late, capsys):
 
 def test_held_out_batches_that_are_no_sequence_are_told(capsys):
     assert run_told(capsys, "data=odd", "data.at=nothing").startswith("data.odd failed at step 0: TypeError")
+
+
+def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(capsys):
+    line = run_told(capsys, "data=odd", "data.at=empty", "data.late=true")
+    assert line == "data.odd holds no batch out, which eval_every=4 needs; eval_every=0 trains without"
+    assert (
+        main(
+            [*last_of_each(*NOOP, "data=odd", "data.at=empty", "data.late=true", "eval_every=0", "hydra.run.dir=other")]
+        )
+        == 0
+    )
+
+
+def test_ids_that_are_no_integers_are_refused_before_anything_is_made(capsys):
+    line = run_told(capsys, "data=odd", "data.at=fractions")
+    assert line == "the ids of the data's training part are float32; they must be integers"
+    assert not Path("run").exists()
 
 
 def test_eval_names_the_data_too(capsys):

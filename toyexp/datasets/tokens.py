@@ -34,7 +34,13 @@ class TokenDataset(Dataset):
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
     ):
-        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known."""
+        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known.
+
+        Raises UserError for ids of another type, of which batches would cut off the fractions.
+        """
+        for part, ids in (("training", train), ("held-out", held_out)):
+            if ids.dtype.kind not in "iu":
+                raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
         self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from toyexp.base.blame import OnError, batches_of, blamed
-from toyexp.base.errors import BadBatch
+from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
 from toyexp.contract.engine import StepMetrics
@@ -59,7 +59,11 @@ class Training:
         try:
             with self._blamed("data"):
                 self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
-                len(self._held_out)  # what has no length is no sequence
+                if not len(self._held_out) and self.eval_every:  # what has no length is no sequence
+                    raise PluginFailed(
+                        f"data.{self.run.config.get('data', {}).get('name', '?')} holds no batch out, "
+                        f"which eval_every={self.eval_every} needs; eval_every=0 trains without"
+                    )
             yield from self._steps(before, began)
         except Exception:
             outcome.seconds = before + time.perf_counter() - began

@@ -70,6 +70,11 @@ def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):
     assert [e["lr"] for e in run.of("step")] == pytest.approx(expected, rel=1e-15)
 
 
+def test_what_is_scaled_beside_the_rate_is_recorded_at_each_step(train):
+    run = train("callbacks=[linear,events]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=1", "steps=4")
+    assert [e["weight_decay_factor"] for e in run.of("step")] == [1, 0.75, 0.5, 0.25]
+
+
 def test_a_run_without_a_schedule_uses_the_base_rate(train):
     run = train("callbacks=[events]", "lr=0.01", "steps=3")
     assert [e["lr"] for e in run.of("step")] == [0.01] * 3

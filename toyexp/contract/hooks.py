@@ -72,7 +72,10 @@ class RunHooks:
 
     @hookspec
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """A step was taken on `batch`: metrics hold loss, lr, grad_norm, tokens (its targets) and wall_us."""
+        """A step was taken on `batch`: metrics hold loss, lr, grad_norm, tokens (its targets) and wall_us.
+
+        What a schedule multiplied beside lr is there too: `<name>_factor`, such as weight_decay_factor.
+        """
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -141,7 +141,7 @@ class Training:
             except Exception as error:
                 self._whole = isinstance(error, BadBatch)  # which is found before anything changes
                 raise
-        self._under_way.append(_Launched(batch, lr, began, metrics))
+        self._under_way.append(_Launched(batch, lr, factors, began, metrics))
 
     def _taken(self) -> tuple[dict[str, float], Batch]:
         """Waits for the first of the steps that are under way."""
@@ -158,7 +158,8 @@ class Training:
         outcome.tokens += count
         outcome.training_seconds += seconds
         metrics = {"loss": loss, "lr": launched.lr, "grad_norm": grad_norm, "tokens": count}
-        return {**metrics, "wall_us": seconds * 1e6}, launched.batch
+        scaled = {f"{name}_factor": factor for name, factor in launched.factors.items()}
+        return {**metrics, **scaled, "wall_us": seconds * 1e6}, launched.batch
 
     def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
         self.bus.hook.on_step(run=self.run, step=self.outcome.steps, metrics=metrics, batch=batch)
@@ -236,6 +237,7 @@ class _Launched:
 
     batch: Batch
     lr: float
+    factors: Mapping[str, float]  # of the optimiser's other numbers
     began: float
     metrics: Callable[[], StepMetrics]  # waits for it
 

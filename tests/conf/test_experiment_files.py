@@ -79,7 +79,10 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         ("steps: 3\noptim: muon\n", ["line 3: optim holds settings", "'- override /optim: muon'"]),
         ("callbacks: [plots]\n", ["line 2: callbacks holds settings", "'- override /callbacks: [plots]'"]),
         ("defaults: [/optim: muon]\n", ["optim is chosen already", "'- override /optim: muon'"]),
-        ("optim:\n  groups: [a]\n", ["line 3: optim.groups: takes names with values", "optim.groups={name: value}"]),
+        (
+            "optim:\n  groups: [a]\n",
+            ["line 3: optim.groups: takes names with values", "optim.groups={blk.*: {lr: 0.001}}"],
+        ),
         ("optim: {groups: a}\n", ["line 2: optim.groups: takes names with values"]),
         ("defaults: [override /recipe: lora]\nrecipe: {targets: {q: 1}}\n", ["line 3: recipe.targets: must be a list"]),
         ("seed: many\n", ["line 2: seed: must be a whole number"]),

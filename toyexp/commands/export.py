@@ -43,7 +43,7 @@ checkpoint (run/checkpoints/step-200), whose model is written into the run's dir
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
 
 types     {types}
-          The K-quants q2_k to q6_k take llama.cpp: llama-quantize on the PATH, or pip install llama-cpp-python.
+          The K-quants among them take llama.cpp: llama-quantize on the PATH, or pip install llama-cpp-python.
 settings  of a format, such as key=value: toyexp plugins NAME
 
 From GGUF to GGUF every key is kept as it is, but general.file_type and general.quantization_version; norms, biases and

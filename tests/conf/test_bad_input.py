@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
+from toyexp.config.words import parse
 from toyexp.training.checkpoint import MANIFEST, STATE
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
@@ -335,6 +337,32 @@ def test_a_text_whose_blanks_would_be_lost_is_told_how_they_are_kept(text, refus
     setting = f"callbacks.sample.prompt={text}"
     told = (setting, "blanks at its ends are lost", f"\"callbacks.sample.prompt='{text}'\"")
     refused([*SMALL, "callbacks=[default,sample]", setting], *told)
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("lr = 0.1", ["no space around =: lr=0.1"]),
+        ("lr=1e-3 steps=3", ["2 settings in one pair of quotes", "lr=1e-3 steps=3"]),
+        ("plugins=[a],[b]", ["plugins=[a,b]"]),
+        ("--trainer.max_epochs=3", ["steps=..."]),
+        ("--learning_rate=3", ["lr=3"]),
+        ("learning_rate=3", ["did you mean lr?"]),
+        ("max_iters=3", ["did you mean steps?"]),
+        ("LR=0.1", ["did you mean lr?"]),
+        ("optim=AdamW", ["did you mean adamw?"]),
+        ("--optim.bananas=3", ["has no dashes: optim.bananas=3"]),
+    ],
+)
+def test_a_habit_of_elsewhere_is_told_what_works_here(refused, word, words):
+    refused([*SMALL, word], *words)
+
+
+@pytest.mark.parametrize("name", ["blk.[0-3].*", "'blk.[0-3].*'", '"blk.[0-3].*"'])
+def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name):
+    err = refused([*SMALL, f"optim.groups={{{name}: {{lr: 0.1}}}}"], "a backslash")
+    (told,) = re.findall("backslash: '(.*)'", err)
+    assert parse([told])[0].value() == {"blk.[0-3].*": {"lr": 0.1}}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,10 @@ class PluginFailed(RunFailed):
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, with its letters or all its parts (batch: batch_size); None when none is."""
-    others, parts = [c for c in choices if c != word], set(re.split("[._]", word))
+    others = [c for c in choices if c != word]
+    if word.lower() in others:
+        return word.lower()
+    parts = set(re.split("[._]", word))
     wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
     swapped = [choice for choice in others if sorted(choice) == sorted(word)]
     close = difflib.get_close_matches(word, others, 1, cutoff=0.72 if len(word) > 3 else 0.66)  # of three letters two

@@ -8,12 +8,6 @@ from collections.abc import Collection, Sequence
 from toyexp.base.errors import UserError, choose, nearest
 
 VERBS = ("train", "run", "fit", "start", "sweep")
-# What other tools call our settings, where the value means the same.
-ELSEWHERE = {
-    "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "device": "engine",
-    "dataset": "data", "optimizer": "optim", "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
-}  # fmt: skip
-EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")
 
 
 def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
@@ -55,12 +49,11 @@ def _value(after: Sequence[str]) -> str:
 
 def _setting(name: str, value: str) -> str | None:
     """The setting that is meant, such as lr=0.1, if there is one of that name."""
-    from toyexp.config.top_level import GROUPS
+    from toyexp.config.top_level import GROUPS, in_our_words
     from toyexp.training.settings import Settings
 
     key = name.replace("-", "_")
-    if key in EPOCHS:
-        return "steps=... (a run's length is in optimiser steps)"
-    key = ELSEWHERE.get(key, key)
-    known = {*GROUPS, *ELSEWHERE.values(), *(f.name for f in dataclasses.fields(Settings))}
-    return f"{key}={value or '...'}" if key in known or key.partition(".")[0] in GROUPS else None
+    known = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
+    if key in known or key.partition(".")[0] in GROUPS:
+        return f"{key}={value or '...'}"
+    return in_our_words(key, value or "...")

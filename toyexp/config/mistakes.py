@@ -16,7 +16,7 @@ from toyexp.base.words import typed
 from toyexp.config.chosen import files, includes_itself, misplaced, place
 from toyexp.config.keys import Keys, choices, names_in
 from toyexp.config.schema import Source, compose_raw, load_yaml
-from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, in_our_words, top_level
 from toyexp.config.trust import check_typed
 from toyexp.contract.registry import Registry
 
@@ -161,6 +161,8 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
         places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), "sweep", "sweep.submitit"]
         homes = [f"{place}.{key}" for place in places if key in keys.under(place)]
         homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.under(""))])]
+        theirs = in_our_words(key, "...")
+        homes = [theirs.removesuffix("=...")] if theirs else homes
         hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.under('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:

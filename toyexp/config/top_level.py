@@ -17,6 +17,13 @@ GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 LAUNCHERS = ("serial", "joblib", "submitit")
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
+# What other tools call our settings, where the value means the same.
+ELSEWHERE = {
+    "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "max_iters": "steps",
+    "device": "engine", "dataset": "data", "optimizer": "optim",
+    "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
+}  # fmt: skip
+EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")
 
 
 @dataclass
@@ -60,6 +67,14 @@ class Sweep:
             )
         limits = {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
         require_within("sweep.submitit", self.submitit, **{name: f"[{low},{MOST}]" for name, low in limits.items()})
+
+
+def in_our_words(key: str, value: str) -> str | None:
+    """The setting that a key of another tool's stands for, wherever that has it: trainer.max_epochs=3."""
+    last = key.rpartition(".")[2].lower()
+    if last in EPOCHS:
+        return "steps=... (a run's length is in optimiser steps)"
+    return f"{ELSEWHERE[last]}={value}" if last in ELSEWHERE else None
 
 
 def top_level() -> Iterator[tuple[str, Setting]]:

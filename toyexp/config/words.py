@@ -48,8 +48,14 @@ def setting(key: str, value: object) -> str:
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     engine, *own = value.split(":")
+    tight, several, escaped = _tight(text), text.split(), _escaped(key, value)
     for wrong, words in (
         (not equals, "cannot be read; a setting is key=value, such as steps=100"),
+        (key.strip() and tight, f"there is no space around =: {tight}"),
+        (
+            len(several) > 1 and all(re.fullmatch(r"[+~]*[A-Za-z_][\w./]*=\S+", word) for word in several),
+            f"{len(several)} settings in one pair of quotes; each stands by itself: {' '.join(several)}",
+        ),
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
         (
             key == "engine" and own,
@@ -57,15 +63,42 @@ def _unreadable(text: str) -> UserError:
         ),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (key[:1] in ("'", '"'), 'the quotes belong around the value alone: key="value"'),
+        (
+            escaped and escaped != text,
+            f"in braces names stand without quotes, and [ and ] each behind a backslash: '{escaped}'",
+        ),
         (value[:1] == "{" and set(value) & set("'\""), f"in braces names stand without quotes: {key}={{name: value}}"),
         (_unbalanced(value), f"a bracket is not closed; a list is {key}=[a,b]"),
         (value.count('"') % 2 or value.count("'") % 2, "a quote is not closed"),
     ):
         if wrong:
             return UserError(f"{text!r}: {words}")
-    return UserError(
-        f"{text!r}: cannot be read; put quotes around a value with special characters: '{key}=\"{value}\"'"
-    )
+    quoted = f"'{key.strip()}=\"{value.strip()}\"'"
+    return UserError(f"{text!r}: cannot be read; put quotes around a value with special characters: {quoted}")
+
+
+def _tight(text: str) -> str | None:
+    """The same without spaces around its first `=`, where it has some and they are all that is wrong."""
+    key, _, value = text.partition("=")
+    tight = f"{key.strip()}={value.strip()}"
+    return tight if tight != text and _is_read(tight) else None
+
+
+def _escaped(key: str, value: str) -> str | None:
+    """A mapping whose names hold [ or ], as patterns do, as it is read; None for any other value."""
+    if value[:1] != "{" or not set(value) & set("[]"):
+        return None
+    bare = re.sub("[\"']", "", value)
+    escaped = f"{key}=" + re.sub(r"(?<!\\)[][]", r"\\\g<0>", bare)
+    return escaped if _is_read(escaped) else None
+
+
+def _is_read(text: str) -> bool:
+    try:
+        OverridesParser.create().parse_overrides([text])
+    except (HydraException, ValueError):
+        return False
+    return True
 
 
 def _unbalanced(value: str) -> bool:

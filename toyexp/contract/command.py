@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ def modules_in(words: Iterable[str]) -> list[str]:
         if key.lstrip("+") != "plugins" or not equals:
             continue
         names = [name.strip(" '\"") for name in text.strip("[] ").split(",")] if text != "[]" else []
+        if re.search(r"\]\s*,", text):
+            one = ",".join(re.findall(r"[^\[\],\s'\"]+", text))
+            raise UserError(f"{word}: several lists, and all runs have the same plugins: plugins=[{one}]")
         modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
         if not modules or (len(names) > 1 and text[:1] != "["):
             several = text if len(names) > 1 else "my_module"

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError, printable
+from toyexp.base.errors import UserError
 from toyexp.config.schema import Source, load_yaml, read_config
 
 HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
@@ -42,7 +42,9 @@ def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
     if held is None:
         return UserError(f"{path}: holds no settings, such as steps: 100 below a first line '{HEADER}'")
     if not isinstance(held, dict):
-        return UserError(f"{path}: holds {printable(str(held))}, and no keys with values, such as steps: 100")
+        # Not what it holds: the file may be a link to one that its owner shows to nobody.
+        what = "a list" if isinstance(held, list) else "one value"
+        return UserError(f"{path}: holds {what}, and no keys with values, such as steps: 100")
     if path.parent.name != "experiment":
         return UserError(f"{path}: has a key experiment, which is none; choose one by experiment=NAME")
     return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")

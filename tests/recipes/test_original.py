@@ -210,7 +210,8 @@ def test_models_the_original_draws_otherwise_are_refused():
         ("recipe=warm recipe.init=lcg", "recipe.init=lcg: there is: default, toy"),
         ("init=toy", "unknown key init; did you mean recipe.init?"),
         ("recipe=vit_tiny model=vit data=digits recipe.init=toy",
-         "unknown key recipe.init with recipe=vit_tiny; it belongs to recipe=scratch or warm: choose that, or leave the key out"),
+         "unknown key recipe.init with recipe=vit_tiny; it belongs to recipe=scratch or warm: "
+         "choose that, or leave the key out"),
     ],
 )  # fmt: skip
 def test_init_elsewhere_is_an_error_that_says_where(words, error, tmp_path, monkeypatch, capsys):

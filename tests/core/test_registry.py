@@ -339,6 +339,20 @@ def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypa
     assert "the working directory is no longer there" in capsys.readouterr().err
 
 
+def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_of_a_run(
+    distribution, tmp_path, monkeypatch, capsys
+):
+    source = callback("unsettled").replace("every: int = 1", "every: complex = 1j")
+    distribution(source=source)
+    monkeypatch.chdir(tmp_path)
+    words = ["engine=noop", "data=random", "steps=6", "eval_every=0", "hydra.run.dir=run"]
+    assert main(["plugins=toyexp.testing.null", *words]) == 0
+    (warned,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert "plugin req (stranger 1.2) is left out: callbacks=unsettled: its fields cannot be settings" in warned
+    assert main(["plugins=toyexp.testing.null", *words, "callbacks=[unsettled]"]) == 2
+    assert "callbacks=unsettled comes from plugin req, which is broken" in capsys.readouterr().err
+
+
 def test_a_healthy_registry_just_suggests_the_nearest_name(install):
     registry = load(installed=install(GOOD))
     with pytest.raises(UserError, match=r"^callbacks=god_one: there is none of that name; did you mean good_one\?$"):

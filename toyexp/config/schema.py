@@ -102,8 +102,10 @@ def store_schemas(registry: Registry) -> None:
             try:
                 store.store(group=kind, name=name, node=schema(cls, name), package=package)
             except OmegaConfBaseException as error:
-                plugin = registry.offers[kind][name].plugin
-                raise UserError(f"{kind}={name} ({plugin}): its fields cannot be settings: {error}") from None
+                if offer := registry.offers[kind].get(name):  # its plugin may be out already
+                    what = " ".join(str(error).split())
+                    registry.drop(offer, f"{kind}={name}: its fields cannot be settings: {what}")
+                continue
             _stored[kind, name] = cls
 
 

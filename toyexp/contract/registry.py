@@ -34,6 +34,7 @@ from toyexp.contract.rules import check_class, check_hooks
 
 GROUP = "toyexp"  # of entry points
 OWN = "toyexp"  # the distribution whose names nobody can take over
+LOCAL = "local module"  # the package of plugins=[...]
 OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
 KINDS: dict[str, tuple[type, str]] = {
@@ -122,6 +123,16 @@ class Registry:
             return offer.cls
         raise UserError(f"{self.missing(kind, name)}; {choose(name, self.offers[kind])}")
 
+    def drop(self, offer: Offer, reason: str) -> None:
+        """Takes out all that the plugin of an offer has, which is broken after all; UserError for a local one."""
+        if offer.package == LOCAL:
+            raise UserError(f"plugins=[{offer.plugin}]: {reason}")
+        origin = offer.plugin, offer.package
+        gone = [o for known in self.offers.values() for o in known.values() if (o.plugin, o.package) == origin]
+        for each in gone:
+            del self.offers[each.kind][each.name]
+        self.problems.append(Problem(*origin, reason, tuple((each.kind, each.name) for each in gone)))
+
     def missing(self, kind: str, name: str) -> str:
         """Why nothing of that name is there."""
         for problem in self.problems:
@@ -151,7 +162,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
             for name in modules:
                 if name.endswith(".py"):
                     raise UserError(f"plugins=[{name}]: takes the module's name: plugins=[{name.removesuffix('.py')}]")
-                problem = _add(registry, name, "local module", partial(importlib.import_module, name))
+                problem = _add(registry, name, LOCAL, partial(importlib.import_module, name))
                 if problem:
                     raise UserError(f"plugins=[{name}]: {problem.reason}")
         finally:

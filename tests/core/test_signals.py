@@ -304,6 +304,21 @@ def test_a_signal_before_anything_is_loaded_is_one_line(number):
     assert done.stderr == f"toyexp: interrupted by {number.name}\n"
 
 
+SLOW_PLUGIN = """
+import os, signal, time
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_the_second_signal_ends_the_import_of_a_slow_plugin_at_once(tmp_path):
+    (tmp_path / "slow_plugin.py").write_text(SLOW_PLUGIN)
+    words = [sys.executable, "-m", "toyexp", "data=random", "plugins=[slow_plugin]"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=40)
+    assert (done.returncode, done.stderr) == (143, "toyexp: interrupted by SIGTERM\n")
+
+
 # -- in this process --------------------------------------------------------------------------------------------------
 
 

@@ -2,15 +2,11 @@
 
 import numpy as np
 import pytest
-from tiny import VOCAB, batches, plan, weighted, write_base
+from several import OPTIMISERS, make_infinite, read
+from tiny import batches, plan, write_base
 
 from toyexp import Unavailable
 from toyexp.contract.plan import optimised
-from toyexp_optimisers.adafactor import Adafactor
-from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
-from toyexp_optimisers.muon import Muon
-from toyexp_optimisers.sgd import SGD
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCUDA
 
@@ -22,14 +18,6 @@ except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 STEPS = 8
-OPTIMISERS = {
-    "adamw": AdamWOptimiser(weight_decay=0.1, mode="lora"),
-    "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
-    "sgd": SGD(momentum=0.9, nesterov=True),
-    "lion": Lion(),
-    "adafactor": Adafactor(),
-    "muon": Muon(),
-}
 
 
 def outcome(the_plan, bad=None, **settings):
@@ -41,17 +29,11 @@ def outcome(the_plan, bad=None, **settings):
     engine = TorchCUDA(deterministic=True, **settings)
     with engine.realize(the_plan) as session:
         if bad is not None:
-            embedding = session.download("token_embd.weight")
-            embedding[-1] = np.inf
-            session.upload("token_embd.weight", embedding)
+            make_infinite(session)
         session.build()
         metrics = []
         for step in range(STEPS):
-            batch = weighted(data.batch(step), step)
-            if bad is not None:
-                batch["tokens"] = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
-                batch["tokens"] = batch["tokens"].astype(np.int32)
-            metrics.append(session.step(batch, the_plan.numbers(step, 1e-2 / (1 + step))))
+            metrics.append(session.step(read(data, step, bad), the_plan.numbers(step, 1e-2 / (1 + step))))
         loss = session.evaluate([data.batch(99)])
         return metrics, loss, session.snapshot(), session.describe()["captured"]
 

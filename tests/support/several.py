@@ -27,24 +27,34 @@ OPTIMISERS = {
 }
 
 
+def make_infinite(session):
+    """The embedding of the last token, before the training step is built."""
+    embedding = session.download("token_embd.weight")
+    embedding[-1] = np.inf
+    session.upload("token_embd.weight", embedding)
+
+
+def read(data, step, bad=None):
+    """A step's batch, its targets weighted; where there is a `bad` step, that one alone reads the last token."""
+    batch = weighted(data.batch(step), step)
+    if bad is not None:
+        ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
+        batch["tokens"] = ids.astype(np.int32)
+    return batch
+
+
 def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
     """Every step's numbers, and what a session answers after them."""
     data = batches(rows=the_plan.rows * the_plan.accumulate)
     with engine.realize(the_plan) as session:
         if bad is not None:
-            embedding = session.download("token_embd.weight")
-            embedding[-1] = np.inf
-            session.upload("token_embd.weight", embedding)
+            make_infinite(session)
         session.build()
         if state is not None:
             session.restore(state)
         metrics = []
         for step in range(first, first + steps):
-            batch = weighted(data.batch(step), step)
-            if bad is not None:
-                ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
-                batch["tokens"] = ids.astype(np.int32)
-            metrics.append(session.step(batch, the_plan.numbers(step, lr)))
+            metrics.append(session.step(read(data, step, bad), the_plan.numbers(step, lr)))
         last = data.batch(99)
         answers = {
             "loss": session.evaluate([weighted(last), last]),

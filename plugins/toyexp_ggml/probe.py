@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toyexp_ggml.binding import Backend, Graph, Memory, Node, get, put, refused_by
+from toyexp_ggml.binding import Backend, Graph, Memory, Node, get, put
 
 SIDE = 64  # beyond the few columns that have a kernel of their own, which rounds nothing
 MORE = 2.0**-12  # what float16, bfloat16 and TF32 round away beside 1
@@ -37,7 +37,7 @@ def refused(device: str) -> set[str]:
         x: Node = memory.tensor((SIDE, SIDE))
         for node in (graph.rms_norm(x, 1e-5), graph.softmax(x), graph.sum_last(x), graph.mul_mat(x, x)):
             graph.want(node)
-        return refused_by(device, graph)
+        return graph.refused_by(device)
     finally:
         graph.close()
         memory.close()

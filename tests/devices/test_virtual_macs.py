@@ -7,6 +7,7 @@ import pytest
 
 from toyexp import Unavailable
 from toyexp_ggml import binding, probe
+from toyexp_ggml.binding.library import ggml, op_name
 from toyexp_ggml.engines import GGMLMetal
 from toyexp_torch import engines
 from toyexp_torch.engines import TorchMPS
@@ -20,13 +21,11 @@ def _mac(monkeypatch):
 def test_metal_without_the_kernels_of_a_layer_is_not_here(monkeypatch):
     """The CPU stands for its device; of what it computes, some is refused."""
     monkeypatch.setattr(binding, "devices", lambda: {"MTL0": "Apple Paravirtual device"})
-    monkeypatch.setattr(binding, "_found", lambda name: binding.ggml.ggml_backend_dev_get(0))
+    monkeypatch.setattr("toyexp_ggml.binding.static.found", lambda name: ggml.ggml_backend_dev_get(0))
     assert probe.refused("MTL") == set()
     assert GGMLMetal().check() == "ggml on Metal: Apple Paravirtual device"
     lacks = {"RMS_NORM", "SUM_ROWS"}
-    monkeypatch.setattr(
-        binding.ggml, "ggml_backend_dev_supports_op", lambda device, node: binding._op(node) not in lacks
-    )
+    monkeypatch.setattr(ggml, "ggml_backend_dev_supports_op", lambda device, node: op_name(node) not in lacks)
     with pytest.raises(Unavailable, match="Apple Paravirtual device, which does not compute RMS_NORM, SUM_ROWS"):
         GGMLMetal().check()
 

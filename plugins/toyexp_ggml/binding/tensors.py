@@ -1,0 +1,180 @@
+"""Tensors of ggml: their memory on a device or in a file, and the way of numbers in and out."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toyexp_ggml.binding.backend import Backend
+from toyexp_ggml.binding.library import F32, I32, GraphError, ggml
+from toyexp_ggml.limits import LIMIT
+
+TYPES: dict[np.dtype[Any], int] = {np.dtype(np.float32): F32, np.dtype(np.int32): I32}
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A tensor of a graph: ggml's pointer and the shape, [.., d]."""
+
+    ptr: Any
+    shape: tuple[int, ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether its numbers stand in another type than float32; only products and row lookups read those."""
+        return bool(self.ptr.contents.type != F32)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+def context(size: int) -> Any:
+    """Room for so many bytes of what ggml notes of tensors and graphs, their numbers apart."""
+    return ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+
+
+class _Tensors:
+    """Up to `count` tensors that live as long as the session."""
+
+    def __init__(self, backend: Backend, count: int):
+        self._backend = backend
+        self._context = context(ggml.ggml_tensor_overhead() * (count + 8))
+        self._buffer: Any = None
+
+    def _new(self, shape: tuple[int, ...], type_id: int) -> Any:
+        return ggml.ggml_new_tensor(self._context, type_id, len(shape), (ctypes.c_int64 * len(shape))(*shape[::-1]))
+
+    def close(self) -> None:
+        """Frees the tensors."""
+        if self._buffer:
+            ggml.ggml_backend_buffer_free(self._buffer)
+        if self._context:
+            ggml.ggml_free(self._context)
+        self._buffer = self._context = None
+
+
+class Memory(_Tensors):
+    """Weights, moments, inputs."""
+
+    _bytes = 0
+
+    def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
+        """A new tensor; it has no memory until `allocate`."""
+        if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
+            raise GraphError(f"ggml holds tensors of 1 to 4 dimensions, each from 1 to 2^31 - 1, not {list(shape)}")
+        if np.dtype(dtype) not in TYPES:
+            raise GraphError(f"the graph holds float32 and int32 numbers, not {np.dtype(dtype)}")
+        ptr = self._new(shape, TYPES[np.dtype(dtype)])
+        if trainable:
+            ggml.ggml_set_param(ptr)
+        self._bytes += 4 * math.prod(shape)
+        return Node(ptr, shape)
+
+    def allocate(self) -> None:
+        """Gives every tensor its memory on the device, zeroed."""
+        if not self._bytes:  # all weights are read where they lie in a file
+            return
+        # The system may promise more than there is, and end the process when it is used; so this asks first.
+        if not self._backend.memory or self._bytes <= self._backend.memory:
+            self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
+        if not self._buffer:
+            raise GraphError(f"the device has too little memory: weights and inputs are {self._bytes / 2**30:.1f} GiB")
+        ggml.ggml_backend_buffer_clear(self._buffer, 0)
+        self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
+
+
+class MappedFile(_Tensors):
+    """Tensors that lie in a file, in the types they have there: mapped on the CPU, elsewhere copied byte by byte."""
+
+    def __init__(self, backend: Backend, path: str, count: int):
+        super().__init__(backend, count)
+        self._bytes = np.memmap(path, mode="r")
+        self._places: list[tuple[Any, int, int]] = []
+        if backend.device == "CPU":
+            self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(self._bytes.ctypes.data, self._bytes.size)
+
+    def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
+        """The tensor of a ggml type at a place of the file; the caller answers for both."""
+        ptr = self._new(shape, type_id)
+        if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
+            raise GraphError(f"{nbytes} bytes at {offset} for a tensor of {list(shape)}")
+        if self._buffer:
+            ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
+        else:
+            self._places.append((ptr, offset, nbytes))
+        return Node(ptr, shape)
+
+    def allocate(self) -> None:
+        """Copies what was not mapped."""
+        if not self._places:
+            return
+        self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
+        if not self._buffer:
+            raise GraphError("the device has too little memory for the frozen weights")
+        self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
+        for ptr, offset, nbytes in self._places:
+            ggml.ggml_backend_tensor_set(ptr, self._bytes.ctypes.data + offset, 0, nbytes)
+
+    def close(self) -> None:
+        """Frees the tensors and lets go of the file."""
+        super().close()
+        del self._bytes
+
+
+def put(node: Node, array: np.ndarray) -> None:
+    """Copies a contiguous array of the node's size into it."""
+    if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
+        raise GraphError(f"{array.size} numbers of type {array.dtype} for a tensor of {list(node.shape)}")
+    ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
+
+
+def get(node: Node) -> np.ndarray:
+    """A float32 copy of a node's values."""
+    out = np.empty(node.shape, np.float32)
+    ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data, 0, out.nbytes)
+    return out
+
+
+def get_all(backend: Backend, wanted: Iterable[tuple[Node, np.ndarray]]) -> None:
+    """Copies each node's values into the contiguous float32 array beside it, with one wait for all of them."""
+    for node, out in wanted:
+        if out.dtype != np.float32 or out.shape != node.shape or not out.flags.c_contiguous or not out.flags.writeable:
+            raise GraphError(f"{list(out.shape)} of {out.dtype} for a tensor of {list(node.shape)}")
+        ggml.ggml_backend_tensor_get_async(backend.ptr, node.ptr, out.ctypes.data, 0, out.nbytes)
+    ggml.ggml_backend_synchronize(backend.ptr)
+
+
+def host_arrays(backend: Backend, nodes: Mapping[str, Node]) -> dict[str, np.ndarray]:
+    """An array of each node's shape. A GPU gets them locked in the host's memory, where it copies at its full speed."""
+    kind = ggml.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_get_device(backend.ptr))
+    size = 4 * sum(node.size for node in nodes.values())
+    buffer = ggml.ggml_backend_buft_alloc_buffer(kind, size) if kind and size else None
+    if not buffer:
+        return {name: np.empty(node.shape, np.float32) for name, node in nodes.items()}
+    ends = list(itertools.accumulate(node.size for node in nodes.values()))
+    parts = np.split(np.asarray(_Locked(buffer, size)), ends[:-1])
+    return {name: part.reshape(node.shape) for (name, node), part in zip(nodes.items(), parts, strict=True)}
+
+
+class _Locked:
+    """Float32 numbers in a buffer of ggml's, which is freed with the last array that shows them."""
+
+    def __init__(self, buffer: Any, size: int):
+        start = ggml.ggml_backend_buffer_get_base(buffer)
+        self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (size // 4,), "data": (start, False)}
+        free = weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
+        free.atexit = False  # the process gives it back
+
+
+def clear(node: Node) -> None:
+    """Sets a node's values to zero."""
+    ggml.ggml_backend_tensor_memset(node.ptr, 0, 0, node.size * 4)

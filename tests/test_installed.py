@@ -117,4 +117,4 @@ def test_what_lies_in_the_working_directory_is_not_taken_for_a_library_but_for_w
     words = ["plugins=[lazy_plugin]", "experiment=smoke", "engine=ggml", "steps=1", "callbacks=[lazy]"]
     done = environments.run(sys.executable, "-m", "toyexp", *words, "hydra.run.dir=run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "found it" in done.stdout and "completed after 1 steps" in done.stdout
+    assert "found it" in done.stdout and "completed after 1 step in" in done.stdout

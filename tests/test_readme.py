@@ -80,15 +80,16 @@ def test_the_plugins_sub_command_is_one_like_any_other(environment):
     root, _ = environment
     words = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
         "all": "--help", "own": "losses --help", "none": "losses nowhere", "typo": "losses --tob 1", "near": "lossse",
-        "many": "losses --top many",
+        "many": "losses --top many", "two": "losses a b",
     }.items()}  # fmt: skip
     assert "The last held-out loss of every run below a folder, the best first  [demo, toyexp-demo 0.1]" in (
         words["all"].stdout
     )
     assert words["own"].returncode == 0 and "usage: toyexp losses [--top 5]" in words["own"].stdout
+    assert "\n--top 5   the five best alone" in words["own"].stdout
     for name, part in (
         ("none", "losses nowhere: holds no run"), ("typo", "--top?"), ("near", "did you mean losses?"),
-        ("many", "--top many: must be a whole number"),
+        ("many", "--top many: must be a whole number"), ("two", "losses a b: takes one folder"),
     ):  # fmt: skip
         assert words[name].returncode == 2 and len(words[name].stderr.splitlines()) == 1
         assert part in words[name].stderr
@@ -162,7 +163,8 @@ def test_the_dna_trains_and_is_known_by_its_files_name(signals):
 
 def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin, against SGD without momentum."""
-    (tmp_path / "plain_sgd.py").write_text(readme_file("plain_sgd.py"))
+    for name in ("plain_sgd.py", "test_plain_sgd.py"):
+        (tmp_path / name).write_text(readme_file(name))
     monkeypatch.chdir(tmp_path)
     usual = ["-m", "data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
              "lr=0.5", "optim.weight_decay=0.1", "engine=cpu,ggml", "sweep.isolate=false",
@@ -173,6 +175,8 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
         with GGUFFile(path) as one, GGUFFile(tmp_path / "b" / path.parent.name / "model.gguf") as other:
             for name in one.tensors:
                 np.testing.assert_allclose(one.read(name), other.read(name), atol=1e-6, err_msg=name)
+    kit = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
 
 
 def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monkeypatch, capsys):

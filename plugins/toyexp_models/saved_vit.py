@@ -29,8 +29,9 @@ class SavedViT:
         return cut(((images / 255 - self.mean) / self.std).astype(np.float32), self.model.patch)
 
 
-def load_vit(path: Path) -> SavedViT:
+def load_vit(path: str | Path) -> SavedViT:
     """A model.gguf or model.safetensors of a ViT; UserError for a file that is no such thing or lacks something."""
+    path = Path(path)
     with nullcontext(SafetensorsFile(path)) if path.suffix == ".safetensors" else GGUFFile(path) as file:
         model = read_model(ViT, file)
         classes = file.metadata.get(f"{file.architecture}.classes")

@@ -29,6 +29,7 @@ def test_early_stop_ends_a_run_that_no_longer_learns_and_says_why(train):
     # The first eval sets the best loss, the next three (at steps 2, 4 and 6) do not beat it.
     assert 6 <= end["final_step"] <= 7
     assert run.result["why"].startswith("early_stop: 3 evals without a held-out loss below ")
+    assert f"stopped after {end['final_step']} steps in " in run.out
     assert "stopped because early_stop: 3 evals" in run.out
     assert (run.dir / "model.gguf").exists()
 

@@ -1,5 +1,7 @@
 """The conformance kit as a plugin's author meets it, in a pytest of its own."""
 
+import re
+
 pytest_plugins = "pytester"
 
 AUTHORS = """
@@ -37,3 +39,84 @@ def test_a_device_that_is_not_here_is_one_skip_and_a_wrong_setting_is_told_where
     assert [report.nodeid.split("::")[-1] for report in skipped] == ["TestAbsent"]
     assert "no quantum device here; plug one in" in str(skipped[0].longrepr)
     assert ["told otherwise" in str(report.longrepr) for report in failed] == [True]
+
+
+SUITES = """
+import pytest
+from toyexp import Callback, hookimpl
+from toyexp.testing import CallbackSuite, EngineNumbers, NullEngine, OptimiserSuite
+from toyexp_optimisers.sgd import SGD
+
+class TestForgotten(OptimiserSuite):
+    optimiser = SGD()
+
+class TestNoEngine(EngineNumbers):
+    pass
+
+class TestNoCallback(CallbackSuite):
+    pass
+
+class Given(EngineNumbers):
+    def test_it_has_one(self):
+        assert isinstance(self.engine, NullEngine)
+
+class TestByAProperty(Given):
+    @property
+    def engine(self):
+        return NullEngine()
+
+class TestByAFixture(Given):
+    @pytest.fixture(autouse=True)
+    def later(self):
+        self.engine = NullEngine()
+
+class TestByABrokenProperty(OptimiserSuite):
+    @property
+    def optimiser(self):
+        return self.optimizer
+
+class Unlike(SGD):
+    def numbers(self, step, lr, weight_decay):
+        return {**super().numbers(step, lr, weight_decay), **({"late": 1.0} if step else {})}
+
+class TestUnlike(OptimiserSuite):
+    optimiser = Unlike()
+
+class GoesByEvals(Callback):
+    name = "goes_by_evals"
+
+    @hookimpl
+    def on_eval(self, metrics):
+        self.loss = metrics["loss"]
+
+    @hookimpl
+    def stop_reason(self, step):
+        return "enough" if self.loss < 0 else None
+
+class TestGoesByEvals(CallbackSuite):
+    callback = GoesByEvals
+"""
+
+
+def test_a_failure_says_what_was_not_set_and_shows_its_values(pytester):
+    pytester.makepyfile(SUITES)
+    chosen = (
+        "engine_computes or has_one or same_names or (evals and NoCallback) or (explained and (NoEngine or Broken))"
+    )
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rA", "-k", chosen)
+    shown = done.stdout.str()
+    for suite, missing in [
+        ("TestForgotten", "engine` (Engine)"), ("TestNoEngine", "engine` (Engine)"), ("TestNoCallback", "callback`"),
+    ]:  # fmt: skip
+        assert f"{suite}: set `{missing}" in shown
+    assert re.findall(r"PASSED \S+::(TestBy\w+)", shown) == ["TestByAProperty", "TestByAFixture"]
+    assert {*re.findall("AttributeError: (.*)", shown)} == {
+        "'TestByABrokenProperty' object has no attribute 'optimizer'"
+    }
+    assert "Left contains one more item: 'late'" in shown
+
+
+def test_a_callback_that_waits_for_an_eval_fails_the_kit(pytester):
+    pytester.makepyfile(SUITES)
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "GoesByEvals and without_evals")
+    assert "'GoesByEvals' object has no attribute 'loss'" in done.stdout.str()

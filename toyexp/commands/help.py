@@ -33,7 +33,11 @@ Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
 def run(arguments: Arguments) -> int:
     """Prints the page."""
     if arguments.rest:
-        raise UserError(f"help {arguments.rest[0]}: takes no arguments; the settings of one thing: toyexp plugins NAME")
+        word, known = arguments.rest[0], load(arguments.modules).offers["command"]
+        raise UserError(
+            f"help {word}: takes no arguments; of a command: toyexp {word if word in known else 'COMMAND'} --help; "
+            f"the settings of one thing: toyexp plugins NAME"
+        )
     print(page())
     return 0
 

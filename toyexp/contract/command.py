@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +40,7 @@ class Command(ABC):
         """What `toyexp NAME --help` prints; `modules` are the local plugins beside it."""
         options = [*self.switches, *(f"{option} {example}" for option, example in self.values.items())]
         words = " ".join(["usage: toyexp", self.name, *(f"[{option}]" for option in options), "..."])
-        return f"{words}\n\n{(self.__doc__ or '').strip()}"
+        return f"{words}\n\n{inspect.cleandoc(self.__doc__ or '')}"
 
     def read(self, words: Sequence[str]) -> Arguments:
         """Tells the words apart; UserError for an option that there is not, and one without its value."""

@@ -8,15 +8,18 @@ engine = MyEngine()
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 
+from toyexp.base.errors import UserError
 from toyexp.contract.callback import Callback
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.engine import Engine, State
@@ -48,6 +51,16 @@ class PluginSuite:
     def subject(self) -> type:
         """The class under test."""
         return type(getattr(self, self.part))
+
+    if not TYPE_CHECKING:  # to which it would say that a suite has whatever is asked of it
+
+        def __getattr__(self, name: str) -> Any:
+            """Says which attribute was forgotten, where it is used: it may be given late, by a fixture."""
+            cls = type(self)
+            hint = next((h for c in cls.__mro__ if (h := inspect.get_annotations(c).get(name))), None)
+            if hint and inspect.getattr_static(cls, name, None) is None:
+                pytest.fail(f"{cls.__name__}: set `{name}` ({hint}) in the class", pytrace=False)
+            return object.__getattribute__(self, name)  # raises, of a property what went wrong in it
 
     def test_the_registry_takes_the_class(self) -> None:
         """It is a dataclass with a name, a help line and defaults."""
@@ -109,7 +122,7 @@ class CallbackSuite(PluginSuite):
 
     def callback(self) -> Callback:
         """A fresh callback."""
-        raise NotImplementedError
+        pytest.fail(f"{type(self).__name__}: set `callback`, such as its class, in the class", pytrace=False)
 
     def subject(self) -> type:
         """The callback's class."""
@@ -133,24 +146,29 @@ class CallbackSuite(PluginSuite):
         fresh.resume(state)
         assert fresh.state() in ({}, state)
 
-    def run(self, directory: Path, engine: Engine) -> Any:
+    def test_it_copes_without_evals(self, tmp_path: Path) -> None:
+        """With `eval_every=0` it hears of none, unless it refuses that."""
+        with contextlib.suppress(UserError):
+            assert self.run(tmp_path, NullEngine(), eval_every=0).reason in ("completed", "aborted")
+
+    def run(self, directory: Path, engine: Engine, eval_every: int = 2) -> Any:
         """A short run on the null engine with this callback alone; raises what on_end raised."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
         plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (self.rule,)))
-        callback = self.last = self.callback()
+        callback, settings = self.callback(), {"eval_every": eval_every}
+        self.last = callback
         callback.check()
-        callback.check_run({"eval_every": 2}, dataset)
+        callback.check_run(settings, dataset)
         bus = Bus({callback.name: callback})
         with start(Bare(), engine, plan) as session:
-            run = Run("test", directory, 0, self.steps, 1e-3, {"eval_every": 2}, engine.name, plan, session, dataset,
-                      {}, bus)  # fmt: skip
+            run = Run("test", directory, 0, self.steps, 1e-3, settings, engine.name, plan, session, dataset, {}, bus)
             reason: str = "errored"
             try:
                 bus.hook.on_start(run=run)
                 bus.check()
-                outcome = Training(run, bus, batches, eval_every=2).train()
+                outcome = Training(run, bus, batches, eval_every=eval_every).train()
                 reason = outcome.reason
             finally:
                 failures = bus.end(run, reason, None)

@@ -14,7 +14,7 @@ from toyexp.base.errors import PluginFailed, RunFailed
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
-from toyexp.base.words import count, short
+from toyexp.base.words import count, counted, short
 from toyexp.base.writing import bytes_in
 from toyexp.contract.run import Run
 from toyexp.training.checkpoint import steps
@@ -96,7 +96,8 @@ def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     outcome = result.outcome
     speed = f" · {count(outcome.tokens_per_second)} {result.units}/s" if outcome.tokens_per_second else ""
-    say(f"{outcome.reason} after {outcome.steps} steps in {outcome.seconds:.1f} s{speed}")
+    how = "stopped" if outcome.reason == "aborted" else outcome.reason  # by a callback, which may have reached its goal
+    say(f"{how} after {counted(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
     if outcome.why:
         say(f"stopped because {outcome.why}")
     if outcome.skipped:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from toyexp.contract.data import Data
     from toyexp.contract.dataset import Batches, Dataset
     from toyexp.contract.decoder import Decoder, Piecewise
-    from toyexp.contract.engine import Engine, Session, State, StepMetrics
+    from toyexp.contract.engine import Engine
     from toyexp.contract.format import Exported, Format, ModelFile, Models, TensorInfo
     from toyexp.contract.hooks import Register, hookimpl
     from toyexp.contract.kind import IMAGES, TOKENS, Kind
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from toyexp.contract.recipe import Recipe, Setup
     from toyexp.contract.run import Run
     from toyexp.contract.sampling import Sampling, endless
+    from toyexp.contract.session import Session, State, StepMetrics
     from toyexp.contract.values import Constant, Given, Normal, Values
     from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
     from toyexp.datasets.tokens import TokenBatches, TokenDataset

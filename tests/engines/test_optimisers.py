@@ -11,9 +11,9 @@ from tiny import batches, plan, weighted
 
 from toyexp import AdamW, Rule, SessionError, Unavailable, UserError
 from toyexp.commands.line import main
-from toyexp.contract.engine import state_shapes
 from toyexp.contract.optimiser import Group
 from toyexp.contract.plan import optimised
+from toyexp.contract.snapshot import state_shapes
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.reference.arithmetic import updated
 from toyexp.testing import OptimiserSuite

@@ -260,7 +260,7 @@ def test_bad_words_are_told(words, said, trained, capsys):
 
 def test_a_loss_that_is_no_number_fails(capsys, monkeypatch):
     assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
-    monkeypatch.setattr("toyexp.contract.engine.Session.evaluate", lambda *_: float("nan"))
+    monkeypatch.setattr("toyexp.contract.session.Session.evaluate", lambda *_: float("nan"))
     capsys.readouterr()
     assert main(["eval", "run", "engine=ggml", "engine.threads=1", "--json"]) == 1
     out, err = capsys.readouterr()

@@ -24,8 +24,8 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
 from toyexp.commands.variants import prepared_on
 from toyexp.contract.batch import Batch
-from toyexp.contract.engine import StepMetrics
 from toyexp.contract.recipe import start
+from toyexp.contract.session import StepMetrics
 from toyexp.training.parts import Prepared
 
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone

@@ -12,12 +12,13 @@ import numpy as np
 
 from toyexp.base.blame import blamed
 from toyexp.contract.batch import InputSpec
-from toyexp.contract.engine import Engine, Session
+from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import FROM_SCRATCH
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.contract.planned import Planned
+from toyexp.contract.session import Session
 
 
 @dataclass(frozen=True)

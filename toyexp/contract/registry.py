@@ -23,7 +23,7 @@ from toyexp.contract.callback import Callback
 from toyexp.contract.command import Command
 from toyexp.contract.data import Data
 from toyexp.contract.dataset import Batches, Dataset
-from toyexp.contract.engine import Engine, Session
+from toyexp.contract.engine import Engine
 from toyexp.contract.exporter import exporter
 from toyexp.contract.format import Format
 from toyexp.contract.hooks import Registration
@@ -31,6 +31,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.rules import check_class, check_hooks
+from toyexp.contract.session import Session
 
 GROUP = "toyexp"  # of entry points
 OWN = "toyexp"  # the distribution whose names nobody can take over

@@ -16,8 +16,8 @@ from toyexp.base.writing import required
 
 if TYPE_CHECKING:
     from toyexp.contract.dataset import Dataset
-    from toyexp.contract.engine import Session
     from toyexp.contract.plan import Plan
+    from toyexp.contract.session import Session
 
 
 @dataclass(frozen=True)

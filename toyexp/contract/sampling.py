@@ -9,7 +9,7 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed
 from toyexp.contract.decoder import Decoder
-from toyexp.contract.engine import Session
+from toyexp.contract.session import Session
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp.contract.batch import Batch
-from toyexp.contract.engine import Engine, Session, StepMetrics
+from toyexp.contract.engine import Engine
 from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.session import Session, StepMetrics
 
 
 @dataclass

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
-from toyexp.contract.engine import Engine, Session, State, StepMetrics
+from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan
+from toyexp.contract.session import Session, State, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan
 from toyexp.testing.suites import PluginSuite

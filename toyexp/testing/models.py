@@ -14,11 +14,12 @@ import pytest
 from toyexp.base.errors import SessionError, Unavailable
 from toyexp.contract.batch import Batch
 from toyexp.contract.dataset import Dataset
-from toyexp.contract.engine import Engine, Session
+from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Ops, Params
 from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup
+from toyexp.contract.session import Session
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
 from toyexp.testing.suites import Bare, PluginSuite, tiny_data
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from toyexp.contract.engine import Engine, Session, state_shapes
+from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
 from toyexp.contract.plan import Plan
+from toyexp.contract.session import Session
+from toyexp.contract.snapshot import state_shapes
 from toyexp.reference.arithmetic import updated
 from toyexp.reference.opmodel import op_batch, op_plan
 from toyexp.testing.engines import same

@@ -22,7 +22,7 @@ import pytest
 from toyexp.base.errors import UserError
 from toyexp.contract.callback import Callback
 from toyexp.contract.dataset import Dataset
-from toyexp.contract.engine import Engine, State
+from toyexp.contract.engine import Engine
 from toyexp.contract.kind import IMAGES, TOKENS, Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW, Rule
@@ -31,6 +31,7 @@ from toyexp.contract.recipe import Recipe, Setup, start
 from toyexp.contract.registry import KINDS
 from toyexp.contract.rules import check_class
 from toyexp.contract.run import Run
+from toyexp.contract.session import State
 from toyexp.contract.settings import settings_of
 from toyexp.contract.values import Given
 from toyexp.datasets.images import ImageDataset

@@ -6,8 +6,8 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed
 from toyexp.contract.batch import Batch
-from toyexp.contract.engine import Session
 from toyexp.contract.run import Run
+from toyexp.contract.session import Session
 
 
 def gave_up(run: Run, place: str, what: str, batch: Batch, in_a_row: int) -> RunFailed:

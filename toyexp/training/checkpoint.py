@@ -27,7 +27,7 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import misfit
 from toyexp.base.writing import dump_json, sync_directory, write_synced
-from toyexp.contract.engine import SLOT
+from toyexp.contract.snapshot import SLOT
 
 log = logging.getLogger("toyexp")
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from toyexp.contract.batch import Batch
-from toyexp.contract.engine import Session, StepMetrics
+from toyexp.contract.session import Session, StepMetrics
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from toyexp.base.signals import Signals, stop_signals
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Batches, Dataset
-from toyexp.contract.engine import Session
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.plan import Plan, optimised
@@ -23,6 +22,7 @@ from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
+from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, Interval, steps

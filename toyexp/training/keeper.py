@@ -20,9 +20,9 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import cause
 from toyexp.base.memory import available_bytes
 from toyexp.base.writing import bytes_in
-from toyexp.contract.engine import SLOT
 from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
+from toyexp.contract.snapshot import SLOT
 from toyexp.training.checkpoint import Checkpoint, Interval, is_bare, read, steps, write
 
 log = logging.getLogger("toyexp")

@@ -18,8 +18,8 @@ from toyexp.base.blame import OnError, batches_of, blamed
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
-from toyexp.contract.engine import StepMetrics
 from toyexp.contract.run import Run
+from toyexp.contract.session import StepMetrics
 from toyexp.training.bad_numbers import gave_up
 from toyexp.training.bus import Bus
 from toyexp.training.driver import Asks, Evaluate, Step, drive

@@ -8,8 +8,9 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.memory import REMEDY, available_bytes
-from toyexp.contract.engine import Engine, state_shapes
+from toyexp.contract.engine import Engine
 from toyexp.contract.plan import Plan
+from toyexp.contract.snapshot import state_shapes
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:

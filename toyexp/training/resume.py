@@ -15,8 +15,8 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, require
 from toyexp.base.ownership import SWEEP, Ledger, fingerprint
 from toyexp.base.words import short, typed
-from toyexp.contract.engine import state_misfit
 from toyexp.contract.planned import defaults
+from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.outcome import Outcome
 from toyexp.training.parts import FREE_KEYS, Config, Prepared

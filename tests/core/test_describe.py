@@ -427,7 +427,9 @@ def test_a_plugin_that_breaks_over_a_file_does_not_take_the_rest_with_it(registr
 
 def test_without_any_plugin_a_file_is_still_described():
     write_base(Path("model.gguf"), "llama")
-    assert describe(Path("model.gguf"), Registry()).refused == "its architecture is llama; there is none"
+    assert describe(Path("model.gguf"), Registry()).refused == (
+        "its architecture is llama; there is none; one in a module of yours: add 'plugins=[my_module]'"
+    )
 
 
 # -- what is to be typed ----------------------------------------------------------------------------------------------
@@ -511,13 +513,21 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
     model = replace(Mine(**{**SIZES, "d_ff": 64}), vocab=VOCAB)
     write_model(Path("mine.gguf"), model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
     assert told(capsys, "mine.gguf")["family"] is None
+    assert main(["eval", "mine.gguf"]) == 2
+    assert capsys.readouterr().err.endswith("; one in a module of yours: add 'plugins=[my_module]'\n")
     found = told(capsys, "mine.gguf", "plugins=[my_models]")
     assert found["family"] == "mine" and found["forward"]
+    commands = {use["what"]: use["command"] for use in found["uses"] if use["command"]}
+    assert commands.keys() >= {"train on", "eval", "generate", "export"}
+    assert all(command.endswith(" 'plugins=[my_models]'") for command in commands.values())
     for words in ([], ["plugins=[my_models]"]):
         assert main(["models", *words, "--json"]) == 0
         (listed,) = json.loads(capsys.readouterr().out)["models"]
         assert listed["here"] == ("base" if words else "donor")
-    assert main(["export", "mine.gguf", "--type", "q8_0", "plugins=[my_models]"]) == 0
+        assert main(["models", *words]) == 0
+        ending = " 'plugins=[my_models]'" if words else ""
+        assert capsys.readouterr().out.endswith(f"; more about one: toyexp describe PATH{ending}\n")
+    assert main(shlex.split(commands["export"])[1:]) == 0
 
 
 def write_large_vocabulary(path, tokens=128_256, merges=280_147):

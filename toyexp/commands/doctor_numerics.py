@@ -71,7 +71,8 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
                 emulated, label = True, f"{offer.name}:emulate=true"
                 found.append((label, engine_of(label, registry)))
     if not found:
-        raise UserError("doctor --numerics: no engine works here; `toyexp doctor` says why and what to install")
+        command = f"`toyexp doctor{registry.loading}`"
+        raise UserError(f"doctor --numerics: no engine works here; {command} says why and what to install")
     return found
 
 

@@ -82,6 +82,7 @@ class Models(Answer):
     files: list[Found]
     unreadable: list[Found]
     places: list[Place]
+    loading: str = ""  # the local plugins, in what is suggested
 
     def plain(self) -> dict[str, Any]:
         """The files, those that cannot be read, and the places with what could not be looked at there."""
@@ -102,13 +103,15 @@ class Models(Answer):
                 for f in self.files
             ]  # fmt: skip
             total = f"{counted(len(self.files), 'model')}, {in_bytes(sum(f.bytes for f in self.files))}"
-            blocks += [columns(rows, right=(2, 4)), [f"{total}; more about one: toyexp describe PATH"]]
+            total += f"; more about one: toyexp describe PATH{self.loading}"
+            blocks += [columns(rows, right=(2, 4)), [total]]
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
             places = [[p.name, _shown(str(p.root)) + ("" if p.there else " (not there)")] for p in self.places]
             looked = [f"  {line}" for line in columns(places)]
-            blocks.append(["no GGUF models found; looked in:", *looked, "look elsewhere: toyexp models DIR"])
+            elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
+            blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])
         lines = [line for block in blocks for line in ("", *block)][1:]
         return lines + [f"note: {_shown(note)}" for p in self.places for note in p.notes]
 
@@ -140,7 +143,8 @@ def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:
             elif name not in ((known := files[itself]).name, *known.also):
                 files[itself] = replace(known, also=(*known.also, name))
     found = list(files.values())
-    return Models([f for f in found if f.error is None], [f for f in found if f.error is not None], places)
+    fine, broken = ([f for f in found if (f.error is None) is read] for read in (True, False))
+    return Models(fine, broken, places, registry.loading)
 
 
 def look(name: str, place: str, path: Path, registry: Registry) -> Found:

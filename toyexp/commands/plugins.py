@@ -50,6 +50,7 @@ def _list(registry: Registry) -> None:
             print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print("\nSettings of one of them, or of a preset: toyexp plugins NAME; what goes with what: --matrix", flush=True)
+    one = f"toyexp plugins NAME{registry.loading}"
+    print(f"\nSettings of one of them, or of a preset: {one}; what goes with what: --matrix", flush=True)
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
         say(f"not here: {line}")

@@ -85,12 +85,16 @@ class Offers:
         return None
 
     def all(self) -> list[Use]:
-        """Everything, in the order of a work."""
+        """Everything, in the order of a work; each command with the local plugins that were named."""
+        word = self._registry.loading
+        return [replace(use, command=f"{use.command}{word}") if use.command else use for use in self._all()]
+
+    def _all(self) -> list[Use]:
         if self._file.metadata.get("general.type") == "adapter":
             return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
         if self._path.is_file() and self._path != self._file.path:  # of another format, which no run starts from
-            first = f"runs start from a GGUF: toyexp export {shell(str(self._path))} --type gguf"
-            return [Use("train on", None, first), *self._looked_at()]
+            command = f"toyexp export {shell(str(self._path))} --type gguf{self._registry.loading}"
+            return [Use("train on", None, f"runs start from a GGUF: {command}"), *self._looked_at()]
         found = [self._training(recipe) for recipe in self._starting_from("base")]
         found = found if any(use.command for use in found) else found[:1]
         found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]

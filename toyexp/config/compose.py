@@ -110,11 +110,13 @@ class Composed:
 
     def parts(self) -> Config:
         """The parts of a run; UserError for anything a user could have typed wrong."""
+        registry = self.every.registry
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
+            line += registry.loading
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
-        (base, keys), registry = self._settled, self.every.registry
+        base, keys = self._settled
         parts = parts_of(self.cfg, keys)
         require_plugins(parts["settings"].plugins, self.modules, "the config")
         engine, note = pick_engine(parts["plain"]["engine"], registry)

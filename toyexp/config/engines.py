@@ -55,7 +55,8 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
         else:
             return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken)})"
     found = "".join(f"; {fact}" for fact in broken)
-    raise UserError(f"engine=auto: no engine works here{found}; `toyexp doctor` says why and what to install")
+    command = f"`toyexp doctor{registry.loading}`"
+    raise UserError(f"engine=auto: no engine works here{found}; {command} says why and what to install")
 
 
 def facts_of(engine: Engine) -> str:

@@ -112,7 +112,7 @@ def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
     if not all(isinstance(name, str) and name for name in strangers):
         return f"{line}: takes a name; {choose('', known)}"
     strangers = [name for name in strangers if name not in known]
-    return f"{keys.registry.missing(kind, strangers[0])}; {choose(strangers[0], known)}" if strangers else None
+    return keys.registry.missing(kind, strangers[0], known) if strangers else None
 
 
 def _sweep_keys() -> set[str]:

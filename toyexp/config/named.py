@@ -24,7 +24,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (conf_dir() / kind).glob("*.yaml")}
         best = nearest(name, known | presets)
-        hint = f"did you mean {best}?" if best else "what there is: toyexp plugins"
+        hint = f"did you mean {best}?" if best else f"what there is: toyexp plugins{registry.loading}"
         raise UserError(f"plugins {printable(name)}: there is nothing of that name; {hint}")
     return [line for block in found for line in block]
 

@@ -58,7 +58,7 @@ def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Da
     words = own_data if "data" in typed else [f"data={name}" for name in of_kind(kind, registry)[:1]]
     if not (recipes and models and words):
         return ""
-    return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}"
+    return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}{registry.loading}"
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ def table(registry: Registry) -> list[str]:
             reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
     lines = [("recipe", *next(iter(rows.values()), {}))]
     lines += [(recipe, *marks.values()) for recipe, marks in rows.items()]
-    return [*columns(lines), "", *sorted(reasons), "", "Which engines work here: toyexp doctor"]
+    return [*columns(lines), "", *sorted(reasons), "", f"Which engines work here: toyexp doctor{registry.loading}"]

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pluggy
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, choose, nearest
 from toyexp.base.files import working_directory
 from toyexp.base.packages import why
 from toyexp.contract.callback import Callback
@@ -36,6 +36,7 @@ from toyexp.contract.session import Session
 GROUP = "toyexp"  # of entry points
 OWN = "toyexp"  # the distribution whose names nobody can take over
 LOCAL = "local module"  # the package of plugins=[...]
+IN_A_MODULE = "one in a module of yours: add 'plugins=[my_module]'"
 OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
 KINDS: dict[str, tuple[type, str]] = {
@@ -93,6 +94,12 @@ class Registry:
     offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # a sentence about each thing that a plugin did and that was undone
+    modules: Sequence[str] = ()  # the local ones among them
+
+    @property
+    def loading(self) -> str:
+        """What stands at the end of a command that is suggested, for it to find the same: ` 'plugins=[a,b]'`."""
+        return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 
     def engines(self) -> list[Offer]:
         """The engines in the order in which engine=auto asks them."""
@@ -122,7 +129,7 @@ class Registry:
         offer = self.offers[kind].get(name)
         if offer is not None:
             return offer.cls
-        raise UserError(f"{self.missing(kind, name)}; {choose(name, self.offers[kind])}")
+        raise UserError(self.missing(kind, name, self.offers[kind]))
 
     def drop(self, offer: Offer, reason: str) -> None:
         """Takes out all that the plugin of an offer has, which is broken after all; UserError for a local one."""
@@ -134,14 +141,16 @@ class Registry:
             del self.offers[each.kind][each.name]
         self.problems.append(Problem(*origin, reason, tuple((each.kind, each.name) for each in gone)))
 
-    def missing(self, kind: str, name: str) -> str:
-        """Why nothing of that name is there."""
+    def missing(self, kind: str, name: str, known: Collection[str]) -> str:
+        """Why nothing of that name is there, and what of the `known` is near, or all of them."""
         for problem in self.problems:
             if (kind, name) in problem.offered:
-                return f"{kind}={name} comes from plugin {problem.plugin}, which is broken: {problem.reason}"
+                why_not = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
+                return f"{kind}={name} {why_not}; {choose(name, known)}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
         note = f" (a broken plugin may have offered it: {broken})" if broken else ""
-        return f"{kind}={name}: there is none of that name{note}"
+        own = "" if self.modules or nearest(name, known) else f"; {IN_A_MODULE}"
+        return f"{kind}={name}: there is none of that name{note}; {choose(name, known)}{own}"
 
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
@@ -150,7 +159,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     A broken installed plugin becomes a Problem; a broken module of `modules` was asked for, so it raises UserError.
     `installed` replaces the installed plugins, as (entry point, package) pairs.
     """
-    registry = Registry()
+    registry = Registry(modules=tuple(modules))
     for entry, package in _installed() if installed is None else installed:
         unmet = unmet_requirement(entry) if not package.startswith(f"{OWN} ") else None
         problem = Problem(entry.name, package, unmet) if unmet else _add(registry, entry.name, package, entry.load)

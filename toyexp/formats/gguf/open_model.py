@@ -11,7 +11,7 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.format import Exported, ModelFile
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
-from toyexp.contract.registry import Registry
+from toyexp.contract.registry import IN_A_MODULE, Registry
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
@@ -39,7 +39,7 @@ def class_in(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
     require_model(file)
     known = by_architecture(models)
     if file.architecture not in known:
-        raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}")
+        raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}; {IN_A_MODULE}")
     return known[file.architecture]
 
 

@@ -87,14 +87,14 @@ class SharedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        waits = []
-        for cuts in self.cuts:
-            for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
-                waits += [self.group.broadcast(self._flat[start:stop], rank)] if start < stop else []
-        for wait in waits:
+        """Gives each rank's part to the others, which round it as the kernels of that one have."""
+        shares = (enumerate(itertools.pairwise(cuts)) for cuts in self.cuts)
+        parts = [(rank, slice(*ends)) for share in shares for rank, ends in share if ends[0] < ends[1]]
+        waits = [self.group.broadcast(self._flat[here], rank) for rank, here in parts]
+        for wait, (rank, here) in zip(waits, parts, strict=True):
             wait()
-        if self._rounded is not None:
-            self._rounded.copy_(self._flat)
+            if self._rounded is not None and rank != self._share.rank:
+                self._rounded[here].copy_(self._flat[here])
 
     def gathered(self, name: str, slots: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """A tensor's whole state, which all ranks have to ask for together."""
@@ -128,15 +128,10 @@ class RankSession(TorchSession):
     """What one rank computes: of a plan with its own rows. All ranks call the same methods in the same order."""
 
     def __init__(self, plan: Plan, wanted: Wanted, place: Place):
-        super().__init__(plan, wanted)
+        update = partial(SharedUpdate, share=Share(place.rank, place.count)) if place.shard else Update
+        super().__init__(plan, wanted, update)
         self._place = place
         self._under_way: Callable[[], object] = lambda: None
-
-    def made_update(self) -> Update:
-        if not self._place.shard:
-            return super().made_update()
-        compiled, share = self._wanted.compile, Share(self._place.rank, self._place.count)
-        return SharedUpdate(self.plan, self._flat, self._grad, self._places, compiled, self._rounded, share)
 
     def join(self, group: Group) -> None:
         """From now on there are others."""

@@ -45,9 +45,9 @@ class Wanted:
 class TorchSession(Session):
     """A Plan on one torch device."""
 
-    def __init__(self, plan: Plan, wanted: Wanted):
+    def __init__(self, plan: Plan, wanted: Wanted, update: Callable[..., Update] = Update):
         super().__init__(plan)
-        self._wanted = wanted
+        self._wanted, self._make_update = wanted, update
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
         self._gathers = wanted.device == "cuda"  # where a kernel for each gradient is what costs
@@ -77,11 +77,9 @@ class TorchSession(Session):
             leaf.grad = None if self._gathers else self._grads[-1]
             start += size
         self._order, self._places = [tensor.name for tensor in order], places
-        self._update = self.made_update()
-
-    def made_update(self) -> Update:
-        """What changes the weights, which are there."""
-        return Update(self.plan, self._flat, self._grad, self._places, self._wanted.compile, self._rounded)
+        self._update = self._make_update(
+            self.plan, self._flat, self._grad, self._places, self._wanted.compile, self._rounded
+        )
 
     def describe(self) -> dict[str, Any]:
         """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batches, Data, Exported, Format, Optimiser, TokenDataset, hookimpl
+from toyexp import TOKENS, Batches, Data, Exported, Format, Optimiser, Schedule, TokenDataset, hookimpl
 from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.digits import Digits
+from toyexp_models.llama import Llama
 
 WRONG = {
     "negative": lambda b: b["tokens"].__setitem__((0, 0), -1),
@@ -187,9 +188,72 @@ class Unopened(NullEngine):
         return NullSession(plan, self)
 
 
+class OddSession(NullSession):
+    def do_snapshot(self, into):
+        found = dict(super().do_snapshot(into))
+        name = next(iter(found))
+        answers = {
+            "nothing": lambda: None,
+            "less": lambda: {k: v for k, v in found.items() if k != name},
+            "shape": lambda: {**found, name: found[name][1:]},
+            "list": lambda: {**found, name: found[name].tolist()},
+            "more": lambda: {**found, "nope": found[name]},
+        }
+        return answers[self._engine.at]()
+
+
+@dataclass
+class Forgetful(NullEngine):
+    "Keeps something else than its state."
+    name: ClassVar[str] = "forgetful"
+
+    at: str = ""
+
+    def realize(self, plan):
+        return OddSession(plan, self).open()
+
+
+@dataclass
+class OddModel(Llama):
+    "Scores and sizes that are none."
+    name: ClassVar[str] = "odd_model"
+
+    at: str = ""
+
+    def scores(self, logits, batches):
+        wrong = {"none": None, "text": {"bleu": "high"}, "array": {"bleu": np.ones(2)}, "unnamed": {1: 0.5}}
+        return wrong.get(self.at, {})
+
+    def settings(self):
+        return None if self.at == "settings" else super().settings()
+
+
+@dataclass(eq=False)
+class OddSchedule(Schedule):
+    "Looks at the plan itself, and not at what it scales."
+    name: ClassVar[str] = "odd_schedule"
+
+    def check_plan(self, plan):
+        pass
+
+    def factor(self, step, steps):
+        return 1.0
+
+
+@hookimpl
+def register_models(register):
+    register(OddModel)
+
+
+@hookimpl
+def register_callbacks(register):
+    register(OddSchedule)
+
+
 @hookimpl
 def register_engines(register):
     register(Unopened)
+    register(Forgetful)
 
 
 @hookimpl
@@ -385,3 +449,38 @@ def test_a_session_that_is_not_open_is_told_at_once(capsys):
     assert run_told(capsys, "engine=unopened") == wanted
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
     assert told(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ("none", "OddModel.scores() gave None, expected dict"),
+        ("text", "OddModel.scores() gave {'bleu': 'high'}, expected numbers by their names"),
+        ("array", "OddModel.scores() gave {'bleu': array([1., 1.])}, expected numbers by their names"),
+        ("unnamed", "OddModel.scores() gave {1: 0.5}, expected numbers by their names"),
+        ("settings", "OddModel.settings() gave None, expected dict"),
+    ],
+)
+def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
+    assert wanted in run_told(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ("nothing", "gave None, expected Mapping"),
+        ("less", "gave NoneType for token_embd.weight, expected an array [50, 16]"),
+        ("shape", "gave [49, 16] for token_embd.weight, expected an array [50, 16]"),
+        ("list", "gave list for token_embd.weight, expected an array [50, 16]"),
+        ("more", "gave 'nope', which is neither a trainable tensor nor its state"),
+    ],
+)
+def test_a_snapshot_that_is_not_the_plans_is_its_engines_fault(at, wanted, capsys):
+    line = run_told(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
+    assert f"OddSession.do_snapshot() {wanted}" in line
+
+
+def test_a_schedule_that_looks_at_the_plan_itself_scales_what_is_there_all_the_same(capsys):
+    line = run_told(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
+    assert line.startswith("callbacks.odd_schedule.scales=nope: is no number of this optimiser") and "lr" in line
+    assert not Path("run").exists()

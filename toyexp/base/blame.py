@@ -99,7 +99,7 @@ def given(wanted: type, method: Callable[..., T], *arguments: object) -> T:
     """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class."""
     found = method(*arguments)
     if not isinstance(found, wanted):
-        raise _unwanted(method, found, wanted.__name__)
+        raise unwanted(method, found, wanted.__name__)
     return found
 
 
@@ -107,11 +107,12 @@ def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
     """What a method of a plugin's part tells, each on one line; PluginFailed for a text, told letter by letter else."""
     found = method(*arguments)
     if isinstance(found, str) or not isinstance(found, Iterable):
-        raise _unwanted(method, found, "sentences in a list")
+        raise unwanted(method, found, "sentences in a list")
     return [" ".join(str(sentence).splitlines()) for sentence in found]
 
 
-def _unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:
+def unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:
+    """What a method of a plugin's part gave, and what was expected of it."""
     owner = type(getattr(method, "__self__", None)).__name__
     return PluginFailed(f"{owner}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
 

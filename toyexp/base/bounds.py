@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from operator import ge, gt, le, lt
 
 import numpy as np
 
@@ -44,14 +46,20 @@ def require_within(place: str, part: object, **bounds: str) -> None:
     None, which stands for a setting that is worked out later, is inside of every interval.
     """
     for name, bound in bounds.items():
-        if (given := getattr(part, name)) is None:
-            continue
-        low, high = bound[1:-1].split(",")
-        above = given > float(low) if bound[0] == "(" else given >= float(low)
-        if not (above and (given < float(high) if bound[-1] == ")" else given <= float(high))):
-            words = [f"{'above' if bound[0] == '(' else 'at least'} {low}"]
-            words += [] if high == "inf" else [f"{'below' if bound[-1] == ')' else 'at most'} {high}"]
-            raise UserError(f"{place}.{name}={given}: must be {' and '.join(words)}")
+        holds, words = _interval(bound)
+        if (given := getattr(part, name)) is not None and not holds(given):
+            raise UserError(f"{place}.{name}={given}: must be {words}")
+
+
+@functools.cache
+def _interval(bound: str) -> tuple[Callable[[float], bool], str]:
+    """Whether a number is inside, and what it must be in words."""
+    low, high = bound[1:-1].split(",")
+    least, most = float(low), float(high)
+    above, below = gt if bound[0] == "(" else ge, lt if bound[-1] == ")" else le
+    words = [f"{'above' if above is gt else 'at least'} {low}"]
+    words += [] if high == "inf" else [f"{'below' if below is lt else 'at most'} {high}"]
+    return lambda number: above(number, least) and below(number, most), " and ".join(words)
 
 
 def is_whole(text: str, least: int, most: int) -> bool:

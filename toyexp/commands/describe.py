@@ -24,6 +24,7 @@ from toyexp.commands.uses import Offers, Use
 from toyexp.config.restored import ADAPTER, MODEL, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import TensorInfo
+from toyexp.contract.model import sizes_of
 from toyexp.contract.registry import Registry, load
 from toyexp.formats.gguf.read import GGUFFile, origin
 from toyexp.formats.gguf.source import opened
@@ -195,7 +196,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
         kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
-        sizes=model.settings() if model else _sizes(file, architecture), parameters=parameters, outside=outside,
+        sizes=sizes_of(model) if model else _sizes(file, architecture), parameters=parameters, outside=outside,
         types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
         adapter=_adapter(file) if kind == "adapter" else None,
         parts=parts, uses=uses, forward=forward,

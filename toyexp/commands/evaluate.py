@@ -23,7 +23,7 @@ from toyexp.contract.compatibility import of_kind, unread
 from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Figure
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, scores_of, sizes_of
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
@@ -133,7 +133,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     with naming, running_out(TO_EVALUATE), built.engine.realize(plan) as session:
         session.build()
         held_out = batches.held_out()  # made once it is known that they fit
-        loss, scores = session.evaluate(held_out), model.scores(session.logits, held_out)
+        loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
@@ -178,7 +178,7 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
     if reason := unread(str(origin(path)), model.reads, built.data):
         raise UserError(reason)
     dataset = open_data(built.data, path if model.reads.text else None)
-    if model.reads.text and dataset.vocab > model.settings().get("vocab", dataset.vocab):
+    if model.reads.text and dataset.vocab > sizes_of(model).get("vocab", dataset.vocab):
         raise UserError(f"{origin(path)}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
     metadata = opened(str(path)).metadata
     keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}

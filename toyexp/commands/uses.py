@@ -15,7 +15,7 @@ from toyexp.commands.export import choose_target
 from toyexp.contract.compatibility import misfit, of_kind
 from toyexp.contract.data import Data
 from toyexp.contract.kind import TOKENS
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter
@@ -113,7 +113,7 @@ class Offers:
     @cached_property
     def _data(self) -> str:
         """The data to name where those that are read by default are not for this file."""
-        tokenizer, sizes = self._tokenizer_or_reason, self.model.settings() if self.model else {}
+        tokenizer, sizes = self._tokenizer_or_reason, sizes_of(self.model) if self.model else {}
         for name in of_kind(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
             words = cls.suggested(sizes, tokenizer if isinstance(tokenizer, Tokenizer) else None)
@@ -154,7 +154,7 @@ class Offers:
     def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
         model = self._models(recipe)[0]
-        vocab = {"vocab": rows} if "vocab" in model.settings() else {}
+        vocab = {"vocab": rows} if "vocab" in sizes_of(model) else {}
         return self._refusal(recipe, replace(model, **vocab))
 
     @property
@@ -179,7 +179,7 @@ class Offers:
 
     def _prompt(self, model: Model) -> str:
         """What the file's tokenizer and context can take."""
-        tokenizer, context, vocab = self._tokenizer_or_reason, model.context, int(model.settings().get("vocab", 2))
+        tokenizer, context, vocab = self._tokenizer_or_reason, model.context, int(sizes_of(model).get("vocab", 2))
         if isinstance(tokenizer, Tokenizer):
             with contextlib.suppress(UserError):
                 if len(tokenizer.prompt(PROMPT)) <= context:

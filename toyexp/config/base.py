@@ -13,7 +13,7 @@ from toyexp.base.errors import UserError
 from toyexp.config.build import made, resolved, typed
 from toyexp.config.keys import Keys
 from toyexp.contract.compatibility import misfit, suited
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.recipe import Recipe
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.source import opened
@@ -43,7 +43,7 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys) -> Base | No
     if path is None:
         return None
     model = model_in(opened(str(path)), keys.registry, recipe.reads)
-    settings = {"name": model.name, **model.settings()}
+    settings = {"name": model.name, **sizes_of(model)}
     for override in given:
         _require_same(override, cfg, f"recipe={recipe.name} takes the model from {path}, a {model.name}", model)
     if model.context:
@@ -61,7 +61,7 @@ def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model)
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return
-    held = model.settings()
+    held = sizes_of(model)
     wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), model.name)
     if wanted != there:
         but = f" with {key}={there}" if key in held else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.hooks import hookimpl
@@ -91,8 +91,9 @@ class Schedule(Callback):
         """Only one that hears of steps or stops runs: `factor` goes by the step alone."""
         return implements(self, "on_step") or implements(self, "stop_reason")
 
-    def check_plan(self, plan: Plan) -> None:
-        """Raises UserError for a number that the plan's optimiser does not have."""
+    @final
+    def check_scales(self, plan: Plan) -> None:
+        """Raises UserError for a number that the plan's optimiser does not have; asked before `check_plan`."""
         known = {"lr"}.union(*(group.scalable for group in plan.updates))
         if self.scales not in known:
             raise UserError(

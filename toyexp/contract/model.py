@@ -6,10 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from toyexp.base.blame import given, unwanted
 from toyexp.base.bounds import require_positive, require_within
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.kind import Kind
@@ -121,3 +123,17 @@ class Model(ABC):
     def settings(self) -> dict[str, Any]:
         """The fields and their values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def sizes_of(model: Model) -> dict[str, Any]:
+    """Its `settings`; PluginFailed for what is none."""
+    return given(dict, model.settings)
+
+
+def scores_of(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
+    """Its `scores`; PluginFailed for what is no number by its name."""
+    found = given(dict, model.scores, logits, batches)
+    for name, score in found.items():
+        if not (isinstance(name, str) and isinstance(score, Real)):
+            raise unwanted(model.scores, {name: score}, "numbers by their names")
+    return found

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
-from toyexp.base.errors import BadBatch, SessionError, choose
+from toyexp.base.blame import given
+from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
 from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.micro_batches import cut, micro_batches, padded
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
-from toyexp.contract.snapshot import slot_name, state_misfit
+from toyexp.contract.snapshot import slot_name, snapshot_fault, state_misfit
 
 X = TypeVar("X")
 
@@ -198,7 +199,10 @@ class Session(ABC):
         if into is not None and (misfit := state_misfit(self.plan, into)):
             raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
-        return self.do_snapshot(into or {})
+        found = given(Mapping, self.do_snapshot, into or {})
+        if fault := snapshot_fault(self.plan, found):
+            raise PluginFailed(f"{type(self).__name__}.do_snapshot() gave {fault}")
+        return found
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:

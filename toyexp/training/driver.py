@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from toyexp.contract.batch import Batch
+from toyexp.contract.model import scores_of
 from toyexp.contract.session import Session, StepMetrics
 
 
@@ -35,7 +36,7 @@ class Evaluate:
 
     def answer(self, session: Session) -> tuple[float, Mapping[str, float]]:
         """Computes them."""
-        return session.evaluate(self.batches()), session.plan.model.scores(session.logits, self.batches())
+        return session.evaluate(self.batches()), scores_of(session.plan.model, session.logits, self.batches())
 
 
 T = TypeVar("T")

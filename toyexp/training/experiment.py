@@ -12,6 +12,7 @@ from toyexp.base.blame import asked, blamed, given, of_a_part, sentences
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
+from toyexp.contract.callback import Schedule
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Batches, Dataset
@@ -109,6 +110,8 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
 def _check(config: Config, plan: Plan) -> None:
     """Raises UserError where callbacks, memory, engine or files are against the plan."""
     for callback in config.callbacks.values():
+        if isinstance(callback, Schedule):
+            callback.check_scales(plan)
         with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
             callback.check_plan(plan)
     check_plan(plan, config.engine)

@@ -11,6 +11,7 @@ from typing import Any
 from toyexp.base.blame import given, sentences
 from toyexp.base.errors import printable
 from toyexp.base.words import count, counted, typed
+from toyexp.contract.model import sizes_of
 from toyexp.training.parts import ASIDE_KEYS, Prepared
 from toyexp.training.rundir import git_facts, host_facts
 
@@ -56,7 +57,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "host": host_facts(),
         "git": git_facts(),
         "backend": {"kind": prepared.config.engine.name, **engine},
-        "model": {"arch": model.name, **model.settings(), "parameters": sum(t.size for t in prepared.plan.tensors)},
+        "model": {"arch": model.name, **sizes_of(model), "parameters": sum(t.size for t in prepared.plan.tensors)},
         "data": {"name": prepared.config.data.name, **prepared.data_facts(), "left_out": prepared.left_out()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),

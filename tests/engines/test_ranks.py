@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from faults import TEXT, Trace, environment, python, words
 from several import ADAMW, OPTIMISERS, Started, assert_close, events, taken
 from tiny import VOCAB, batches, plan, write_base
@@ -28,6 +29,8 @@ from toyexp_recipes.scratch import Scratch
 from toyexp_torch import torchrun
 from toyexp_torch.engines import TorchCPU, TorchMPS
 from toyexp_torch.group import torchruns_store
+from toyexp_torch.ranks import SharedUpdate
+from toyexp_torch.update import ALIGNMENT, Share, Update
 from toyexp_torch.wire import HEAD, Link, written
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
@@ -78,6 +81,55 @@ def alone(the_plan, **settings):
         return taken(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
     finally:
         os.environ.update({name: value for name, value in held.items() if value is not None})
+
+
+class Between:
+    """Gives what ranks of one process broadcast: each rank's part of its own flat vector."""
+
+    def __init__(self, rank, flats, barrier):
+        self._rank, self._flats, self._barrier = rank, flats, barrier
+
+    def broadcast(self, part, rank):
+        def wait():
+            self._barrier.wait()
+            here = slice(part.storage_offset(), part.storage_offset() + len(part))
+            if rank != self._rank:
+                part.copy_(self._flats[rank][here])
+
+        return wait
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor"])  # element by element, and by whole tensors
+def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
+    """As on GPUs, which alone hold them so: with formulas in place of kernels, and threads in place of processes."""
+    the_plan = optimised(plan("llama"), OPTIMISERS[name], 1e-2)
+    draw, places, start = torch.Generator().manual_seed(1), {}, 0
+    for group in the_plan.updates:
+        for tensor in (the_plan.tensor(name) for name in group.tensors):
+            places[tensor.name] = slice(start, start + tensor.size)
+            start += -(-tensor.size // ALIGNMENT) * ALIGNMENT
+    values, gradient = torch.zeros(start), torch.zeros(start)
+    for place in places.values():
+        for vector in (values, gradient):
+            vector[place] = torch.randn(place.stop - place.start, generator=draw)
+    flats = [values.clone(), values.clone(), values.clone()]
+    rounded = [flat.to(torch.bfloat16) for flat in flats]
+    barrier, numbers = threading.Barrier(2, timeout=20), the_plan.numbers(0, 1e-2)
+
+    def step(rank):
+        update = SharedUpdate(the_plan, flats[rank], gradient, places, False, rounded[rank], Share(rank, 2))
+        update.group = Between(rank, flats, barrier)
+        update(numbers)
+
+    threads = [threading.Thread(target=step, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    Update(the_plan, flats[2], gradient, places, False, rounded[2])(numbers)
+    assert not torch.equal(flats[2], values)
+    for rank in range(2):
+        assert torch.equal(flats[rank], flats[2]) and torch.equal(rounded[rank], rounded[2])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -19,6 +19,9 @@ def beyond(plan: Plan) -> str | None:
             f"{len(plan.tensors)} tensors, {len(plan.trainable)} of them to train: ggml's allocator takes up to "
             f"{MOST_TENSORS} and {MOST_TRAINABLE}; use fewer layers, or engine=cpu"
         )
+    for t in plan.tensors:
+        if len(t.shape) > 4 or any(n > LIMIT for n in t.shape):
+            return f"tensor {t.name} {list(t.shape)}: ggml holds up to 4 axes of up to 2^31 - 1; choose engine=cpu"
     for name, spec in plan.inputs.items():
         if plan.rows * math.prod(spec.shape) > LIMIT:
             return f"batch[{name!r}] of {plan.rows} rows has more than 2^31 - 1 numbers; {LESS}"

@@ -311,7 +311,7 @@ def test_data_that_are_none_are_named_before_anything_is_made(words, wanted, cap
 
 def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
     line = run_told(capsys, "data=odd", "data.at=batches")
-    assert "model.llama failed while it was fitted to the data" in line and "Batches" in line
+    assert "data.odd failed while it was cut into batches" in line and "Batches" in line
     assert not Path("run").exists()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
@@ -35,14 +36,23 @@ def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None
         return RunFailed(str(broken))
     words = " ".join(str(error).split())
     said = f"{type(error).__name__}: {words[:LIMIT]}{'...' if len(words) > LIMIT else ''}".removesuffix(": ")
-    failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else _place(error)))
+    failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else place(error)))
     failed.__cause__ = error
     return failed
 
 
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+def place(error: BaseException) -> str:
+    """The last line outside of toyexp that an error came through, in brackets; where there is none, the last of all."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    outside = [at for at in frames if not _is_toyexps(at[0])]
+    if not frames:
+        return ""
+    frame, line = (outside or frames)[-1]
+    return f" ({Path(frame.f_code.co_filename).name}, line {line})"
+
+
+def _is_toyexps(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("toyexp.")
 
 
 @contextlib.contextmanager
@@ -134,7 +144,7 @@ def of_a_part(kinds: Callable[[], Mapping[type, str]], log: Path | None = None) 
 def _method(error: BaseException, kinds: Mapping[type, str]) -> tuple[str, str] | None:
     """Whose method, of all outside of toyexp, the error came out of last, and which one."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if not str(frame.f_globals.get("__name__")).startswith("toyexp."):
+        if not _is_toyexps(frame):
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
             cls = owner if isinstance(owner, type) else type(owner)
             for base, kind in kinds.items():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Real
-from typing import NoReturn
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 from toyexp.base.errors import UserError
 from toyexp.contract.ops import Tensor
@@ -93,6 +93,12 @@ class Arithmetic(ABC):
         return self.add(new, self.scale(self.sub(old, new), share))
 
 
+def is_shape(sizes: Any) -> bool:
+    """Whether these are whole numbers from 1, one at least."""
+    listed = isinstance(sizes, tuple | list) and len(sizes) > 0
+    return listed and all(isinstance(n, Integral) and int(n) > 0 for n in sizes)
+
+
 @dataclass(frozen=True, eq=False)
 class Shaped:
     """A tensor of which nothing is known but its shape."""
@@ -100,10 +106,10 @@ class Shaped:
     shape: tuple[int, ...]
 
     def _operator(self, *_: object) -> NoReturn:
-        raise UserError("its update has an operator between tensors; it takes ops: ops.sub(w, ops.scale(g, 0.1))")
+        raise UserError("there is an operator on a tensor, which takes ops, such as ops.add(a, ops.scale(b, 0.1))")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
-    __neg__ = __pow__ = __matmul__ = _operator
+    __neg__ = __pow__ = __matmul__ = __getitem__ = __float__ = __int__ = __bool__ = __len__ = __iter__ = _operator
 
 
 class Shapes(Arithmetic):

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
+from toyexp.base.blame import blamed
 from toyexp.base.bounds import require_float32, require_within
 from toyexp.base.errors import RunFailed, UserError, choose, printable
-from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes
+from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes, is_shape
 from toyexp.contract.ops import Tensor
 
 FROM_SCRATCH = "from_scratch"
@@ -98,7 +99,7 @@ class Group:
         found = rule.numbers(step, lr * self.lr_scale, decay)
         if found.keys() != set(self._names):
             raise RunFailed(
-                f"optim.{getattr(rule, 'name', type(rule).__name__)}: its numbers at step {step + 1} are "
+                f"optim.{self._name}: its numbers at step {step + 1} are "
                 f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
             )
         return np.array([found[name] for name in self._names], np.float64)
@@ -111,7 +112,12 @@ class Group:
     @cached_property
     def scalable(self) -> frozenset[str]:
         """What of the rule a schedule can scale."""
-        return frozenset(scalable(self.rule))
+        with blamed(f"optim.{self._name}", "while a schedule asked what follows from its settings"):
+            return frozenset(scalable(self.rule))
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.rule, "name", type(self.rule).__name__))
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -121,7 +127,7 @@ class Group:
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     """Raises UserError for a rule whose state or update of a tensor of that shape is not what every engine can take."""
     slots = rule.slots(shape)
-    if not isinstance(slots, Mapping) or any(not s or min(s) < 1 for s in slots.values()):
+    if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
         raise UserError(f"its slots of {list(shape)} are {slots!r}; it must give a shape by name")
     if [*slots.items()] != [*(again := rule.slots(shape)).items()]:
         what = f"its slots of {list(shape)} are {slots!r}, and {again!r} when asked again"

@@ -290,8 +290,9 @@ def inherited(plan: Plan) -> Mapping[str, Any]:
 def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float) -> None:
     """Raises UserError for a rule whose numbers, slots or update are not what a session can take."""
     numbers = group.rule.numbers(0, lr, 0.0)
-    if not numbers or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers.values()):
-        raise UserError(f"its numbers are {dict(numbers)!r}; they must be finite numbers by name")
+    found = [*numbers.values()] if isinstance(numbers, Mapping) else []
+    if not found or not all(isinstance(n, int | float) and math.isfinite(n) for n in found):
+        raise UserError(f"its numbers are {printable(repr(numbers))}; they must be finite numbers by name")
     for shape in {shapes[name] for name in group.tensors}:
         check_rule(group.rule, shape)
 

@@ -25,6 +25,7 @@ from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
+from toyexp.reference.forward import check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, Interval, steps
 from toyexp.training.introduction import facts, introduction
@@ -89,6 +90,8 @@ def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     settings, who, when = config.settings, f"model.{config.model.name}", "while it was fitted to the data"
     fitted = asked(who, when, Model, lambda: config.model.fit(dataset), data=config.data)
     make = partial(fitted.batches, dataset, settings.batch_size, settings.seed)
+    if type(fitted).batches is Model.batches:  # which gives the data's own
+        who, when = f"data.{config.data.name}", "while it was cut into batches"
     batches = asked(who, when, Batches, make, data=config.data)
     model = config.base or fitted
     if settings.checkpoint_best is not None:
@@ -104,7 +107,12 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
-    return asked(f"recipe.{recipe.name}", "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
+    check_tensors(f"model.{model.name}", model.tensors)
+    who = f"recipe.{recipe.name}"
+    plan = asked(who, "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
+    check_tensors(who, lambda: plan.tensors)
+    check_forward(plan, who)
+    return plan
 
 
 def _check(config: Config, plan: Plan) -> None:

@@ -1,0 +1,293 @@
+"""A model that no engine could compute: one line that names it, whatever the engine, before anything is made."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lines import failed, last_of_each, noop
+from probe import Probe, probe_plan
+
+from toyexp import LoraAdapter, Normal, PlanTensor, Rotary, UserError, lora_names
+from toyexp.reference import forward
+from toyexp.reference.forward import check_forward
+from toyexp.reference.opmodel import CASES, op_plan
+
+PLUGIN = """
+import sys
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import TOKENS, Kind, Model, Normal, Optimiser, PlanTensor, Recipe, TensorSpec, hookimpl
+
+WEIGHT = TensorSpec("out.weight", (16, 8), Normal(0.02))
+TENSORS = {
+    "None": None,
+    "names": ["token_embd.weight"],
+    "zero": [WEIGHT, TensorSpec("z.weight", (0, 3), Normal(1))],
+    "negative": [WEIGHT, TensorSpec("z.weight", (-1, 3), Normal(1))],
+    "fraction": [WEIGHT, TensorSpec("z.weight", (3.5, 3), Normal(1))],
+    "number": [WEIGHT, TensorSpec("z.weight", 3, Normal(1))],
+    "nameless": [WEIGHT, TensorSpec("", (3, 3), Normal(1))],
+    "escape": [WEIGHT, TensorSpec("a\\x1b[31m", (3, 3), Normal(1))],
+}
+
+
+def turned(x):
+    return x @ x
+
+
+@dataclass
+class Odd(Model):
+    "A model that is none."
+    name: ClassVar[str] = "odd"
+    reads: ClassVar[Kind] = TOKENS
+    context: int = 4
+    at: str = ""
+
+    def check(self):
+        pass
+
+    def tensors(self):
+        return TENSORS.get(self.at, [TensorSpec("token_embd.weight", (16, 8), Normal(0.02)), WEIGHT])
+
+    def forward(self, ops, p, batch):
+        x = ops.embed(p["token_embd.weight"], batch["tokens"])
+        w = p["out.weight"]
+        return {
+            "unknown tensor": lambda: ops.logits(x, p["out.wieght"]),
+            "unknown op": lambda: ops.conv2d(x, w),
+            "adds": lambda: ops.logits(ops.add(x, 1), w),
+            "nothing": lambda: None,
+            "array": lambda: np.zeros((2, 4, 16), np.float32),
+            "two": lambda: (ops.logits(x, w), x),
+            "recursion": lambda: self.forward(ops, p, batch),
+            "operator": lambda: ops.logits(turned(x), w),
+            "looks": lambda: ops.logits(x, w) if batch["tokens"][0] else None,
+            "few": lambda: x,
+            "rows": lambda: ops.logits(p["token_embd.weight"], w),
+            "exit": lambda: sys.exit(3),
+            "own": lambda: {}["own"],
+        }.get(self.at, lambda: ops.logits(x, w))()
+
+
+@dataclass
+class OddRecipe(Recipe):
+    "Tensors that are not the model's."
+    name: ClassVar[str] = "odd_recipe"
+    shape: int = 8
+
+    def plan(self, model, setup):
+        return setup.plan(model, [PlanTensor(t.name, (16, self.shape), t.init) for t in model.tensors()[:1]])
+
+
+@dataclass
+class Late(Optimiser):
+    "Numbers that are none after two steps."
+    name: ClassVar[str] = "late"
+    at: str = "late"
+
+    def slots(self, shape):
+        return {"m": "shape"} if self.at == "slots" else {}
+
+    def numbers(self, step, lr, weight_decay):
+        return [lr] if self.at == "list" else {"lr": lr / (3 - step)}
+
+    def update(self, ops, w, g, state, n):
+        return ops.sub(w, ops.scale(g, n["lr"])), state
+
+
+@hookimpl
+def register_models(register):
+    register(Odd)
+
+
+@hookimpl
+def register_recipes(register):
+    register(OddRecipe)
+
+
+@hookimpl
+def register_optimisers(register):
+    register(Late)
+"""
+ENGINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import hookimpl
+from toyexp.reference.null import NullEngine, NullSession
+
+
+class BrokenSession(NullSession):
+    def do_build(self):
+        None.shape
+
+
+@dataclass
+class Broken(NullEngine):
+    "Cannot compute what every other engine does."
+    name: ClassVar[str] = "broken"
+
+    def realize(self, plan):
+        return BrokenSession(plan, self).open()
+
+
+@hookimpl
+def register_engines(register):
+    register(Broken)
+"""
+PLUGINS, *TINY = noop("odd_model", "broken_engine")
+OWN = ["model=odd", "data=random", "data.vocab=16", "steps=3", "eval_every=0", "batch_size=2", "hydra.run.dir=run"]
+RUN = [PLUGINS, *(word for word in TINY if not word.startswith("model.")), *OWN, "callbacks=[cosine]"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("odd_model.py").write_text(PLUGIN)
+    Path("broken_engine.py").write_text(ENGINE)
+    return tmp_path
+
+
+def refused(capsys, *words):
+    """The one line by which a run is refused before anything is made."""
+    line, _ = failed(capsys, *last_of_each(*RUN, *words), codes=(2,))
+    assert not Path("run").exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("at", "wanted"),
+    [
+        ("unknown tensor", ["no tensor out.wieght", "did you mean out.weight?", "(odd_model.py, line "]),
+        ("unknown op", ["no op conv2d", "(odd_model.py, line "]),
+        ("adds", ["ops.add takes tensors, and gets 1", "(odd_model.py, line "]),
+        ("nothing", ["gives None, expected logits [2, 4, classes]"]),
+        ("array", ["gives a ndarray, expected logits"]),
+        ("two", ["gives a tuple, expected logits"]),
+        ("recursion", ["RecursionError", "(odd_model.py, line "]),
+        ("operator", ["operator", "ops.add", "(odd_model.py, line "]),
+        ("looks", ["operator", "(odd_model.py, line "]),
+        ("few", ["logits of 8 classes", "up to 15"]),
+        ("rows", ["gives [16, 16], expected logits [2, 4, classes]"]),
+        ("exit", ["SystemExit: 3", "(odd_model.py, line "]),
+        ("own", ["no tensor own", "(odd_model.py, line "]),
+        ("None", ["its tensors are None"]),
+        ("names", ["'token_embd.weight'", "expected a TensorSpec"]),
+        ("zero", ["tensor z.weight has the shape (0, 3)"]),
+        ("negative", ["tensor z.weight has the shape (-1, 3)"]),
+        ("fraction", ["tensor z.weight has the shape (3.5, 3)"]),
+        ("number", ["tensor z.weight has the shape 3"]),
+        ("nameless", ["named ''"]),
+        ("escape", ["named 'a\\"]),
+    ],
+)
+def test_a_model_that_no_engine_could_compute_is_named_before_anything_is_made(at, wanted, here, capsys):
+    line = refused(capsys, f"model.at={at}")
+    assert line.startswith("model.odd") and all(word in line for word in wanted)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_it_is_the_same_line_whatever_the_engine(engine, here, capsys):
+    assert refused(capsys, "model.at=adds") == refused(capsys, "model.at=adds", f"engine={engine}")
+
+
+def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(here, capsys):
+    line, _ = failed(capsys, *last_of_each(*RUN, "engine=broken"), codes=(1,))
+    assert line.startswith("engine.broken failed while it built the training step: AttributeError")
+
+
+@pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])
+def test_tensors_that_a_recipe_loses_or_spoils_are_the_recipes_fault(shape, wanted, here, capsys):
+    line = refused(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
+    assert line.startswith("recipe.odd_recipe: ") and wanted in line
+
+
+@pytest.mark.parametrize(("at", "wanted"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])
+def test_numbers_and_slots_that_are_none_are_told_by_what_they_are(at, wanted, here, capsys):
+    line = refused(capsys, "optim=late", f"optim.at={at}")
+    assert line.startswith("optim.late: ") and wanted in line
+
+
+def test_numbers_that_a_schedule_asks_for_are_the_optimisers_fault(here, capsys):
+    line, _ = failed(capsys, *last_of_each(*RUN, "optim=late"), codes=(1,))
+    assert line.startswith("optim.late failed ") and "ZeroDivisionError" in line and "(odd_model.py, line " in line
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_op_that_engines_are_held_to_stands_it(case):
+    check_forward(op_plan(case), "recipe.any")
+
+
+@pytest.mark.parametrize("adapter", ["lens", "lora"])
+def test_adapters_stand_it(adapter):
+    check_forward(op_plan("matmul", adapter), "recipe.any")
+
+
+def test_adapters_of_another_shape_are_the_recipes_fault():
+    plan = op_plan("matmul", "lora")
+    a, _ = lora_names("w")
+    wrong = [PlanTensor(a, (2, 99), Normal(1)) if t.name == a else t for t in plan.tensors]
+    with pytest.raises(UserError, match=r"^recipe.any: .*\[2, 99\]"):
+        check_forward(type(plan)(**{**vars(plan), "tensors": tuple(wrong)}), "recipe.any")
+    assert any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
+
+
+# Each gets x [2, 3, 8], t [2, 3, 2, 4] and w [5, 8].
+WRONG = {
+    "a matrix the other way round": lambda ops, x, t, w: ops.linear(x, ops.reshape(w, (8, 5))),
+    "a bias of another length": lambda ops, x, t, w: ops.linear(x, w, ops.reshape(ops.part(w, 0, 0, 1), (8,))),
+    "an addend that is no ending": lambda ops, x, t, w: ops.add(ops.part(x, 1, 0, 1), x),
+    "factors of two shapes": lambda ops, x, t, w: ops.mul(x, ops.part(x, 1, 0, 1)),
+    "no finite factor": lambda ops, x, t, w: ops.scale(x, float("inf")),
+    "a weight that is no vector": lambda ops, x, t, w: ops.rms_norm(x, w, 1e-5),
+    "a negative eps": lambda ops, x, t, w: ops.rms_norm(x, ops.reshape(ops.part(w, 0, 0, 1), (8,)), -1.0),
+    "other numbers than there are": lambda ops, x, t, w: ops.reshape(x, (2, 23)),
+    "a size to be worked out": lambda ops, x, t, w: ops.reshape(x, (-1, 8)),
+    "five axes": lambda ops, x, t, w: ops.reshape(x, (2, 3, 2, 2, 2)),
+    "an axis from the end": lambda ops, x, t, w: ops.part(x, -1, 0, 2),
+    "places past the end": lambda ops, x, t, w: ops.part(x, 1, 2, 4),
+    "nothing joined": lambda ops, x, t, w: ops.concat([], 1),
+    "joined what differs": lambda ops, x, t, w: ops.concat([x, ops.part(x, 2, 0, 4)], 1),
+    "heads that do not divide": lambda ops, x, t, w: ops.heads(x, 3),
+    "parts that do not divide": lambda ops, x, t, w: ops.split(x, 3),
+    "heads for rope": lambda ops, x, t, w: ops.rope(x, Rotary(10.0)),
+    "heads of an odd size": lambda ops, x, t, w: ops.rope(ops.part(t, 3, 0, 3), Rotary(10.0)),
+    "queries of other positions": lambda ops, x, t, w: ops.attention(ops.part(t, 1, 0, 1), t, t),
+    "heads that do not share": lambda ops, x, t, w: ops.attention(t, ops.reshape(t, (2, 3, 4, 2)), t),
+    "rows by numbers": lambda ops, x, t, w: ops.embed(w, x),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_call_that_some_engine_refuses_or_computes_otherwise_is_refused(what):
+    called = []
+
+    def function(ops, p, batch):
+        x = ops.embed(p["table"], batch["tokens"])
+        called.append(x)
+        WRONG[what](ops, x, ops.heads(x, 2), p["w"])
+        return ops.logits(x, p["w"])
+
+    arrays = {"table": np.ones((5, 8), np.float32), "w": np.ones((5, 8), np.float32)}
+    plan = probe_plan(Probe(arrays, function), 2, {"tokens": (3,), "targets": (3,), "weights": (3,)})
+    with pytest.raises(UserError, match=r"^model.probe: in its forward pass ") as refusal:
+        check_forward(plan, "recipe.any")
+    assert called and "test_forward.py, line " in str(refusal.value)
+
+
+def test_a_forward_pass_without_end_ends(monkeypatch):
+    monkeypatch.setattr(forward, "MOST_OPS", 100)
+
+    def function(ops, p, batch):
+        x = ops.embed(p["table"], batch["tokens"])
+        while True:
+            x = ops.add(x, x)
+
+    plan = probe_plan(
+        Probe({"table": np.ones((5, 8), np.float32)}, function), 2, {"tokens": (3,), "targets": (3,), "weights": (3,)}
+    )
+    with pytest.raises(UserError, match="more than 100 ops: does it end"):
+        check_forward(plan, "recipe.any")

@@ -1,0 +1,213 @@
+"""A model's forward pass over shapes alone: what no engine could compute is told before one is opened, as the model's.
+
+What an engine cannot do with a forward pass that stands this is the engine's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NoReturn
+
+from toyexp.base.blame import blamed, failure, place, told
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.contract.arithmetic import Shaped, is_shape
+from toyexp.contract.model import TensorSpec
+from toyexp.contract.ops import Adapted, Ops, Params, Rotary
+from toyexp.contract.plan import Plan, PlanTensor
+
+MOST_OPS = 1_000_000  # primitives of one forward pass; a block has some 30, and a model at most 10,000 blocks
+
+
+def check_forward(plan: Plan, recipe: str) -> None:
+    """Raises UserError for a forward pass that no engine computes: the model's fault, or of the tensors of `recipe`."""
+    model = {t.name: t.shape for t in plan.model.tensors()}
+    _forward(plan, f"model.{plan.model.name}", Params({name: Shaped(shape) for name, shape in model.items()}))
+    planned = {t.name: Shaped(t.shape) for t in plan.tensors}
+    if plan.adapters or {name: t.shape for name, t in planned.items()} != model:
+        _forward(plan, recipe, plan.params(planned, _batch(plan)))
+
+
+def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
+    """Raises UserError for a model's or a plan's tensors that no engine can hold: the fault of `who`."""
+    with blamed(who, "while it listed its tensors"):
+        tensors = listed()
+    if not isinstance(tensors, Iterable) or isinstance(tensors, str):
+        raise UserError(f"{who}: its tensors are {_of(tensors)}, expected a list of TensorSpec")
+    for t in tensors:
+        if not isinstance(t, TensorSpec | PlanTensor):
+            raise UserError(f"{who}: its tensors hold {_of(t)}, expected a TensorSpec")
+        if not isinstance(t.name, str) or not t.name.isprintable() or not t.name:
+            raise UserError(f"{who}: a tensor of it is named {_of(t.name)}; it needs a name to be found by")
+        if not isinstance(t.shape, tuple) or not is_shape(t.shape):
+            shape = printable(repr(t.shape))
+            raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
+
+
+def _batch(plan: Plan) -> dict[str, Shaped]:
+    shapes = {name: (plan.rows, *spec.shape) for name, spec in plan.inputs.items()}
+    return {n: (Shaped if plan.inputs[n].dtype.startswith("float") else Ids)(shape) for n, shape in shapes.items()}
+
+
+def _forward(plan: Plan, who: str, params: Params) -> None:
+    """Raises what is wrong as the fault of `who`, with the line of the plugin where it came up."""
+    try:
+        found: Any = plan.model.forward(OpShapes(), params, _batch(plan))
+    except UserError as error:
+        raise UserError(f"{who}: in its forward pass {error}{place(error)}") from error
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        if not isinstance(name, str) or name in params:
+            raise UserError(str(failure(who, "in its forward pass", error))) from error
+        has = f"there is no tensor {printable(name)}; {choose(name, params)}"
+        raise UserError(f"{who}: in its forward pass {has}{place(error)}") from error
+    except (Exception, SystemExit) as error:
+        if told(error):
+            raise
+        raise UserError(str(failure(who, "in its forward pass", error))) from error
+    targets = plan.inputs["targets"]
+    wanted = (plan.rows, *targets.shape)
+    if not _is_tensor(found) or found.shape[:-1] != wanted:
+        expected = ", ".join(map(str, (*wanted, "classes")))
+        raise UserError(f"{who}: its forward pass gives {_of(found)}, expected logits [{expected}]")
+    if targets.below is not None and found.shape[-1] < targets.below:
+        classes = f"{found.shape[-1]} classes, and the targets go up to {targets.below - 1}"
+        raise UserError(f"{who}: its forward pass gives logits of {classes}")
+
+
+@dataclass(frozen=True, eq=False)
+class Ids(Shaped):
+    """Integers of the batch."""
+
+
+class OpShapes(Ops):
+    """The vocabulary on shapes: refuses, in the words of a UserError, whatever not every engine computes."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        ops = (n for n in vars(Ops) if not n.startswith("_") and n != "positionwise")
+        raise AttributeError(f"there is no op {name}; {choose(name, ops)}")
+
+    def _take(self, op: str, *tensors: object) -> None:
+        self._calls += 1
+        if self._calls > MOST_OPS:
+            raise UserError(f"there are more than {MOST_OPS} ops: does it end?")
+        for x in tensors:
+            if not _is_tensor(x):
+                raise UserError(f"ops.{op} takes tensors, and gets {_of(x)}")
+
+    def _require(self, fits: bool, op: str, *given: object) -> None:
+        if not fits:
+            raise UserError(f"ops.{op} gets {' and '.join(map(_of, given))}, which does not fit")
+
+    def rows(self, table: Shaped, ids: Shaped) -> Shaped:
+        self._take("embed", table)
+        self._require(len(table.shape) == 2 and isinstance(ids, Ids), "embed", table, ids)
+        return Shaped((*ids.shape, table.shape[1]))
+
+    def matmul(self, x: Shaped, w: Shaped, bias: Shaped | None = None) -> Shaped:
+        self._take("linear", x, w, *([] if bias is None else [bias]))
+        self._require(len(x.shape) > 1 and len(w.shape) == 2 and x.shape[-1] == w.shape[-1], "linear", x, w)
+        self._require(bias is None or bias.shape == w.shape[:1], "linear", w, bias)
+        return Shaped((*x.shape[:-1], w.shape[0]))
+
+    def add(self, a: Shaped, b: Shaped) -> Shaped:
+        self._take("add", a, b)
+        self._require(a.shape[max(len(a.shape) - len(b.shape), 0) :] == b.shape, "add", a, b)
+        return Shaped(a.shape)
+
+    def mul(self, a: Shaped, b: Shaped) -> Shaped:
+        self._take("mul", a, b)
+        self._require(a.shape == b.shape, "mul", a, b)
+        return Shaped(a.shape)
+
+    def scale(self, x: Shaped, factor: float) -> Shaped:
+        self._take("scale", x)
+        if not isinstance(factor, Real) or not math.isfinite(factor):
+            raise UserError(f"ops.scale takes a finite number, and gets {_of(factor)}")
+        return Shaped(x.shape)
+
+    def sigmoid(self, x: Shaped) -> Shaped:
+        self._take("sigmoid", x)
+        return Shaped(x.shape)
+
+    def centre(self, x: Shaped) -> Shaped:
+        self._take("centre", x)
+        return Shaped(x.shape)
+
+    def rms_norm(self, x: Shaped, w: Shaped, eps: float) -> Shaped:
+        self._take("rms_norm", x, w)
+        self._require(bool(x.shape) and w.shape == x.shape[-1:], "rms_norm", x, w)
+        if not isinstance(eps, Real) or not 0 <= eps < math.inf:
+            raise UserError(f"ops.rms_norm takes an eps from 0, and gets {_of(eps)}")
+        return Shaped(x.shape)
+
+    def reshape(self, x: Shaped, shape: Sequence[int]) -> Shaped:
+        self._take("reshape", x)
+        sizes = tuple(shape)
+        if not is_shape(sizes) or len(sizes) > 4 or math.prod(sizes) != math.prod(x.shape):
+            raise UserError(f"ops.reshape gets {list(x.shape)} for {printable(repr(list(sizes)))}, which does not fit")
+        return Shaped(sizes)
+
+    def part(self, x: Shaped, axis: int, start: int, stop: int) -> Shaped:
+        self._take("part", x)
+        fits = 0 <= axis < len(x.shape) and 0 <= start < stop <= x.shape[axis]
+        if not fits:
+            raise UserError(f"ops.part of {list(x.shape)} takes places {start} to {stop} of axis {axis}")
+        return Shaped((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]))
+
+    def concat(self, parts: Sequence[Shaped], axis: int) -> Shaped:
+        parts = tuple(parts)
+        self._take("concat", *parts)
+        others = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}
+        self._require(len(others) == 1 and 0 <= axis < len(parts[0].shape), f"concat along axis {axis}", *parts)
+        shape = parts[0].shape
+        return Shaped((*shape[:axis], sum(x.shape[axis] for x in parts), *shape[axis + 1 :]))
+
+    def split(self, x: Shaped, n: int) -> tuple[Shaped, ...]:
+        self._take("split", x)
+        if n < 1 or x.shape[-1] % n:
+            raise UserError(f"ops.split of {list(x.shape)} into {n}: its last axis does not divide")
+        return super().split(x, n)
+
+    def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
+        self._take("rope", x)
+        self._require(len(x.shape) == 4 and isinstance(rotary, Rotary), "rope", x, rotary)
+        rotary.frequencies(x.shape[3])
+        return Shaped(x.shape)
+
+    def attention(self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True) -> Shaped:
+        self._take("attention", q, k, v)
+        self._require(len(q.shape) == len(k.shape) == 4 and k.shape == v.shape, "attention", q, k, v)
+        b, t, heads, size = q.shape
+        fits = (b, t, size) == (k.shape[0], k.shape[1], k.shape[3]) and heads % k.shape[2] == 0
+        self._require(fits, "attention", q, k, v)
+        return Shaped((b, t, heads * size))
+
+    def cross_entropy(self, logits: Shaped, targets: Shaped, weights: Shaped) -> Shaped:
+        self._take("cross_entropy", logits, weights)
+        fits = isinstance(targets, Ids) and logits.shape[:-1] == targets.shape == weights.shape
+        self._require(fits, "cross_entropy", logits, targets, weights)
+        return Shaped(())
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Shaped) and not isinstance(x, Ids)
+
+
+def _of(x: object) -> str:
+    """What an op was given, in words."""
+    match x:
+        case Ids():
+            return f"integers {list(x.shape)}"
+        case Shaped():
+            return str(list(x.shape))
+        case Adapted():
+            return "a tensor with an adapter"
+        case None | bool() | int() | float() | str():
+            return printable(repr(x))
+    return f"a {type(x).__name__}"

@@ -1,5 +1,6 @@
 """What a plugin answers and should not: one line that names the plugin, whatever the engine, and no traceback."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from lines import failed, last_of_each, noop
 from toyexp.commands.line import main
 
 PLUGIN = """
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -166,6 +168,8 @@ class OddFormat(Format):
     def write(self, exported, path):
         if self.at == "directory":
             path.mkdir()
+        elif self.at == "pipe":
+            os.mkfifo(path)
         elif self.at != "nothing":
             path.write_text("file")
         return None if self.at == "none" else []
@@ -407,6 +411,7 @@ def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine
     [
         ("odd", "nothing", "format.odd wrote nothing where a file was to be"),
         ("odd", "directory", "format.odd wrote a directory where a file was to be"),
+        ("odd", "pipe", "format.odd wrote a pipe where a file was to be"),
         ("odd", "none", "format.odd gave None"),
         ("odd_folder", "nothing", "format.odd_folder wrote nothing where a directory was to be"),
         ("odd_folder", "file", "format.odd_folder wrote a file where a directory was to be"),
@@ -442,6 +447,11 @@ def test_a_format_that_reads_what_is_not_its_model_is_named_and_nothing_is_writt
     assert not list(Path().glob("*.gguf"))
     Path("x.odd").write_text("whole")
     assert main(["export", "x.odd", "--type", "f16", PLUGINS]) == 0
+
+
+def test_a_pipe_in_the_place_of_a_formats_file_is_refused_and_nobody_waits_for_it(capsys):
+    os.mkfifo("x.odd")
+    assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith("x.odd: is a pipe")
 
 
 def test_a_session_that_is_not_open_is_told_at_once(capsys):

@@ -12,6 +12,7 @@ from toyexp.base.errors import UserError
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a link",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFIFO: "a pipe",

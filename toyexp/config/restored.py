@@ -19,6 +19,7 @@ import numpy as np
 
 from toyexp.base.blame import asked, blamed
 from toyexp.base.errors import UserError, printable
+from toyexp.base.files import require
 from toyexp.contract.data import open_data
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
@@ -174,6 +175,7 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
         form = _read_by(path, registry)
         if form is None or registry is None:
             return path
+        require(path, str(path))
         stem = path.name.removesuffix(form.suffix)
         return _kept(path.resolve(), path, stem, lambda target: _converted_by(form, path, target, registry))
     if not os.access(path, os.X_OK):

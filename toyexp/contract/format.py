@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp.base.errors import PluginFailed, UserError
+from toyexp.base.files import KINDS
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan
 from toyexp.text.tokenizer import Tokenizer
@@ -126,11 +129,10 @@ class Format(ABC):
 
 def require_written(form: Format, place: Path, problems: list[str]) -> list[str]:
     """The `problems` that a format told, if what it was to write stands at `place`; PluginFailed if not."""
-    wanted, there = "a directory" if form.contents else "a file", "nothing"
-    if place.is_symlink():
-        there = "a link"
-    elif place.exists():
-        there = "a directory" if place.is_dir() else "a file"
+    kinds = {**KINDS, stat.S_IFDIR: "a directory"}
+    wanted, there = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"
+    if os.path.lexists(place):
+        there = kinds.get(stat.S_IFMT(place.lstat().st_mode), "something else")
     if there != wanted:
         raise PluginFailed(f"format.{form.name} wrote {there} where {wanted} was to be")
     if not isinstance(problems, list):

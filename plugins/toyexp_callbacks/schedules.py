@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import Planned, Schedule, changed
-from toyexp.base import require_within
+from toyexp.base import counted, require_within
 
 SHARES = ("decay", "floor")  # settings from 0 to 1
 
@@ -47,8 +47,8 @@ class WarmupSchedule(Schedule):
         yield from super().warnings(planned)
         if self.scales == "lr" and self.warmup >= planned.steps:
             yield (
-                f"callbacks.{self.name}.warmup={self.warmup}: the run has {planned.steps} steps, in which the learning "
-                f"rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
+                f"callbacks.{self.name}.warmup={self.warmup}: the run has {counted(planned.steps, 'step')}, in which "
+                f"the learning rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
             )
 
 

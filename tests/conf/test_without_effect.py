@@ -229,3 +229,53 @@ def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
                        ("plugins=a,b", "plugins=[a,b]")):  # fmt: skip
         assert main(line.split()) == 2
         assert form in capsys.readouterr().err
+
+
+WITHOUT_BLOCKS = """
+from dataclasses import dataclass, replace
+from typing import ClassVar
+from toyexp import TOKENS, Kind, Model, Normal, TensorSpec, hookimpl
+
+@dataclass
+class Flat(Model):
+    "Two layers, no block."
+    name: ClassVar[str] = "flat"
+    reads: ClassVar[Kind] = TOKENS
+
+    context: int = 8  # tokens
+    vocab: int = 0  # rows of the embedding
+
+    def check(self):
+        pass
+
+    def fit(self, dataset):
+        return replace(self, vocab=dataset.vocab)
+
+    def tensors(self):
+        return [TensorSpec("token_embd.weight", (self.vocab, 4), Normal(0.1)),
+                TensorSpec("up.weight", (4, 4), Normal(0.1))]
+
+    def forward(self, ops, p, batch):
+        x = ops.silu(ops.linear(ops.embed(p["token_embd.weight"], batch["tokens"]), p["up.weight"]))
+        return ops.logits(x, p["token_embd.weight"])
+
+@hookimpl
+def register_models(register):
+    register(Flat)
+"""
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_recomputing_without_a_block_is_told_once_and_recorded(engine, capsys):
+    Path("flat_model.py").write_text(WITHOUT_BLOCKS)
+    usual = [*TEXT[:3], f"engine={engine}", "engine.recompute=true", "model.context=8", "steps=1", "eval_every=0",
+             "callbacks=[events]"]  # fmt: skip
+    for model, words, blocks in (("flat", ["plugins=[flat_model]"], 0), ("gpt2", ["model.d_model=16"], 2)):
+        assert main([*usual, *words, f"model={model}", f"hydra.run.dir={model}"]) == 0
+        told = "warning: engine.recompute=true: is of what goes through ops.block; model=flat has no such block\n"
+        assert capsys.readouterr().out.count(told) == (not blocks)
+        start, *events = map(json.loads, Path(model, "events.jsonl").read_text().splitlines())
+        assert start["backend"]["recomputed_blocks"] == blocks
+        assert [e["text"] in told for e in events if e["kind"] == "warning" and "recompute" in e["text"]] == (
+            [] if blocks else [True]
+        )

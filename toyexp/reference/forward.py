@@ -30,6 +30,13 @@ def check_forward(plan: Plan, recipe: str) -> None:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
 
 
+def blocks_of(plan: Plan) -> int:
+    """How many blocks a model computes through `ops.block`, one inside another not counted; the plan is checked."""
+    ops = OpShapes()
+    plan.model.forward(ops, Params({t.name: Shaped(t.shape) for t in plan.model.tensors()}), _batch(plan))
+    return ops.blocks
+
+
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
     """Raises UserError for a model's or a plan's tensors that no engine can hold: the fault of `who`."""
     with blamed(who, "while it listed its tensors"):
@@ -87,6 +94,7 @@ class OpShapes(Ops):
 
     def __init__(self) -> None:
         self._calls = 0
+        self.blocks, self._inside = 0, False
 
     def __getattr__(self, name: str) -> NoReturn:
         ops = (n for n in vars(Ops) if not n.startswith("_") and n != "positionwise")
@@ -103,6 +111,13 @@ class OpShapes(Ops):
     def _require(self, fits: bool, op: str, *given: object) -> None:
         if not fits:
             raise UserError(f"ops.{op} gets {' and '.join(map(_of, given))}, which does not fit")
+
+    def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
+        outer, self._inside = self._inside, True
+        self.blocks += not outer
+        y = function(self, x, p, *rest)
+        self._inside = outer
+        return y
 
     def rows(self, table: Shaped, ids: Shaped) -> Shaped:
         self._take("embed", table)

@@ -25,7 +25,7 @@ from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
-from toyexp.reference.forward import check_forward, check_tensors
+from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, Interval, steps
 from toyexp.training.introduction import facts, introduction
@@ -53,8 +53,13 @@ def prepare(config: Config) -> Prepared:
         plan = optimised(plan, optim, config.settings.lr)
     _check(config, plan)
     batches = Dropout(batches, plan) if plan.drops else batches
-    planned = Planned(config.plain, dataset, batches, plan)
-    return Prepared(config, dataset, model, batches, plan, optim, bus, config.warnings(planned))
+    warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
+    recomputed = blocks_of(plan) if config.plain["engine"].get("recompute") else None
+    if recomputed == 0:  # a matter between engine and model, neither of which knows the other
+        warnings.append(
+            f"engine.recompute=true: is of what goes through ops.block; model={model.name} has no such block"
+        )
+    return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
 
 
 def _require_suited(config: Config) -> None:

@@ -32,7 +32,7 @@ def introduction(prepared: Prepared) -> list[str]:
         *(f"note    {line}" for line in sentences(config.engine.advice)),
         f"model   {config.model.name}, {count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
-        f"recipe  {config.recipe.name}, {prepared.optim.title}, {config.settings.steps} steps",
+        f"recipe  {config.recipe.name}, {prepared.optim.title}, {counted(config.settings.steps, 'step')}",
         *(f"group   {line}" for line in _groups(prepared)),
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
@@ -52,11 +52,12 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
     """What run_start records."""
     settings = prepared.config.settings
     model = prepared.model
+    recomputed = {} if prepared.recomputed is None else {"recomputed_blocks": prepared.recomputed}
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "host": host_facts(),
         "git": git_facts(),
-        "backend": {"kind": prepared.config.engine.name, **engine},
+        "backend": {"kind": prepared.config.engine.name, **engine, **recomputed},
         "model": {"arch": model.name, **sizes_of(model), "parameters": sum(t.size for t in prepared.plan.tensors)},
         "data": {"name": prepared.config.data.name, **prepared.data_facts(), "left_out": prepared.left_out()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},

@@ -77,6 +77,7 @@ class Prepared:
     optim: Optimiser  # with what model and recipe decide of it
     bus: Bus
     warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
+    recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: not asked for, or not known
 
     def data_facts(self) -> dict[str, Any]:
         """What the run's record says of its data, and a run that goes on has to share."""

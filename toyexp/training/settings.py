@@ -9,6 +9,7 @@ from typing import Any
 
 from toyexp.base.bounds import require_float32
 from toyexp.base.errors import UserError, choose
+from toyexp.base.words import counted
 from toyexp.contract.planned import changed
 from toyexp.training.checkpoint import Interval
 
@@ -97,9 +98,11 @@ class Settings:
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if changed(self, "eval_every") and self.eval_every > self.steps:
             evals = "there is an eval before the first and after the last"
-            told.append(f"eval_every={self.eval_every}: the run has {self.steps} steps; {evals}")
+            told.append(f"eval_every={self.eval_every}: the run has {counted(self.steps, 'step')}; {evals}")
         if saves.steps > self.steps:
-            told.append(f"checkpoint_every={saves.steps}: the run has {self.steps} steps; one is written at the end")
+            told.append(
+                f"checkpoint_every={saves.steps}: the run has {counted(self.steps, 'step')}; one is written at the end"
+            )
         if changed(self, "checkpoint_keep") and not saves:
             told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
         return told

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import mmap
-import os
 import secrets
 import tempfile
 import time
@@ -22,21 +21,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from toyexp.base import cache_dir
+
 HEADER = 512  # bytes in front of the ids
 BLOCK = 1 << 20  # bytes of ids that one checksum is of
 CHECKED = 64  # blocks that are checked when a file is opened: all of a small file, of a large one evenly spread
 ABANDONED = 24 * 3600  # seconds after which nobody goes on with a temporary file
-
-
-def cache_dir() -> Path | None:
-    """$TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None for a user without a home."""
-    own, shared = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own or shared:
-        return Path(own) if own else Path(shared or "", "toyexp")
-    try:
-        return Path.home() / ".cache" / "toyexp"
-    except RuntimeError:
-        return None
 
 
 def _place(kind: str, key: str, suffix: str) -> Path | None:

@@ -1,23 +1,30 @@
 """What ggml does on the CPU by C code of ours, built when first used by a compiler such as ggml-python's build needed.
 
-That takes a tenth of a second, and the result is not kept, so that no file which others may write is ever loaded. Where
-there is no compiler, ggml's own ops do the same, to the bit.
+That takes a tenth of a second, so the result is kept where only this user may write, and loaded from nowhere else: what
+others could have put there is code of theirs. Where there is no compiler, ggml's own ops do the same, to the bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toyexp.base import cache_dir, in_one_piece, is_private
+
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-shared", "-fPIC")
 SECONDS = 60  # after which a compiler counts as broken
 
 
@@ -50,13 +57,42 @@ def _library() -> ctypes.CDLL | str:
     if not command:
         return "there is no C compiler"
     try:
+        with contextlib.suppress(OSError):  # no room, or a disk that nothing is run from
+            if kept := _place(command):
+                return _kept(command, kept)
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as folder:
-            built = Path(folder, "kernels.so")
-            subprocess.run(
-                [*command, "-O3", "-shared", "-fPIC", "-o", str(built), str(SOURCE)],
-                check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS,
-            )  # fmt: skip
-            return ctypes.CDLL(str(built))
+            return ctypes.CDLL(_built(command, Path(folder, "kernels.so")))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         return f"the C compiler {command[0]} failed ({(said or [str(error)])[0]})"
+
+
+def _built(command: Sequence[str], target: Path) -> str:
+    subprocess.run(
+        [*command, *FLAGS, "-o", str(target), str(SOURCE)],
+        check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS,
+    )  # fmt: skip
+    return str(target)
+
+
+def _place(command: Sequence[str]) -> Path | None:
+    """Where is kept what this compiler builds of that source on this machine; None where no place is private."""
+    folder, compiler = cache_dir(), shutil.which(command[0])
+    if folder is None or not folder.is_absolute() or compiler is None or os.name != "posix":
+        return None
+    there = Path(compiler).resolve()
+    status = there.stat()  # another version of the compiler is another file
+    told = (*command, *FLAGS, there, status.st_size, status.st_mtime_ns, platform.system(), platform.machine())
+    digest = hashlib.sha256(repr(tuple(map(str, told))).encode() + SOURCE.read_bytes()).hexdigest()[:32]
+    private = folder / f"kernels-{os.getuid()}"  # where several users share the rest, each has one of his own
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return private / f"{digest}.so" if is_private(private) else None
+
+
+def _kept(command: Sequence[str], place: Path) -> ctypes.CDLL:
+    """What stands there, built before if it does not, or is another's; raises OSError where it cannot be used."""
+    if not is_private(place):
+        with in_one_piece(place) as fresh:
+            _built(command, fresh)
+            fresh.chmod(0o600)
+    return ctypes.CDLL(str(place))

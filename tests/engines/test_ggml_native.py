@@ -1,6 +1,7 @@
 """The kernels in C that ggml's CPU calls: what they compute, and what there is without a compiler."""
 
 import ctypes
+import shutil
 
 import numpy as np
 import pytest
@@ -79,3 +80,79 @@ def test_doctor_says_why_copies_are_slow(cc, path, reason, no_compiler, monkeypa
         monkeypatch.setenv("PATH", path)
     (line,) = [line for line in GGMLCPU(threads=1).advice() if "copies" in line]
     assert reason in line
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """Looks for the kernel as another process would, and says how often a compiler has built it so far."""
+    if native.missing():
+        pytest.skip(native.missing())
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    real = next(shutil.which(name) for name in native.COMPILERS if shutil.which(name))
+    compiler.write_text(f'#!/bin/sh\necho >> {log}\nexec {real} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+
+    def count():
+        native._library.cache_clear()
+        assert native.kernel("transpose")
+        return len(log.read_text())
+
+    yield count
+    native._library.cache_clear()
+
+
+def kept(tmp_path):
+    (file,) = tmp_path.glob("cache/kernels-*/*")
+    return file
+
+
+def test_what_was_built_once_is_loaded_until_compiler_or_source_change(builds, tmp_path, monkeypatch):
+    assert (builds(), builds()) == (1, 1)
+    assert (kept(tmp_path).stat().st_mode & 0o777, kept(tmp_path).parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    other = tmp_path / "kernels.c"
+    other.write_text(f"{native.SOURCE.read_text()}\n")
+    monkeypatch.setattr(native, "SOURCE", other)
+    assert (builds(), builds()) == (2, 2)
+    with open(tmp_path / "compiler", "a") as file:
+        file.write("# a newer one\n")
+    assert (builds(), builds()) == (3, 3)
+
+
+@pytest.mark.parametrize("open_to_others", ["cache", "cache/kernels", "file", "replaced"])
+def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open_to_others):
+    builds()
+    file = kept(tmp_path)
+    match open_to_others:
+        case "cache":
+            (tmp_path / "cache").chmod(0o775)
+        case "cache/kernels":
+            file.parent.chmod(0o777)
+        case "file":
+            file.unlink()  # this process runs what it holds
+            file.write_bytes(b"of a stranger")
+            file.chmod(0o666)
+        case "replaced":
+            stranger = tmp_path / "stranger.so"
+            stranger.write_bytes(b"of a stranger")
+            stranger.chmod(0o666)
+            file.unlink()
+            file.symlink_to(stranger)
+    assert builds() == 2
+    if open_to_others in ("file", "replaced"):  # there is another of our own in its place
+        assert builds() == 2 and not kept(tmp_path).is_symlink()
+
+
+@pytest.mark.parametrize("spoilt", ["damaged", "no directory", "relative"])
+def test_a_place_that_cannot_be_used_costs_no_more_than_to_build_it_anew(builds, tmp_path, monkeypatch, spoilt):
+    match spoilt:
+        case "damaged":
+            native._place([str(tmp_path / "compiler")]).write_bytes(b"no library")
+        case "no directory":
+            (tmp_path / "cache").write_text("a file")
+        case "relative":
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.setenv("TOYEXP_CACHE", "cache")
+    before = builds()
+    assert builds() == before + 1

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         require,
         require_folder,
     )
+    from toyexp.base.kept import cache_dir, is_private
     from toyexp.base.packages import broken
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
@@ -34,6 +35,6 @@ if TYPE_CHECKING:
         others_running,
     )
     from toyexp.base.words import counted
-    from toyexp.base.writing import dump_json, write_synced
+    from toyexp.base.writing import dump_json, in_one_piece, write_synced
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

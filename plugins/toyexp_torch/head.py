@@ -14,17 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toyexp_torch.packed import Packed
+
 CHUNK_BYTES = 512 << 20  # of logits that stand in memory at once
 ROWS, COLUMNS = 128, 64  # multiples in which a matrix product works best
 BLOCK = 8192  # logits that a kernel looks at together
 
 
 @torch.compiler.disable  # its kernels are written out
-def projected_loss(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The cross-entropy of logits x w^T, as TorchOps has it: x [..., d], w [V, d], targets and weights [...]."""
+def projected_loss(x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tensor) -> Tensor:
+    """The cross-entropy of logits x w^T, as TorchOps has it: x [..., d], w [V, d], targets and weights [...].
+
+    The numbers of a packed w are made once: the gradient needs them no second time.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), w, targets.flatten(), weights.flatten(), dtype)
+    numbers = w.numbers(dtype) if isinstance(w, Packed) else w
+    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), numbers, targets.flatten(), weights.flatten(), dtype)
     return loss
 
 

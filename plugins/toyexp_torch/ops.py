@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toyexp import Adapted, Ops, Params, Rotary
+from toyexp import Ops, Params, Rotary
 from toyexp_torch.packed import Packed
 from toyexp_torch.recompute import computed_twice
-
-LARGE = 1 << 24  # logits in a batch
 
 
 class TorchOps(Ops):
@@ -26,27 +21,12 @@ class TorchOps(Ops):
     longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
 
     def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
-        self._recompute = recompute  # the activations of a block are not kept for the backward pass
-        self._activations = activations  # the type of what passes from block to block; None: that of the weights
-        self._joined_loss: Callable[..., Tensor] | None = None  # what logits are left to that are large
-        self._rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
-
-    def joined(self) -> TorchOps:
-        """The same ops for a loss on a GPU, where logits are not wanted for themselves."""
-        ops = copy.copy(self)
-        with contextlib.suppress(ImportError):  # of Triton
-            from toyexp_torch.head import projected_loss
-
-            ops._joined_loss = projected_loss
-        return ops
-
-    def logits(self, x: Tensor, w: Tensor | Packed | Adapted) -> Tensor | Unprojected:
-        if self._joined_loss and isinstance(w, Tensor) and x.numel() // x.shape[-1] * len(w) >= LARGE:
-            return Unprojected(x, w)
-        return super().logits(x, w)
+        self.recompute = recompute  # the activations of a block are not kept for the backward pass
+        self.activations = activations  # the type of what passes from block to block; None: that of the weights
+        self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
-        if not (self._recompute and torch.is_grad_enabled()):
+        if not (self.recompute and torch.is_grad_enabled()):
             return super().block(function, x, p, *rest)
         return computed_twice(lambda x: function(self, x, p, *rest), x)
 
@@ -55,7 +35,7 @@ class TorchOps(Ops):
             rows = table.dense(ids.flatten()).unflatten(0, ids.shape)
         else:
             rows = F.embedding(ids, table)
-        return rows if self._activations is None else rows.to(self._activations)
+        return rows if self.activations is None else rows.to(self.activations)
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
         return table.dense(slice(n)) if isinstance(table, Packed) else table[:n]
@@ -67,7 +47,7 @@ class TorchOps(Ops):
         return F.linear(x, w, bias)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b if self._activations is None else a + b.to(a.dtype)
+        return a + b if self.activations is None else a + b.to(a.dtype)
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
@@ -106,10 +86,10 @@ class TorchOps(Ops):
         end = self.start + x.shape[1]
         length = max(end, self.longest)
         key = (length, x.shape[3], rotary, x.dtype == torch.float64)
-        if key not in self._rotations:
+        if key not in self.rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            self._rotations[key] = _rotations(length, rotary.frequencies(x.shape[3]), x.device, dtype)
-        cos, sin = (table[self.start : end] for table in self._rotations[key])
+            self.rotations[key] = _rotations(length, rotary.frequencies(x.shape[3]), x.device, dtype)
+        cos, sin = (table[self.start : end] for table in self.rotations[key])
         if rotary.halves:
             a, b = x.chunk(2, dim=-1)  # [B, T, H, D/2] each
             return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
@@ -128,20 +108,9 @@ class TorchOps(Ops):
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
-    def cross_entropy(self, logits: Tensor | Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
-        if isinstance(logits, Unprojected):
-            assert self._joined_loss is not None
-            return self._joined_loss(logits.x, logits.w, targets, weights)
+    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
         return (losses * weights.flatten()).sum()
-
-
-@dataclass(frozen=True)
-class Unprojected:
-    """Logits x w^T that are still to be computed: x [..., d], w [V, d]."""
-
-    x: Tensor
-    w: Tensor
 
 
 def _rotations(

@@ -38,6 +38,13 @@ class Packed:
         raw = opened(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
         return cls(torch.from_numpy(raw).to(device), info.type, dtype)
 
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """All of it in that type, [out, in]."""
+        return unpacked(self.raw, self.kind, self._table, dtype)
+
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""
         return unpacked(self.raw[rows], self.kind, self._table, self._dtype)
@@ -46,7 +53,7 @@ class Packed:
         """x [.., in] times its transpose -> [.., out], in the precision that products have; only x has a gradient."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        numbers = partial(unpacked, self.raw, self.kind, self._table, dtype)
+        numbers = partial(self.numbers, dtype)
         if torch.compiler.is_compiling():  # the compiler would keep the numbers, if this did not forbid it
             return F.linear(x, checkpoint(numbers, use_reentrant=False, preserve_rng_state=False))
         return PackedLinear.apply(x, numbers)

@@ -20,6 +20,7 @@ from torch import Tensor
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.host_copy import HostCopy
+from toyexp_torch.loss import ops_of_loss
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
 from toyexp_torch.resident import Resident
@@ -53,7 +54,7 @@ class TorchSession(Session):
         self._gathers = wanted.device == "cuda"  # where a kernel for each gradient is what costs
         self._halved = wanted.device == "cuda" and wanted.dtype == "bfloat16"
         self._ops = TorchOps(wanted.recompute, torch.bfloat16 if self._halved else None)
-        self._loss_ops = self._ops.joined() if wanted.device == "cuda" else self._ops
+        self._loss_ops = ops_of_loss(self._ops, wanted.device)
         self._settings = _Switches(wanted)
         self._tensors: dict[str, Tensor | Packed] = {}
         self._exact: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded

@@ -55,3 +55,21 @@ def test_infinite_logits_give_no_finite_loss():
     zeros = torch.zeros(256, device="cuda")
     loss = head.ProjectedLoss.apply(x, w, zeros.int(), zeros + 1, torch.float32)
     assert not np.isfinite(loss.item())
+
+
+def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
+    """Of Q8_0: blocks of a float16 and 32 bytes."""
+    from toyexp_torch.packed import Packed
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    raw = torch.randint(256, (5000, 2, 34), device="cuda", generator=generator, dtype=torch.uint8)
+    raw[..., :2] = torch.tensor([0.002], dtype=torch.float16, device="cuda").view(torch.uint8)
+    packed = Packed(raw.flatten(1), "Q8_0", torch.float32)
+    x = torch.randn(3, 100, 64, device="cuda", generator=generator).requires_grad_()
+    targets = torch.randint(5000, (3, 100), device="cuda", generator=generator, dtype=torch.int32)
+    weights = torch.rand(3, 100, device="cuda", generator=generator) / 300
+    loss = head.projected_loss(x, packed, targets, weights)
+    wanted, gradient, _ = by_float64(x.flatten(0, 1), packed.dense(), targets.flatten(), weights.flatten())
+    assert abs(loss.item() / wanted.item() - 1) < 2e-6
+    found = torch.autograd.grad(loss, x)[0].flatten(0, 1).double()
+    assert ((found - gradient).abs().max() / gradient.abs().max()) < 2e-6

@@ -11,6 +11,7 @@ from toyexp.contract.plan import optimised
 from toyexp.formats import GGUF_TYPES, dequantise
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
+from toyexp_torch import loss
 from toyexp_torch.engines import TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")
@@ -78,21 +79,28 @@ def base(request, tmp_path):
     return requantised(tmp_path / "base.gguf", tmp_path / "packed.gguf", kind, quantise), model
 
 
+@pytest.mark.parametrize("large", [loss.LARGE, 0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_step_on_bytes_is_that_on_numbers(base, dtype):
+def test_a_captured_step_on_bytes_is_that_on_numbers(base, dtype, large, monkeypatch):
+    """With logits of all positions in memory, and without."""
+    monkeypatch.setattr(loss, "LARGE", large)
     (numbers, _), (packed, captured) = (steps(base, packed=packed, dtype=dtype) for packed in (False, True))
     assert captured is True
     # The same numbers; in bfloat16 products may sum them in another order, ten steps long.
     np.testing.assert_allclose(packed, numbers, rtol=1e-5 if dtype == "float32" else 1e-2)
 
 
-def test_captured_or_not_the_bits_are_the_same(base):
+@pytest.mark.parametrize("large", [loss.LARGE, 0])
+def test_captured_or_not_the_bits_are_the_same(base, large, monkeypatch):
+    monkeypatch.setattr(loss, "LARGE", large)
     captured, one_by_one = (steps(base, packed=True, capture=capture)[0] for capture in (True, False))
     np.testing.assert_array_equal(captured, one_by_one)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
-def test_a_compiled_step_follows_the_eager_one(base):
+@pytest.mark.parametrize("large", [loss.LARGE, 0])
+def test_a_compiled_step_follows_the_eager_one(base, large, monkeypatch):
+    monkeypatch.setattr(loss, "LARGE", large)
     (eager, _), (compiled, captured) = (steps(base, packed=True, compile=compile) for compile in (False, True))
     assert captured is True
     np.testing.assert_allclose(compiled, eager, rtol=1e-4)

@@ -480,6 +480,17 @@ def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, c
     ("words", "told"),
     [
         (["callbacks.linear.scales=momentum"], ["momentum", "no number of this optimiser"]),
+        (
+            ["callbacks.linear.scales=beta2", "callbacks.linear.floor=0"],
+            [
+                "callbacks.linear.scales=beta2: its factor 0 (warmup=0, floor=0.0) cannot be: ",
+                "optim.beta2=0: from_scratch multiplies a moment by it; choose: optim.mode=lora",
+            ],
+        ),
+        (
+            ["callbacks.linear.scales=eps"],
+            ["callbacks.linear.scales=eps: its factor 0 (warmup", "optim.eps=0.0: must be above 0"],
+        ),
         (["callbacks.linear.scales=lr"], ["cosine", "linear", "both set the learning rate"]),
     ],
 )

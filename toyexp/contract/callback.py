@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.words import typed
 from toyexp.contract.hooks import hookimpl
 from toyexp.contract.planned import Planned
 from toyexp.contract.run import Run
@@ -15,6 +20,8 @@ from toyexp.contract.run import Run
 if TYPE_CHECKING:
     from toyexp.contract.dataset import Dataset
     from toyexp.contract.plan import Plan
+
+LOOKED_AT = 1000  # steps of a run, of which it is asked beforehand what a schedule does
 
 
 @dataclass(eq=False)
@@ -92,14 +99,33 @@ class Schedule(Callback):
         return implements(self, "on_step") or implements(self, "stop_reason")
 
     @final
-    def check_scales(self, plan: Plan) -> None:
-        """Raises UserError for a number that the plan's optimiser does not have; asked before `check_plan`."""
+    def check_scales(self, plan: Plan, steps: int) -> None:
+        """Raises UserError for a number that the plan's optimiser does not have, or that would leave its range.
+
+        Its last value counts, which `floor` names, though a run ends one step before. It is asked before `check_plan`.
+        """
         known = {"lr"}.union(*(group.scalable for group in plan.updates))
         if self.scales not in known:
             raise UserError(
                 f"callbacks.{self.name}.scales={printable(self.scales)}: is no number of this optimiser; "
                 f"{choose(self.scales, known)}"
             )
+        if self.scales == "lr":
+            return
+        with blamed(f"callbacks.{self.name}", "while it said by how much it scales"):
+            asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
+            found = [self.factor(step, steps) for step in sorted(asked)]
+        factors = [
+            f for f in found if isinstance(f, int | float) and math.isfinite(f)
+        ]  # of others a run tells the step
+        for factor, group in itertools.product({min(factors), max(factors)} if factors else (), plan.updates):
+            try:
+                group.scaled({self.scales: factor}).check()
+            except UserError as error:
+                own = {f.name: typed(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"}
+                of = ", ".join(f"{name}={value}" for name, value in own.items())
+                key = f"callbacks.{self.name}.scales={self.scales}"
+                raise UserError(f"{key}: its factor {factor:g}{of and f' ({of})'} cannot be: {error}") from error
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That what it scales is 0."""

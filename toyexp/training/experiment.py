@@ -124,7 +124,7 @@ def _check(config: Config, plan: Plan) -> None:
     """Raises UserError where callbacks, memory, engine or files are against the plan."""
     for callback in config.callbacks.values():
         if isinstance(callback, Schedule):
-            callback.check_scales(plan)
+            callback.check_scales(plan, config.settings.steps)
         with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
             callback.check_plan(plan)
     check_plan(plan, config.engine)

@@ -25,8 +25,21 @@ class HostCopy(dict[str, np.ndarray]):
         vectors = _vectors(tensors.values())
         for key, vector in vectors.items():
             self._twins[key].copy_(vector, non_blocking=vector.is_cuda)
-        for device in {vector.device for vector in vectors.values() if vector.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {vector.device for vector in vectors.values()}:
+            wait_for_copies(device)
+
+
+def put_on_host(arrays: dict[str, np.ndarray], name: str, values: Tensor) -> None:
+    """Copies values into the array of that name, which is made where there is none; see `wait_for_copies`."""
+    if name not in arrays:
+        arrays[name] = _twin(values).numpy()
+    torch.from_numpy(arrays[name]).copy_(values.detach(), non_blocking=values.is_cuda)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Until what was queued to be copied from a GPU is here."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 Key = tuple[int, int, torch.dtype]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from toyexp import Batch, Constant, Decoder, Plan, PlanTensor, Session, StepMetrics
 from toyexp_torch.group import Group, Place, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.packed import Packed
 from toyexp_torch.party import Party
 from toyexp_torch.session import TorchSession, Wanted
@@ -214,15 +215,17 @@ class RankSession(TorchSession):
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         if not isinstance(self._update, SharedUpdate):
             return super().do_snapshot(into)
-        values, states = {}, {}
+        slots = {t.name: self.plan.slots(t) for t in self.plan.trainable}
+        parts = self.named({n: (n, "") for n in slots}, {n: {s: (n, s) for s in own} for n, own in slots.items()})
+        names, arrays = {part: name for name, part in parts.items()}, dict(into)
         for tensor in self.plan.trainable:  # one at a time: no device has room for all
-            state = self._update.gathered(tensor.name, self.plan.slots(tensor))
-            if self._place.rank == 0:
-                values[tensor.name] = self._weights(tensor).to("cpu", copy=True).numpy()
-                states[tensor.name] = {slot: array.to("cpu", copy=True).numpy() for slot, array in state.items()}
-        if self._place.rank:
-            return {}
-        return self.named(values, states)
+            state = self._update.gathered(tensor.name, slots[tensor.name])
+            if self._place.rank:
+                continue
+            for part, values in {"": self._weights(tensor), **state}.items():
+                put_on_host(arrays, names[tensor.name, part], values)
+        wait_for_copies(self._device)
+        return arrays
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         if isinstance(self._update, SharedUpdate):
@@ -333,7 +336,7 @@ class LeadSession(Session):
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         if not self._place.shard:
             return self._own.do_snapshot(into)
-        return self._all("do_snapshot", lambda rank: ({},))
+        return self._all("do_snapshot", lambda rank: ({} if rank else into,))
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         self._all("restore_of", lambda rank: (tensor.name, values, dict(state)))

@@ -187,6 +187,22 @@ def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, n
     np.testing.assert_allclose(alone(the_plan, steps=4, state=half, first=4)[0], whole[0][4:], rtol=1e-4)
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_snapshot_is_taken_over_an_earlier_one(two, shard):
+    """As on one device: a checkpoint takes no new memory, and does not wait for the one that is being written."""
+    the_plan, data = optimised(plan("llama", rows=4), ADAMW, 1e-2), batches(rows=4)
+    with two(shard=shard).realize(the_plan) as session:
+        session.build()
+        first = session.snapshot()
+        places = {name: array.ctypes.data for name, array in first.items()}
+        session.step(data.batch(0), the_plan.numbers(0, 1e-2))
+        second, fresh = session.snapshot(first), session.snapshot()
+    assert {name: array.ctypes.data for name, array in second.items()} == places
+    for name, array in fresh.items():
+        np.testing.assert_array_equal(second[name], array, err_msg=name)
+        assert array.any(), f"{name}: nothing has changed it"
+
+
 def test_a_plan_that_cannot_be_sent_is_refused_in_words(two):
     @dataclass
     class Hidden(Llama):
@@ -327,6 +343,20 @@ def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, 
 def test_apple_silicon_is_one_device():
     with pytest.raises(UserError, match=r"engine.devices=2: Apple silicon has one GPU; leave it out"):
         TorchMPS(devices="2").check()
+
+
+def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, capsys):
+    """`all` of those that there are, too."""
+    monkeypatch.setattr(TorchCPU, "there", lambda self: (2, "2 cores"))
+    small = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "batch_size=2"]
+    assert main(["parity", *small, "steps=3", "engine=cpu,cpu:devices=all", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [engine["engine"] for engine in report["engines"]] == ["cpu:devices=all"]
+    words = ["--rounds=1", "--steps=2", "--no-memory", "--no-peak", "--json"]
+    assert main(["bench", *small, "engine=cpu:devices=2,cpu", *words]) == 0
+    two, one = json.loads(capsys.readouterr().out)["engines"]
+    assert "2 processes" in two["note"] and "processes" not in one["note"]
+    assert two["tokens_per_second"] * two["seconds_per_step"] == pytest.approx(16), "of the whole batch"
 
 
 # -- how it ends ------------------------------------------------------------------------------------------------------

@@ -85,6 +85,15 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         ),
         ("optim: {groups: a}\n", ["line 2: optim.groups: takes names with values"]),
         ("defaults: [override /recipe: lora]\nrecipe: {targets: {q: 1}}\n", ["line 3: recipe.targets: must be a list"]),
+        ("optim:\n  groups:\n    1: {lr: 1}\n", ["line 4: optim.groups.1: takes names that are text"]),
+        ("optim:\n  groups:\n    a*: {lr: 1}\n    blk.*:\n      lr: -1\n", ["line 5: optim.groups: blk.*: lr=-1"]),
+        ("optim: {groups: {blk.*: {rate: 1}}}\n", ["line 2: optim.groups: blk.* has no setting rate"]),
+        ("optim:\n  groups:\n    blk.*: 0.1\n", ["line 4: optim.groups: blk.*: takes settings"]),
+        ("optim:\n  groups:\n    none.*: {lr: 1}\n", ["line 4: optim.groups: none.* is no tensor that trains"]),
+        ("optim:\n  groups:\n    '*': {frozen: true}\n", ["line 3: optim.groups: freezes every tensor"]),
+        ("optim:\n  grad_clip: -3\n", ["line 3: optim.grad_clip=-3.0: must be at least 0"]),
+        ("steps: 3\nlr: -1\n", ["line 3: lr=-1.0: must be a number, 0 or above"]),
+        ("model:\n  n_heads: 5\n", ["line 3: model.n_heads=5 does not divide"]),
         ("seed: many\n", ["line 2: seed: must be a whole number"]),
         ("steps: many\n", ["line 2: steps: must be a whole number"]),  # which the command line has right
         ("seed: 1\nlr: 3\nstepz: 3\n", ["line 4: unknown key stepz; did you mean steps?"]),
@@ -96,6 +105,16 @@ def test_what_is_wrong_in_an_experiment_is_told_by_its_file_and_line(refused, te
     assert "own/experiment/mine.yaml" in line
     for word in words:
         assert word in line
+
+
+def test_what_is_wrong_and_was_typed_is_not_told_of_a_file(refused):
+    Path("own/experiment/mine.yaml").write_text(HEADER + "lr: 0.1\noptim: {grad_clip: 1}\n")
+    assert refused("--config-dir", "own", "experiment=mine", "lr=-1").startswith("lr=-1.0: ")
+
+
+def test_what_is_wrong_in_a_main_file_of_ones_own_is_told_by_its_line(refused):
+    Path("own/main.yaml").write_text("defaults: [config, _self_]\nlr: -1\n")
+    assert "own/main.yaml, line 2: lr=-1.0: " in refused("--config-path", "own", "--config-name", "main")
 
 
 def test_a_byte_order_mark_before_an_experiment_is_passed_over(tmp_path):

@@ -192,7 +192,8 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
         if resume is None:
             require_empty(where, "hydra.run.dir")
         status("reading the data")
-        prepared = prepare(built)
+        with composed.placed():
+            prepared = prepare(built)
         resumed = load_run(where, prepared) if resume else None
     return execute(prepared, where, say, resumed)
 

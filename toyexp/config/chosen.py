@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.config.schema import Source, load_yaml, read_config
+from toyexp.config.shipped import conf_dir
 
 HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
 RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what to go on with is said by who types
@@ -59,12 +62,30 @@ def files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
     yield source.directory / f"{source.name}.yaml"
 
 
-def place(path: Path, key: str) -> str:
-    """`path, line 3`: where a file says something of a key, as deep as it does."""
+@contextlib.contextmanager
+def placed(given: Sequence[Override], source: Source) -> Iterator[None]:
+    """Begins a UserError about a setting with the line of the person's file that gave it, unless it was typed."""
+    try:
+        yield
+    except UserError as error:
+        found = re.match(r"([a-z]\w*(?:\.\w+)*)(=|: | )", str(error))
+        if type(error) is not UserError or not found or source.saved or found[1] in {o.key_or_group for o in given}:
+            raise
+        key, said = found[1], str(error)[found.end() :]
+        for path in files(given, source):
+            if not path.is_relative_to(conf_dir()) and _holds(load_yaml(path), key, one_value=found[2] == "="):
+                raise UserError(f"{place(path, key, said)}: {error}") from error
+        raise
+
+
+def place(path: Path, key: str, said: str = "") -> str:
+    """`path, line 3`: where a file says something of a key, as deep as it does, to the name that `said` begins with."""
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # a preset's keys begin where it stands
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         line, node = next(((k.start_mark.line + 1, v) for k, v in pairs if k.value == part), (line, node))
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    line = next((k.start_mark.line + 1 for k, _ in pairs if said.startswith((f"{k.value}:", f"{k.value} "))), line)
     return f"{path}, line {line}" if line else str(path)
 
 
@@ -75,7 +96,8 @@ def _is_set(cfg: DictConfig, key: str) -> bool:
         return True
 
 
-def _holds(node: Any, key: str) -> bool:
+def _holds(node: Any, key: str, one_value: bool = False) -> bool:
+    """Whether a file says something of a key, and where `one_value` is wanted, one."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
-    return node is not None
+    return node is not None and not (one_value and isinstance(node, dict))

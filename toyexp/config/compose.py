@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError
 from toyexp.config.base import base_of, by_key
 from toyexp.config.build import parts_of, resolved, typed
-from toyexp.config.chosen import check_files
+from toyexp.config.chosen import check_files, placed
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
 from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
@@ -43,7 +44,7 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         raise explain(error, given, registry, source) from None
     check_files(cfg, given, source)
-    composed = Composed(cfg, given, keys, modules)
+    composed = Composed(cfg, given, keys, modules, source)
     with open_dict(cfg):
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
         for override in in_braces(given):  # what is typed stands before what files say: the first that fits counts
@@ -68,6 +69,7 @@ class Composed:
     given: Sequence[Override]  # what was typed
     every: Keys  # of all that could have been chosen
     modules: Sequence[str] = ()  # the plugins named on the command line: no file can load code
+    source: Source = field(default_factory=Source.of)
 
     @property
     def sweeps(self) -> dict[str, str]:
@@ -117,7 +119,8 @@ class Composed:
             line += registry.loading
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._settled
-        parts = parts_of(self.cfg, keys)
+        with self.placed():
+            parts = parts_of(self.cfg, keys)
         require_plugins(parts["settings"].plugins, self.modules, "the config")
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
@@ -131,6 +134,10 @@ class Composed:
                 *_unused_threads(parts["plain"], engine),
             ],
         )  # fmt: skip
+
+    def placed(self) -> AbstractContextManager[None]:
+        """Names the file and the line of a setting that cannot work and was not typed."""
+        return placed(self.given, self.source)
 
     def sweep_settings(self) -> Sweep:
         """How the jobs of a sweep are run; UserError for what cannot be."""

@@ -284,6 +284,7 @@ _PLAIN_WORDS = {
     r"is not Optional": "cannot be null",
     r"Cannot merge DictConfig with ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
+    r"Key (\S+) \(\w+\) is incompatible": "takes names that are text, and {0} is none",
     r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, a key that is not there",
     r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, which is not known here",
     r"[Rr]ecursi": "refers to itself",

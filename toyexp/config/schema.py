@@ -145,6 +145,7 @@ class Source:
     directory: Path
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
+    saved: bool = False  # a run's own, which nobody wrote
 
     @classmethod
     def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry, modules: Sequence[str]) -> Source:
@@ -171,13 +172,15 @@ class Source:
             raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
         others = {"engine", "callbacks"} & asked.keys()
         return (
-            cls._holding({k: v for k, v in saved.items() if k not in others}) if others else cls(directory.absolute())
+            cls._holding({k: v for k, v in saved.items() if k not in others})
+            if others
+            else cls(directory.absolute(), saved=True)
         )
 
     @classmethod
     def _holding(cls, settings: Mapping[str, Any]) -> Source:
         """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
-        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")))
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         text = yaml.safe_dump(dict(settings), sort_keys=False)
         (source.directory / "config.yaml").write_text(text, encoding="utf-8")

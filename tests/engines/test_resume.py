@@ -50,6 +50,7 @@ def test_a_run_that_is_extended_is_the_longer_run(engine):
     assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], "the eval at its first end"
     (resumed,) = events("begun/run", "resume")
     assert (resumed["step"], resumed["changed"], resumed["inexact"]) == (5, {"steps": [5, 12]}, None)
+    assert resumed["added"] == {}
     assert json.loads(Path("begun/run/result.json").read_text())["steps"] == 12
 
 
@@ -90,7 +91,7 @@ def test_another_experiment_is_refused_with_the_keys_that_differ(change, told, c
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
 
-def test_a_setting_that_is_new_since_the_checkpoint_is_no_difference_at_its_default(capsys):
+def test_a_setting_that_is_new_since_the_checkpoint_is_told_and_no_difference_at_its_default(capsys):
     run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
     (state,) = Path("run/checkpoints").glob("step-*/state.json")
     told = json.loads(state.read_text())
@@ -104,8 +105,11 @@ def test_a_setting_that_is_new_since_the_checkpoint_is_no_difference_at_its_defa
     }  # fmt: skip
     state.with_name("manifest.json").write_text(json.dumps(manifest))
     run("resume=run", "steps=3")
-    assert [e["changed"] for e in events("run", "resume")] == [{"steps": [2, 3]}]
-    capsys.readouterr()
+    (event,) = events("run", "resume")
+    assert (event["changed"], event["added"]) == ({"steps": [2, 3]}, {"nonfinite": "stop", "optim.eps": 1e-8})
+    assert "from step 2; changed: steps 2 -> 3; new since then: optim.eps=1e-08, nonfinite=stop\n" in (
+        capsys.readouterr().out
+    )
     assert main(["resume=run", "steps=4", "optim.eps=1e-7"]) == 2
     assert "optim.eps was 1e-08 and is 1e-07" in capsys.readouterr().err
 

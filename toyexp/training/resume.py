@@ -19,7 +19,7 @@ from toyexp.contract.planned import defaults
 from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.outcome import Outcome
-from toyexp.training.parts import FREE_KEYS, Config, Prepared
+from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Prepared
 
 if TYPE_CHECKING:
     from toyexp.contract.callback import Callback
@@ -37,12 +37,15 @@ class Resumed:
     checkpoint: checkpoint.Checkpoint
     outcome: Outcome  # how far training had come
     changed: Mapping[str, tuple[Any, Any]]  # settings, then and now
+    added: Mapping[str, Any]  # settings that decide numbers, and were none then; at their defaults
     damaged: list[str]  # a line about each newer checkpoint that was passed over
 
     def lines(self) -> list[str]:
         """For the person who watches."""
         changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
+        new = [f"{printable(key)}={printable(typed(value))}" for key, value in self.added.items()]
         told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
+        told += f"; new since then: {', '.join(new)}" if new else ""
         return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
 
     def facts(self) -> dict[str, Any]:
@@ -51,6 +54,7 @@ class Resumed:
             "step": self.checkpoint.step,
             "checkpoint": self.checkpoint.path.name,
             "changed": {key: list(pair) for key, pair in self.changed.items()},
+            "added": dict(self.added),
             "damaged": self.damaged,
         }
 
@@ -137,7 +141,10 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if not all(isinstance(state.get(part), dict) for part in parts):
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
     outcome = _outcome(found)
-    changed = dict(differences(with_defaults(state["config"], prepared.config), prepared.config.plain))
+    plain, filled = prepared.config.plain, with_defaults(state["config"], prepared.config)
+    changed = dict(differences(filled, plain))
+    new = dict(differences(state["config"], {k: v for k, v in filled.items() if k in plain}))
+    added = {k: now for k, (then, now) in new.items() if then is None and k.split(".")[0] not in ASIDE_KEYS}
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE_KEYS}
     fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
@@ -157,7 +164,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     _require_own(directory, prepared)
     _hand_back(found, prepared.config.callbacks)
     changed = {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}
-    return Resumed(found, outcome, changed, damaged)
+    return Resumed(found, outcome, changed, added, damaged)
 
 
 def _require_own(directory: Path, prepared: Prepared) -> None:

@@ -285,6 +285,7 @@ def test_the_table_of_speeds_is_the_one_that_bench_told():
     """Rounded by one rule, and changed by a report: nobody types a figure."""
     machines = json.loads(make_speeds.FIGURES.read_text())
     assert make_speeds.within(README) == make_speeds.text(machines)
+    assert make_speeds.within(README, *make_speeds.RATIOS) == make_speeds.ratios(machines)
     told = {"name": "ggml", "seconds_per_step": 0.0123456, "beyond_import_bytes": 7_654_321, "rounds": [1], "ratio": 1}
     make_speeds.add(machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]})
     changed = set(make_speeds.text(machines).splitlines()) - set(make_speeds.within(README).splitlines())

@@ -1,7 +1,7 @@
-"""The README's table of speeds, from what `toyexp bench --json` told: no figure of it is typed.
+"""The README's tables of speeds, from what `toyexp bench --json` told: no figure of them is typed.
 
-    make_speeds.py                                    writes the table from speeds.json, which lies beside this file
-    make_speeds.py MACHINE                            measures the three shapes here first: `make speeds`
+    make_speeds.py                                    writes the tables from speeds.json, which lies beside this file
+    make_speeds.py MACHINE                            measures the shapes of its table here first: `make speeds`
     make_speeds.py MACHINE SHAPE report.json          takes in a report from elsewhere first, such as one of a GPU
 
 MACHINE is one of speeds.json, which says what it is; a new report replaces what was known of its engines. What bench
@@ -16,13 +16,19 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 FIGURES = Path(__file__).with_name("speeds.json")
 BEGIN, END = "<!-- begin of the speeds by `make speeds` -->\n", "<!-- end of the speeds -->\n"
+RATIOS = "<!-- begin of the ratios by `make speeds` -->\n", "<!-- end of the ratios -->\n"
 SHAPES = {
     "bench_100k": "vocab 256, d 64, 2 layers, context 64, batch 1",
     "bench_1m": "1024, 128, 4, 128, 4",
     "bench_6m": "4096, 256, 6, 256, 4",
 }
+GPT2 = "gpt2, 4 layers, d 128, 12 x 64, vocab 65"  # nanoGPT's own setting for a CPU
+OF_GPT2 = [
+    "model=gpt2", "model.n_layers=4", "model.d_model=128", "model.n_heads=4", "model.d_ff=512", "model.context=64",
+    "batch_size=12", "data=random", "data.vocab=65",
+]  # fmt: skip
 ENGINES = "cpu,ggml,ggml:blas=false"
-KEPT = ("seconds_per_step", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
+KEPT = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
 STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
 ROWS = [  # machine, title, engines of a cell, what of them
     ("2 cores", "`ggml`", ["ggml"], STEP),
@@ -43,6 +49,13 @@ ROWS = [  # machine, title, engines of a cell, what of them
     ("H200, another host", "the same, eager with `engine.capture=false`", ["cuda:capture=false"], STEP),
 ]  # fmt: skip
 
+WITHOUT_BLAS = "2 cores, without BLAS"  # the machine of the second table, whose figures are ratios to `cpu`
+RATIO_ROWS = [  # title, engines of which the first that was measured counts
+    ("`ggml`", ["ggml"]),
+    ("bare PyTorch loop, compiled (of gpt2: `cpu:compile=true`)", ["bare torch compiled", "cpu:compile=true"]),
+    ("ggml's own autodiff", ["ggml autodiff"]),
+]
+
 
 def text(machines):
     """The table in Markdown, and what it says of torch and of ggml's own autodiff."""
@@ -57,6 +70,17 @@ def text(machines):
     torch = f"So `ggml` takes {', '.join(others)} and {last} times torch's time on this CPU"
     own = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times that of ggml's own autodiff"
     return f"{table}\n{torch}, and\n{own} at 5.9M.\n"
+
+
+def ratios(machines):
+    """The second table."""
+    runs = [machines[WITHOUT_BLAS]["runs"].get(shape, {}) for shape in (*SHAPES, GPT2)]
+    lines = [["", *(f"`{shape}`" for shape in SHAPES), GPT2]]
+    for title, names in RATIO_ROWS:
+        found = [next((run[name]["ratio"] for name in names if name in run), None) for run in runs]
+        lines.append([title, *("" if ratio is None else f"{ratio:.2f}" for ratio in found)])
+    head, *rows = map(_line, lines)
+    return "".join([head, "|---|---|---|---|---|\n", *rows]).replace("|  |", "| |")
 
 
 def _line(cells):
@@ -74,15 +98,17 @@ def _ratio(run, one, other):
     return run[one]["seconds_per_step"] / run[other]["seconds_per_step"]
 
 
-def within(readme):
+def within(readme, begin=BEGIN, end=END):
     """What stands between the marks."""
-    return readme.split(BEGIN)[1].split(END)[0]
+    return readme.split(begin)[1].split(end)[0]
 
 
 def add(machines, machine, shape, report):
     """Takes what a report of `toyexp bench --json` tells into the figures."""
-    if machine not in machines or shape not in SHAPES:
-        raise SystemExit(f"{machine} {shape}: takes one of {', '.join(machines)} and one of {', '.join(SHAPES)}")
+    if machine not in machines or shape not in (*SHAPES, GPT2):
+        raise SystemExit(
+            f"{machine} {shape}: takes one of {', '.join(machines)} and one of {', '.join((*SHAPES, GPT2))}"
+        )
     run = machines[machine]["runs"].setdefault(shape, {})
     for engine in report["engines"]:
         run[engine["name"]] = {key: engine[key] for key in KEPT if engine.get(key) is not None}
@@ -90,7 +116,10 @@ def add(machines, machine, shape, report):
 
 def measured(shape):
     """A report of this machine."""
-    words = ["bench", f"experiment={shape}", f"engine={ENGINES}", "--baseline", "--json"]
+    asked = [f"experiment={shape}", f"engine={ENGINES}"]
+    if shape == GPT2:  # for which there is no bare loop on the CPU
+        asked = [*OF_GPT2, f"engine={ENGINES},cpu:compile=true"]
+    words = ["bench", *asked, "--baseline", "--json"]
     return json.loads(subprocess.run([sys.executable, "-m", "toyexp", *words], check=True, stdout=-1).stdout)
 
 
@@ -99,11 +128,13 @@ def main(machine=None, shape=None, path=None):
     if path:
         add(machines, machine, shape, json.loads(Path(path).read_text()))
     elif machine:
-        for each in SHAPES:
+        for each in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
             add(machines, machine, each, measured(each))
     FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
     readme = README.read_text()
-    README.write_text(readme.replace(BEGIN + within(readme) + END, BEGIN + text(machines) + END))
+    for (begin, end), made in (((BEGIN, END), text), (RATIOS, ratios)):
+        readme = readme.replace(begin + within(readme, begin, end) + end, begin + made(machines) + end)
+    README.write_text(readme)
 
 
 if __name__ == "__main__":

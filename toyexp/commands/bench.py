@@ -68,9 +68,9 @@ products have.
 first step is counted from the start of a process; toyexp's reading of the
 settings is in it for the baselines too, and a compiler may find its work on
 disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
-own buffers, whatever the device; peak is the most memory that the process
-held, of several the first, beyond import how much of it came after all was
-imported."""
+own buffers, whatever the device, of several devices the first one's; peak is
+the most memory that the process held, of several the first, beyond import how
+much of it came after all was imported."""
 
 
 @dataclass(frozen=True)

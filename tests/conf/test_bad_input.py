@@ -16,7 +16,10 @@ import pytest
 
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
+from toyexp.config.keys import Keys
+from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse
+from toyexp.contract.registry import load
 from toyexp.training.checkpoint import MANIFEST, STATE
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
@@ -341,6 +344,15 @@ def test_a_text_whose_blanks_would_be_lost_is_told_how_they_are_kept(text, refus
     setting = f"callbacks.sample.prompt={text}"
     told = (setting, "blanks at its ends are lost", f"\"callbacks.sample.prompt='{text}'\"")
     refused([*SMALL, "callbacks=[default,sample]", setting], *told)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [("def ,class", "'def ',class"), (" a,b,'c '", "' a',b,'c '"), ("a, b , c", "a,' b ', c")]
+)
+def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept(values, kept, refused):
+    usual, key = ["-m", *SMALL, "callbacks=[default,sample]", "eval_every=0"], "callbacks.sample.prompt"
+    refused([*usual, f"{key}={values}"], f"{key}={values}", "are lost", f'"{key}={kept}"')
+    check_blanks(parse([f"{key}={kept}"])[0], Keys.of(load()))  # those that are only behind a comma stay unsaid
 
 
 @pytest.mark.parametrize(

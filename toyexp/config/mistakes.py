@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +22,9 @@ from toyexp.contract.registry import Registry
 
 EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
+# One of several values behind `=`, with the commas that stand in its quotes or brackets.
+LISTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
+
 # -- one setting as it was typed --------------------------------------------------------------------------------------
 
 
@@ -32,6 +35,28 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
         choice = override.key_or_group in GROUPS and not override.is_delete()
         if wrong := _wrong_form(override, types, keys) or (_wrong_choice(override, keys, source) if choice else None):
             raise UserError(wrong)
+
+
+def check_blanks(override: Override, keys: Keys) -> None:
+    """Raises UserError for several values of a text of which one would lose the blanks at its end.
+
+    One behind a comma is how lists are written.
+    """
+    key, line, listed = str(override.key_or_group), str(override.input_line), override.value()
+    simple = isinstance(listed, ChoiceSweep) and listed.simple_form
+    if key in GROUPS or str not in keys.types(key) or not simple:
+        return
+    values = LISTED.findall(line.partition("=")[2])
+    kept = [v if _keeps(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
+    if kept != values:
+        raise UserError(
+            f'{line!r}: blanks at the ends are lost; keep them with quotes inside: "{key}={",".join(kept)}"'
+        )
+
+
+def _keeps(text: str) -> bool:
+    """Whether what is typed as a text is all of it when it is read."""
+    return text == text.strip() or text.strip()[:1] in "'\""
 
 
 def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str | None:
@@ -57,9 +82,7 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
-    bare = text.strip()
-    lost = bare and bare != text and bare[0] not in "'\""
-    if lost and isinstance(value, str) and str in types and key not in GROUPS:
+    if text.strip() and not _keeps(text) and isinstance(value, str) and str in types and key not in GROUPS:
         return f"{line!r}: blanks at its ends are lost; keep them with quotes inside: \"{key}='{text}'\""
     if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"

@@ -57,7 +57,7 @@ class Asked:
 def sweep(asked: Asked) -> int:
     """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
     from toyexp.config.keys import Keys
-    from toyexp.config.mistakes import check_settings
+    from toyexp.config.mistakes import check_blanks, check_settings
     from toyexp.config.words import lines
 
     request = asked.request
@@ -74,6 +74,8 @@ def sweep(asked: Asked) -> int:
     if "sweep.resume" in request.values:
         return _go_on(asked, Path(request.values["sweep.resume"]))
     parsed = [*own_sweep(request), *request.settings]
+    for override in parsed:
+        check_blanks(override, keys)
     fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
     own = [o for o in request.settings if _is_own(o)]
     flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}

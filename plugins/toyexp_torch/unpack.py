@@ -10,6 +10,7 @@ taking a minimum off rounds. So a compiler may fuse the two as it likes: the num
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -30,8 +31,9 @@ log = logging.getLogger("toyexp")
 def unpacked(raw: Tensor, kind: str, table: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Bytes [n, bytes of a row] of a ggml type as numbers [n, in], made in float32 and rounded once.
 
-    `table` is `table_of(kind)`, on the device of the bytes. On an NVIDIA GPU one kernel does it, where torch has the
-    compiler for that; it makes 0 of what is smaller than float32's normal numbers (MXFP4 alone has such).
+    `table` is `table_of(kind)`, on the device of the bytes. On an NVIDIA GPU one kernel does it, where torch has
+    Triton: that of `unpack_kernels`, or what the compiler makes of the ops below, which makes 0 of what is smaller than
+    float32's normal numbers (MXFP4 alone has such).
     """
     if kind in WHOLE:
         return raw.view(WHOLE[kind]).to(dtype)
@@ -91,7 +93,33 @@ def _in_chunks(flat: Tensor, kind: str, table: Tensor | None, dtype: torch.dtype
 
 @cache
 def _in_one_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    """`_unpacked` compiled for any number of blocks, or as it is where the compiler fails on a few of zeros."""
+    """`_unpacked` as one kernel for any number of blocks, or as it is where none works on a few of zeros."""
+    table, zeros = table_of(kind), torch.zeros(4 * SIZES[kind][1], dtype=torch.uint8, device=device)
+    instead = {_written: "by a kernel that the compiler makes", _compiled: "op by op"}
+    for made, otherwise in instead.items():
+        try:
+            if kernel := made(kind, device):
+                kernel(zeros, kind, None if table is None else table.to(device), dtype)
+                return kernel
+        except Exception as error:  # of no one kind: no compiler, no Triton, a driver that it does not know
+            log.info("%s is unpacked %s, which is slower: %s", kind, otherwise, str(error).strip().partition("\n")[0])
+    return _unpacked
+
+
+def _written(kind: str, device: torch.device) -> Callable[..., Tensor] | None:
+    """The kernel that stands in `unpack_kernels`, where that can be."""
+    if device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return None
+    from toyexp_torch import unpack_kernels  # deferred: it needs Triton
+
+    def called(flat: Tensor, kind: str, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return unpack_kernels.unpacked(flat, kind, SIZES[kind], dtype)
+
+    return called if kind in unpack_kernels.KERNELS else None
+
+
+def _compiled(kind: str, device: torch.device) -> Callable[..., Tensor]:
+    """What the compiler makes of `_unpacked`."""
     # A copy of the code for each, for torch no longer compiles code that it has compiled for many cases.
     code = _unpacked.__code__.replace(co_name=f"unpacked_{kind.lower()}")
     compiled = torch.compile(FunctionType(code, globals()), dynamic=True)
@@ -101,12 +129,6 @@ def _in_one_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> Calla
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             return compiled(*args)
 
-    table, zeros = table_of(kind), torch.zeros(4 * SIZES[kind][1], dtype=torch.uint8, device=device)
-    try:
-        called(zeros, kind, None if table is None else table.to(device), dtype)
-    except Exception as error:  # of no one kind: no compiler, no Triton, a driver that it does not know
-        log.info("%s is unpacked op by op, which is slower: %s", kind, str(error).strip().partition("\n")[0])
-        return _unpacked
     return called
 
 

@@ -45,6 +45,48 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
             assert of_types is not unpack._unpacked, "it is unpacked op by op; log.txt says why"
 
 
+WRITTEN = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_kernel_written_out_makes_the_bits_of_the_ops(kind, monkeypatch):
+    import torch
+
+    from toyexp_torch import unpack
+
+    monkeypatch.setattr(torch, "compile", None)  # which is not asked
+    _, _, block_bytes = KINDS[kind]
+    table = unpack.table_of(kind)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kernel = unpack._in_one_kernel.__wrapped__(kind, dtype, torch.device("cuda", 0))
+        assert kernel is not unpack._unpacked, "it is unpacked op by op; log.txt says why"
+        for count in (1, 7, 64, 1003):
+            raw = np.random.default_rng(count).integers(0, 256, (count, block_bytes), np.uint8)
+            flat = torch.from_numpy(raw).flatten()
+            expected = unpack._unpacked(flat, kind, table, dtype)
+            found = kernel(flat.cuda(), kind, None, dtype).cpu()
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            zero = expected == 0
+            assert torch.equal(found[zero].signbit(), expected[zero].signbit())
+
+
+def test_more_numbers_than_32_bits_count():
+    import torch
+
+    from toyexp_torch import unpack
+
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("8 GiB of the GPU are not free")
+    blocks = (1 << 31) // 32 + 5
+    flat = torch.zeros(blocks * 34, dtype=torch.uint8, device="cuda")
+    flat[-68:] = torch.arange(68, dtype=torch.uint8, device="cuda")
+    made = unpack.unpacked(flat.view(1, -1), "Q8_0", None, torch.bfloat16)
+    expected = unpack._unpacked(flat[-68:].cpu(), "Q8_0", None, torch.bfloat16)
+    assert made.shape == (1, 32 * blocks)
+    assert torch.equal(made[0, -64:].cpu(), expected)
+    assert not made[0, :-64].any()
+
+
 def steps(base, **settings):
     """The numbers of ten steps of lora on a model whose rows are blocks of 256, and whether they were captured."""
     path, model = base

@@ -1,5 +1,8 @@
 """Bytes of ggml's types made into numbers by torch, against gguf-py to the bit, and products with such matrices."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from toyexp_torch.recompute import computed_twice
 
 KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name != "F32"}
 CPU = torch.device("cpu")
+IN_TRITON = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 
 
 def bytes_of(kind, rows=40, below=256):
@@ -72,6 +76,34 @@ def test_where_nothing_can_be_compiled_the_ops_do_it(monkeypatch, caplog):
     with caplog.at_level("INFO", "toyexp"):
         assert unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, CPU) is unpack._unpacked
     assert caplog.messages == ["Q4_0 is unpacked op by op, which is slower: no compiler here"]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The module of kernels in Triton, made for its interpreter, which needs no GPU."""
+    if not importlib.util.find_spec("triton"):
+        pytest.skip("Triton is not here")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = Path(unpack.__file__).with_name("unpack_kernels.py")
+    spec = importlib.util.spec_from_file_location("interpreted_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert set(module.KERNELS) == set(IN_TRITON)
+    return module
+
+
+@pytest.mark.parametrize("kind", IN_TRITON)
+def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels):
+    _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
+    whole = kernels.NUMBERS // per_block  # to a program
+    blocks = bytes_of(kind, rows=3 * whole).reshape(-1, block_bytes)
+    # The interpreter cuts off what bfloat16 does not hold, where a GPU rounds.
+    for count, dtype in zip((0, 1, whole, 2 * whole + 3), ("float32", "float64", "float16", "float32"), strict=True):
+        expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
+        with np.errstate(all="ignore"):  # scales that are no numbers
+            flat = torch.from_numpy(blocks[:count]).flatten()
+            found = kernels.unpacked(flat, kind, (per_block, block_bytes), getattr(torch, dtype))
+        assert_same_bits(found, expected.flatten().to(found.dtype))
 
 
 def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():

@@ -71,8 +71,18 @@ def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):
 
 
 def test_what_is_scaled_beside_the_rate_is_recorded_at_each_step(train):
-    run = train("callbacks=[linear,events]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=1", "steps=4")
+    falls = ["callbacks=[constant,linear,events]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=2"]
+    own = "optim.groups={*attn*:{weight_decay:1}}"
+    run = train(*falls, own, "steps=4")
     assert [e["weight_decay_factor"] for e in run.of("step")] == [1, 0.75, 0.5, 0.25]
+    assert [e["weight_decay"] for e in run.of("step")] == [2, 1.5, 1, 0.5]
+    assert run.events[0]["schedules"] == {"constant": "lr", "linear": "weight_decay"}
+
+
+def test_the_value_of_a_number_is_that_of_the_rule_which_has_it(train):
+    run = train("optim=muon", "callbacks=[constant,events]", "callbacks.constant.scales=momentum",
+                "callbacks.constant.warmup=2", "steps=3")  # fmt: skip
+    assert [e["momentum"] for e in run.of("step")] == [0.475, 0.95, 0.95]
 
 
 def test_a_run_without_a_schedule_uses_the_base_rate(train):

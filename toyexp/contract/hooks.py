@@ -74,7 +74,8 @@ class RunHooks:
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A step was taken on `batch`: metrics hold loss, lr, grad_norm, tokens (its targets) and wall_us.
 
-        What a schedule multiplied beside lr is there too: `<name>_factor`, such as weight_decay_factor.
+        What a schedule multiplied beside lr is there too: `<name>`, such as weight_decay, the largest where tensors
+        have several; and `<name>_factor`.
         """
 
     @hookspec

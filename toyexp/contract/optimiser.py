@@ -109,6 +109,10 @@ class Group:
         own = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
         return dataclasses.replace(self.rule, **own) if own else self.rule  # type: ignore[type-var]
 
+    def setting(self, name: str) -> float:
+        """What a schedule of that name scales: the group's own decay, or a setting of the rule."""
+        return float(self.weight_decay if name == "weight_decay" else getattr(self.rule, name))
+
     @cached_property
     def scalable(self) -> frozenset[str]:
         """What of the rule a schedule can scale."""

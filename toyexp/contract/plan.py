@@ -133,6 +133,11 @@ class Plan:
         """Each group's numbers for the 0-based `step`; `factors` scale settings of their rules by name."""
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
+    def scaled(self, factors: Mapping[str, float]) -> dict[str, float]:
+        """What the settings of its rules are once the factors of their names scale them; of several, the largest."""
+        there = {name: [group.setting(name) for group in self.updates if name in group.scalable] for name in factors}
+        return {name: max(values) * factors[name] for name, values in there.items() if values}
+
     def slots(self, tensor: PlanTensor) -> Mapping[str, tuple[int, ...]]:
         """The optimiser's state of a tensor that trains: the shapes, by name."""
         return self._rules[tensor.name].slots(tensor.shape)

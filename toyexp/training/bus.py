@@ -14,7 +14,7 @@ import pluggy
 from toyexp.base.blame import failure
 from toyexp.base.errors import RunFailed, UserError, choose, printable
 from toyexp.base.signals import hidden_interrupt
-from toyexp.contract.callback import Callback, Schedule, answers_lr
+from toyexp.contract.callback import Callback, Schedule, answers_lr, implements
 from toyexp.contract.hooks import RunHooks
 from toyexp.contract.run import Run
 
@@ -61,6 +61,8 @@ class Bus:
                 least = next((name for name in rivals if name in by_default()), rivals[0])
                 what = "the learning rate" if number == "lr" else number
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
+        asked = dict.fromkeys(name for name, c in callbacks.items() if implements(c, "factors"))
+        self.scheduled: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
         answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
         self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)

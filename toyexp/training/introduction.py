@@ -63,6 +63,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),
+        "schedules": prepared.bus.scheduled,
     }
 
 

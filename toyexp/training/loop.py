@@ -159,7 +159,8 @@ class Training:
         outcome.training_seconds += seconds
         metrics = {"loss": loss, "lr": launched.lr, "grad_norm": grad_norm, "tokens": count}
         scaled = {f"{name}_factor": factor for name, factor in launched.factors.items()}
-        return {**metrics, **scaled, "wall_us": seconds * 1e6}, launched.batch
+        scaled |= self.run.plan.scaled(launched.factors)
+        return {**scaled, **metrics, "wall_us": seconds * 1e6}, launched.batch
 
     def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
         self.bus.hook.on_step(run=self.run, step=self.outcome.steps, metrics=metrics, batch=batch)

@@ -2,9 +2,8 @@
 
 What a number is stands in `unpack.py`, whose bits these are. A program makes a tile [groups, numbers of a group] of
 whole blocks, a group being what has one scale. Each number reads its own bytes: numbers beside one another read bytes
-beside one another and are written together, so that a thread makes eight of them, loads two to eight bytes at once,
-stores sixteen, and exchanges nothing with others; bytes that several numbers share come out of the cache. Blocks of 34
-or 18 bytes start at even addresses, and no load is wider than its block's place allows.
+beside one another and are written together, so that a thread makes eight of them, loads two to sixteen bytes at once,
+as many as the places of blocks allow, and stores sixteen; bytes that several numbers share come out of the cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NUMBERS, WARPS = 2048, 4  # to a program; 16 to a thread keep the memory busy, and a small matrix has many programs
+# To a program: 16 numbers a thread keep the memory busy, a small matrix still has many programs, and with fewer groups
+# than threads each thread loads the scales that it needs itself.
+NUMBERS, WARPS = 2048, 4
 # IQ4_NL's 16 numbers and 128, a byte each, the first lowest.
 LOWER, UPPER = tl.constexpr(0x766A5D4F3F2D1801), tl.constexpr(-0x0E263A4A5966727F)
 EXACT = tl.constexpr(1 << 23)  # from here on a float32 has no bits behind the point

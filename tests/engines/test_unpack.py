@@ -78,6 +78,24 @@ def test_where_nothing_can_be_compiled_the_ops_do_it(monkeypatch, caplog):
     assert caplog.messages == ["Q4_0 is unpacked op by op, which is slower: no compiler here"]
 
 
+def test_where_a_kernel_in_triton_fails_the_compiler_makes_one(monkeypatch, caplog):
+    def broken(*args):
+        raise RuntimeError("this GPU is too old")
+
+    monkeypatch.setattr(unpack, "_written", lambda kind, device: broken)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    raw = torch.from_numpy(bytes_of("Q4_0"))
+    with caplog.at_level("INFO", "toyexp"):
+        kernel = unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, CPU)
+    assert caplog.messages == [
+        "Q4_0 is unpacked by a kernel that the compiler makes, which is slower: this GPU is too old"
+    ]
+    assert kernel is not unpack._unpacked
+    assert_same_bits(
+        kernel(raw.flatten(), "Q4_0", None, torch.float32), Packed(raw, "Q4_0", torch.float32).dense().flatten()
+    )
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """The module of kernels in Triton, made for its interpreter, which needs no GPU."""

@@ -257,13 +257,16 @@ def follows(opened, plan, recipe):
     assert abs(expected[-1] - expected[0]) > 0.005  # the updates are seen
 
 
-def test_loops_of_a_gpu_stand_beside_its_engines_alone():
+def test_loops_stand_beside_the_engines_of_their_device_alone():
     beside = {engine: [name for name, _ in stepper.baselines([], [engine])] for engine in ("cpu", "cuda", "mps")}
     assert beside["cuda"] == ["nanoGPT-style", "nanoGPT-style eager", "PEFT", "PEFT compiled"] and not beside["mps"]
-    assert beside["cpu"] == ["bare torch", "bare torch compiled", "ggml autodiff"]
+    of_the_cpu = ["bare torch", "bare torch compiled", "ggml autodiff", "nanoGPT-style", "nanoGPT-style eager"]
+    assert beside["cpu"] == of_the_cpu
     typed = ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2", "engine.tf32=true", "engine.capture=false"]
     kept = dict(stepper.baselines(typed, ["cuda"]))["nanoGPT-style"]
     assert kept.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.tf32=true"] and kept.engine == "cuda"
+    kept = dict(stepper.baselines(typed, ["ggml"]))["nanoGPT-style"]
+    assert kept.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2"] and kept.engine == "cpu"
 
 
 def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
@@ -276,6 +279,10 @@ def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys)
     lines = bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
     left_out = [line.split("  ")[0] for line in lines if "left out: only written for a plain model=llama" in line]
     assert left_out == ["bare torch", "bare torch compiled", "ggml autodiff"]
+    assert [line.split("  ")[0] for line in lines if ", 1 thread" in line][1:] == [
+        "nanoGPT-style",
+        "nanoGPT-style eager",
+    ]
 
 
 def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):

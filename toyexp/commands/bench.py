@@ -50,10 +50,11 @@ first one's. A key behind a name is of that engine alone.
 options
   --rounds N      turns that each of them gets (7)
   --steps N       steps of a turn (as many as take about 0.3 s)
-  --baseline      beside them loops that do no more than train: PyTorch, eager
-                  and compiled, and ggml's own autodiff on the CPU (on
-                  engine.threads); on a GPU one in nanoGPT's manner for
-                  model=gpt2 and PEFT's for recipe=lora (in engine.dtype)
+  --baseline      beside them loops that do no more than train: one in nanoGPT's
+                  manner for model=gpt2, eager and compiled, and of a llama on
+                  the CPU PyTorch's, likewise, and ggml's own autodiff (on
+                  engine.threads); on a GPU PEFT's for recipe=lora (in
+                  engine.dtype)
   --no-peak       leave out the share of the peak, which takes its time to find
   --no-memory     leave out what needs a process for each: memory, and the wait
                   for the first step

@@ -1,10 +1,12 @@
-"""What the loops on a GPU share: one step, from a batch on the host to the loss that is read."""
+"""What loops of modules share, on any device: one step, from a batch on the host to the loss that is read."""
 
 import contextlib
 
 import torch
 
 from toyexp import Unavailable
+from toyexp.base.threads import available_cores
+from toyexp.base.words import counted
 from toyexp.commands.bench_stepper import Stepper
 
 
@@ -19,6 +21,11 @@ class Loop(Stepper):
         self.device, self.clip, self.half = torch.device(engine.device), plan.grad_clip, engine.dtype == "bfloat16"
         torch.backends.cuda.matmul.allow_tf32 = bool(getattr(engine, "tf32", False))
         self.note = f"torch {torch.__version__}, {'compiled, ' if self.compiled else ''}{engine.dtype}"
+        self.threads_before = torch.get_num_threads()
+        if engine.device == "cpu":
+            threads = engine.threads or available_cores()
+            torch.set_num_threads(threads)
+            self.note += f", {counted(threads)}"
 
     def train(self, module, adamw, groups):
         """Makes it ready: the module, and what of its weights the optimiser changes."""
@@ -52,3 +59,4 @@ class Loop(Stepper):
 
     def close(self):
         self.module = self.weights = self.optimiser = None
+        torch.set_num_threads(self.threads_before)

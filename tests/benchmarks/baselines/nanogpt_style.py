@@ -1,4 +1,4 @@
-"""GPT-2's training step on a GPU in nanoGPT's manner: modules, torch.compile, autocast, fused AdamW in two groups."""
+"""GPT-2's training step in nanoGPT's manner: modules, torch.compile, autocast, fused AdamW in two groups."""
 
 import runpy
 from pathlib import Path

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from toyexp.config.request import Request
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.training.experiment import execute, prepare
 from toyexp.training.keeper import Keeper
 

@@ -19,7 +19,7 @@ from toyexp.commands.table import COMMANDS
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.training.checkpoint import MANIFEST, STATE
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]

@@ -19,7 +19,7 @@ from toyexp.config.request import Request
 from toyexp.config.schema import Root, Source
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, PARTS, top_level
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.contract.settings import settings_of
 from toyexp_recipes.scratch import DONOR
 

@@ -14,7 +14,7 @@ from lines import last_of_each
 from toyexp import Planned, PlanTensor
 from toyexp.commands.line import main
 from toyexp.config.request import Request
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.formats.gguf.source import FromGGUF
 from toyexp.training.experiment import prepare
 from toyexp.training.introduction import introduction

@@ -13,7 +13,7 @@ from tiny import write_base
 from toyexp.commands import models as caches
 from toyexp.commands.line import main
 from toyexp.commands.models import find, usual_places
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.text.tokenizer import Bytes
 
 VARIABLES = ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "OLLAMA_MODELS", "LLAMA_CACHE")

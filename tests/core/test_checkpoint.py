@@ -25,7 +25,6 @@ from toyexp.training.checkpoint import (
     MANIFEST,
     STATE,
     Damaged,
-    Interval,
     conforms,
     newest,
     read,
@@ -33,6 +32,7 @@ from toyexp.training.checkpoint import (
     write,
 )  # fmt: skip
 from toyexp.training.keeper import Keeper
+from toyexp.training.settings import Interval
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
 

@@ -8,7 +8,7 @@ import pytest
 
 from toyexp import Arguments, Command, UserError
 from toyexp.commands.table import COMMANDS
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 
 COMMAND = """
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from toyexp.commands.table import COMMANDS
 from toyexp.config import schema
 from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level
 from toyexp.contract.optimiser import MODES
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.contract.settings import settings_of
 from toyexp.training.settings import NONFINITE
 from toyexp_optimisers.adamw import AdamWOptimiser

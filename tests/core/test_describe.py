@@ -23,7 +23,8 @@ from toyexp.commands.line import main
 from toyexp.commands.uses import pasted, shell
 from toyexp.config.words import parse
 from toyexp.contract.ops import Params, Rotary
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.reference.engine import ReferenceOps
 from toyexp.reference.forward_listing import Line, Listing, ShapeOps, Traced, listing

@@ -16,7 +16,7 @@ from tiny import MODELS, VOCAB, write_base
 from toyexp import Callback, Format, UserError, hookimpl
 from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.contract.rules import check_class
 from toyexp.contract.settings import settings_of
 from toyexp.formats.gguf.read import GGUFFile

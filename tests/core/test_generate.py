@@ -22,7 +22,7 @@ from toyexp.base.random import stream
 from toyexp.commands.generate import Scribe
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.open_model import model_in

@@ -23,7 +23,7 @@ import pytest
 from toyexp import TOKENS, Constant, FromGGUF, Kind, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
 from toyexp.contract.exporter import exporter
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUF_TYPES, GGUFError, GGUFFile, encodes_finite

@@ -11,7 +11,7 @@ from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenData
 from toyexp.commands.bench import positions
 from toyexp.commands.evaluate import Evaluation
 from toyexp.contract.compatibility import of_kind, refusal, unread
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.datasets.dropout import Dropout
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset

@@ -5,7 +5,7 @@ import pytest
 
 from toyexp import AdamW, Optimiser, RunFailed, UserError
 from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Group
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.lion import Lion
 

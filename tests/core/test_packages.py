@@ -15,7 +15,8 @@ from toyexp.base.errors import Broken
 from toyexp.base.packages import told_by, why, why_not_apart
 from toyexp.base.signals import Interrupted, stop_signals
 from toyexp.config.engines import facts_of, pick_engine
-from toyexp.contract.registry import Offer, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Offer
 from toyexp.testing.null import NullEngine
 
 COUNTER = itertools.count()

@@ -16,7 +16,8 @@ from toyexp import UserError
 from toyexp.commands.line import main
 from toyexp.config.shipped import conf_dir
 from toyexp.contract.hooks import Registration, RunHooks
-from toyexp.contract.registry import KINDS, load
+from toyexp.contract.plugins import load
+from toyexp.contract.rules import KINDS
 from toyexp.contract.settings import settings_of
 
 COUNTER = itertools.count()
@@ -474,7 +475,7 @@ def test_every_hook_is_documented_and_registration_hooks_share_one_shape():
 
 def test_finding_the_shipped_plugins_imports_nothing_heavy():
     program = (
-        "import sys; from toyexp.contract.registry import load; registry = load(); "
+        "import sys; from toyexp.contract.plugins import load; registry = load(); "
         "assert 'cpu' in registry.offers['engine'] and 'wandb' in registry.offers['callbacks']; "
         f"print(sorted(set({FOREIGN!r}) & set(sys.modules)))"
     )
@@ -488,7 +489,7 @@ def test_finding_the_shipped_plugins_imports_nothing_heavy():
 CONFIG = {f"config/{path.name}" for path in (CORE / "config").glob("*.py")}
 CONFIG |= {"sweep/lookahead.py", "sweep/combinations.py", "commands/inspect.py"}
 AT_HEAD = {
-    "pluggy": {"contract/hooks.py", "contract/registry.py", "training/bus.py"},
+    "pluggy": {"contract/hooks.py", "training/bus.py"},
     "hydra": CONFIG,
     "omegaconf": CONFIG,
     "yaml": {*CONFIG, "training/rundir.py"},  # comes with omegaconf; configs are read and written as Hydra reads them

@@ -6,7 +6,7 @@ import pytest
 
 from toyexp.commands.line import main
 from toyexp.contract.compatibility import cells
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
 CELLS = {(c.recipe, c.model): c for c in cells(load())}

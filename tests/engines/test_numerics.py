@@ -11,7 +11,7 @@ import pytest
 
 from toyexp.commands.doctor_numerics import engines, examine, expectations, gradient, table, trainings
 from toyexp.commands.line import main
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.reference.opmodel import CASES
 from toyexp.testing import op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU

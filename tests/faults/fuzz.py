@@ -25,8 +25,8 @@ from faults import words
 from toyexp import ToyexpError, UserError
 from toyexp.commands.line import main
 from toyexp.config import request as requests
+from toyexp.contract.plugins import load
 from toyexp.contract.recipe import start
-from toyexp.contract.registry import load
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.sweep.directory import Job, Status, SweepDir, print_table

@@ -17,7 +17,7 @@ from faults import FIGURES, STEPS, Trace, words
 
 from toyexp.config.request import Request
 from toyexp.contract.compatibility import cells
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.training import checkpoint, experiment
 from toyexp.training import rundir as run
 from toyexp.training.resume import Complete

@@ -18,7 +18,7 @@ from toyexp import Callback, RunFailed, ToyexpError, hookimpl
 from toyexp.base.errors import UserError
 from toyexp.commands.line import main
 from toyexp.config.request import Request
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint, experiment
 from toyexp.training.resume import load as load_run

@@ -11,7 +11,7 @@ from faults import FIGURES, Trace, interrupted, shell_code, toyexp, words
 
 from toyexp import Unavailable
 from toyexp.commands.line import main
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.training.checkpoint import steps
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

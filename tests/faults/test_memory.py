@@ -12,7 +12,7 @@ from toyexp.base import memory
 from toyexp.base.errors import RunFailed
 from toyexp.commands.line import main
 from toyexp.config.request import Request
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.training.experiment import prepare
 
 WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batch_size", "steps"))]

@@ -14,7 +14,8 @@ from tiny import VOCAB, write_base
 from toyexp.commands.describe import describe
 from toyexp.commands.line import main
 from toyexp.config.request import Request
-from toyexp.contract.registry import Offer, Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Offer, Registry
 from toyexp.formats.gguf.read import GGUF_TYPES, GGUFFile
 from toyexp.formats.gguf.write import Writer
 from toyexp.text.tokenizer import Bytes, Characters

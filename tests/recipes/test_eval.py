@@ -11,7 +11,7 @@ from PIL import Image
 
 from toyexp.commands.evaldata import kind_of
 from toyexp.commands.line import main
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 from toyexp.datasets.images import held_out_mask
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200

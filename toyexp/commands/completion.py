@@ -20,7 +20,8 @@ from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.contract.command import Command
 from toyexp.contract.optimiser import LORA, scalable
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.contract.settings import Setting, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes

@@ -25,7 +25,8 @@ from toyexp.config.restored import ADAPTER, MODEL, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import TensorInfo
 from toyexp.contract.model import sizes_of
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.read import GGUFFile, origin
 from toyexp.formats.gguf.source import opened
 from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing

@@ -11,8 +11,8 @@ from toyexp.base.terminal import say
 from toyexp.commands.here import not_here, verdict
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.contract.command import Arguments
+from toyexp.contract.plugins import load
 from toyexp.contract.recipe import start
-from toyexp.contract.registry import load
 from toyexp.training.parts import Prepared
 
 HELP = """\

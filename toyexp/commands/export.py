@@ -18,7 +18,8 @@ from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import Exported, Format, require_written
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile, origin
 from toyexp.formats.gguf.rewrite import require_exact

@@ -8,7 +8,7 @@ from pathlib import Path
 from toyexp.base.errors import UserError, choose
 from toyexp.commands.habits import no_option, no_setting
 from toyexp.contract.command import modules_in
-from toyexp.contract.registry import load
+from toyexp.contract.plugins import load
 
 SHORT = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",

@@ -21,8 +21,9 @@ from toyexp.base.writing import dump_json
 from toyexp.commands.options import one_file, options, refuse_settings
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
+from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.registry import Registry
 from toyexp.contract.sampling import Sampling, continuation
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import model_of

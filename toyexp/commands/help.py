@@ -10,7 +10,8 @@ from toyexp.base.words import typed
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.command import Arguments
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 
 HEAD = """\
 usage: toyexp [key=value ...]        run one experiment

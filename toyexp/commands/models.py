@@ -21,7 +21,8 @@ from toyexp.commands.describe import types_of
 from toyexp.commands.options import Answer, refuse_settings
 from toyexp.commands.uses import Offers, pasted
 from toyexp.contract.command import Arguments
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
 

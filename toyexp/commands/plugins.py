@@ -8,7 +8,8 @@ from toyexp.commands.here import broken_engines
 from toyexp.commands.options import refuse_settings
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import table
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 
 HELP = """\
 usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]

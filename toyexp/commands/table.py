@@ -98,7 +98,7 @@ def find(name: str, words: Sequence[str]) -> Command | None:
     """The command of that name, if there is one; plugins are only loaded, with those that `words` name, for others."""
     if name in COMMANDS:
         return COMMANDS[name]()
-    from toyexp.contract.registry import load
+    from toyexp.contract.plugins import load
 
     registry = load(modules_in(words))
     broken = any(("command", name) in problem.offered for problem in registry.problems)

@@ -119,8 +119,11 @@ class Composed:
             line += registry.loading
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._settled
-        with self.placed():
+        try:
             parts = parts_of(self.cfg, keys)
+        except UserError:
+            with self.placed():
+                raise
         require_plugins(parts["settings"].plugins, self.modules, "the config")
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(

@@ -37,8 +37,11 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
     if node["name"] != AUTO:
         engine = made(class_of("engine", node, registry), node)
-        with told_by(f"engine={engine.name}"):
+        try:
             return engine, f"{engine.name}: {facts_of(engine)}"
+        except Unavailable:
+            with told_by(f"engine={engine.name}"):
+                raise
     passed_over: list[str] = []
     broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
     threads = {"threads": node["threads"]} if node.get("threads") else {}

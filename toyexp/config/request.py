@@ -14,7 +14,8 @@ from toyexp.config.engines import read_label
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import lines, parse
 from toyexp.contract.command import modules_in
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.training.parts import Config
 
 

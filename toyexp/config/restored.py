@@ -24,8 +24,9 @@ from toyexp.contract.data import open_data
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan, export_tensors, inherited
+from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup, start
-from toyexp.contract.registry import Registry, load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.write import write_model

@@ -20,6 +20,7 @@ from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.hooks import hookimpl
 from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited, lora_names
 from toyexp.contract.planned import Planned, changed
+from toyexp.contract.rules import Candidate
 from toyexp.contract.run import Best, Run
 
 WEIGHTS = ("best", "last")
@@ -188,3 +189,8 @@ def exporter(form: type[Format]) -> type[Exporter]:
     about = f"Writes model{form.suffix} at the end and every so many steps{adapter}. {(form.__doc__ or '').strip()}"
     own = {"name": f"{form.name}_export", "form": form, "__doc__": about}
     return make_dataclass(f"{form.__name__}Export", settings, bases=(base,), namespace=own, eq=False)
+
+
+def add_exporters(candidate: Candidate) -> None:
+    """Has a plugin offer the callbacks, too, with which a run writes its formats."""
+    candidate.exporters += [exporter(typing.cast("type[Format]", cls)) for cls in candidate.classes["format"]]

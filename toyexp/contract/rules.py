@@ -1,4 +1,4 @@
-"""What a class has to be before a registry takes it: the rules of its kind, by which an author's slips are told."""
+"""What a plugin and its classes have to be before a registry takes them: rules by which an author's slips are told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import functools
 import inspect
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +18,9 @@ from toyexp.base.errors import UserError, choose
 from toyexp.contract.callback import Callback
 from toyexp.contract.command import Command
 from toyexp.contract.data import Data
+from toyexp.contract.engine import Engine
 from toyexp.contract.format import Format
-from toyexp.contract.hooks import RunHooks
+from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.kind import Kind
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import MODES, Optimiser
@@ -24,6 +28,52 @@ from toyexp.contract.recipe import Recipe
 
 # Keys by which Hydra and its kin are told what to call.
 NAMES_CODE = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "target")
+
+
+KINDS: dict[str, tuple[type, str]] = {
+    "engine": (Engine, "register_engines"),
+    "recipe": (Recipe, "register_recipes"),
+    "optim": (Optimiser, "register_optimisers"),
+    "model": (Model, "register_models"),
+    "data": (Data, "register_data"),
+    "callbacks": (Callback, "register_callbacks"),
+    "format": (Format, "register_formats"),
+    "command": (Command, "register_commands"),
+}
+
+
+@dataclass
+class Candidate:
+    """A plugin on its way into a registry."""
+
+    plugin: str
+    package: str
+    importer: Callable[[], ModuleType]
+    reason: str | None = None  # why it is broken
+    module: ModuleType | None = None
+    classes: dict[str, list[type]] = field(default_factory=partial(defaultdict, list))  # by kind
+    exporters: list[type[Callback]] = field(default_factory=list)  # with which a run writes its formats
+
+
+def check_module(candidate: Candidate) -> None:
+    """Raises UserError for functions of a plugin that were meant to be hooks and are none."""
+    assert candidate.module is not None
+    check_hooks(candidate.module, Registration, candidate.plugin)
+
+
+def check_classes(candidate: Candidate) -> None:
+    """Raises UserError when a class of a plugin breaks a rule of its kind, and when it has none."""
+    if not any(candidate.classes.values()):
+        raise UserError(f"{candidate.plugin} offers nothing; a plugin calls register(...) in @hookimpl functions")
+    for kind, classes in candidate.classes.items():
+        for cls in classes:
+            check_class(cls, KINDS[kind][0])
+
+
+def check_exporters(candidate: Candidate) -> None:
+    """Raises UserError for a format that no callback can be made of."""
+    for cls in candidate.exporters:
+        check_class(cls, Callback)
 
 
 def check_class(cls: type, base: type) -> None:

@@ -28,8 +28,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.optimiser import AdamW, Rule
 from toyexp.contract.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.contract.recipe import Recipe, Setup, start
-from toyexp.contract.registry import KINDS
-from toyexp.contract.rules import check_class
+from toyexp.contract.rules import KINDS, check_class
 from toyexp.contract.run import Run
 from toyexp.contract.session import State
 from toyexp.contract.settings import settings_of

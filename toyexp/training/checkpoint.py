@@ -52,31 +52,6 @@ class Checkpoint:
     state: Mapping[str, Any] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """How often: every so many steps or seconds; neither: never."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str, key: str) -> Interval:
-        """`0`, `500` (steps), `30s`, `10min` or `2h`; UserError for anything else."""
-        match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
-        if match is None:
-            what = "takes steps or a time"
-            raise UserError(f"{key}={printable(text)}: {what}: {key}=500, {key}=10min, {key}=0 for never")
-        number, unit = int(match[1]), match[2]
-        return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
-
-    def __bool__(self) -> bool:
-        return bool(self.steps or self.seconds)
-
-    def due(self, step: int, waited: float) -> bool:
-        """Whether it is time after `step`, `waited` seconds after the last time."""
-        return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
-
-
 # -- writing --------------------------------------------------------------------------------------------------------
 
 

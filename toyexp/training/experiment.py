@@ -27,7 +27,7 @@ from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
-from toyexp.training.checkpoint import Damaged, Interval, steps
+from toyexp.training.checkpoint import Damaged, steps
 from toyexp.training.introduction import facts, introduction
 from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
@@ -36,6 +36,7 @@ from toyexp.training.outcome import Outcome, Saver
 from toyexp.training.parts import Config, Prepared, Result
 from toyexp.training.resume import Resumed, identity
 from toyexp.training.rundir import RunDir
+from toyexp.training.settings import Interval
 from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 
 log = logging.getLogger("toyexp")

@@ -23,7 +23,8 @@ from toyexp.base.writing import bytes_in
 from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
 from toyexp.contract.snapshot import SLOT
-from toyexp.training.checkpoint import Checkpoint, Interval, is_bare, read, steps, write
+from toyexp.training.checkpoint import Checkpoint, is_bare, read, steps, write
+from toyexp.training.settings import Interval
 
 log = logging.getLogger("toyexp")
 

@@ -18,7 +18,7 @@ from tiny import write_base
 from toyexp.commands.line import main
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

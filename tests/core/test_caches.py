@@ -14,7 +14,7 @@ from toyexp.commands import models as caches
 from toyexp.commands.line import main
 from toyexp.commands.models import find, usual_places
 from toyexp.contract.plugins import load
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 
 VARIABLES = ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "OLLAMA_MODELS", "LLAMA_CACHE")
 

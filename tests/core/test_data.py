@@ -22,8 +22,8 @@ from toyexp.base.files import read_text
 from toyexp.base.random import stream
 from toyexp.commands.line import main
 from toyexp.contract.batch import batch_digest
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.pieces import encoded
-from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
 from toyexp_data import found as finding

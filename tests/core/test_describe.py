@@ -28,7 +28,7 @@ from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.reference.engine import ReferenceOps
 from toyexp.reference.forward_listing import Line, Listing, ShapeOps, Traced, listing
-from toyexp.text.tokenizer import BPE, Bytes
+from toyexp.text.byte_level import BPE, Bytes
 
 GPT2 = """\
 op            tensor                     shape    type  result              parameters  operations

@@ -18,7 +18,7 @@ from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 
 OWN = ("general.file_type", "general.quantization_version")
 

@@ -22,7 +22,7 @@ from toyexp.contract.settings import settings_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 from toyexp.testing import FormatSuite, OpModel
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 
 TEXT = [replace(MODELS[name], vocab=257) for name in ("llama", "llama_all", "qwen2", "qwen3", "gemma", "gpt2")]

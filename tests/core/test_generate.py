@@ -29,7 +29,7 @@ from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
-from toyexp.text.tokenizer import BPE, Bytes
+from toyexp.text.byte_level import BPE, Bytes
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 

@@ -29,7 +29,8 @@ from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUF_TYPES, GGUFError, GGUFFile, encodes_finite
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
-from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp.text.byte_level import BPE, Bytes, Characters
+from toyexp.text.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_formats.shipped import GGUF
 from toyexp_models.llama import Llama
 
@@ -864,7 +865,7 @@ import numpy as np
 from test_gguf import Tiny, weights
 from toyexp.base.errors import RunFailed
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 
 limit = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # a write past it fails, as on a full disk

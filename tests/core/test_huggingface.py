@@ -18,8 +18,9 @@ from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, write_folder
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BPE, SYMBOLS, Bytes, Characters
+from toyexp.text.tokenizer import SYMBOLS
 from toyexp_models.scaling import rope_scaling
 from toyexp_models.vit import ViT
 

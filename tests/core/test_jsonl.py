@@ -15,7 +15,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import DataSuite
-from toyexp.text.tokenizer import BPE, END_OF_TEXT, SYMBOLS, Bytes, Characters
+from toyexp.text.byte_level import BPE, Bytes, Characters
+from toyexp.text.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain, tokenize
 from toyexp_data.jsonl import Jsonl, parse, rows_of, spread
 from toyexp_data.template import ChatTemplate

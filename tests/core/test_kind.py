@@ -15,7 +15,7 @@ from toyexp.contract.plugins import load
 from toyexp.datasets.dropout import Dropout
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_data.digits import Digits
 from toyexp_models.vit import Patches
 from toyexp_recipes.scratch import Scratch

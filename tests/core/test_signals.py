@@ -64,7 +64,7 @@ def reached(marker):
 BUSY = """
 import ctypes, sys
 from pathlib import Path
-from toyexp.text.tokenizer import BPE, Bytes
+from toyexp.text.byte_level import BPE, Bytes
 def busy(*_):
     Path("there").touch()
     ctypes.CDLL(None).usleep(900_000); ctypes.CDLL(None).sleep(60)

@@ -12,7 +12,7 @@ from toyexp.commands.line import main
 from toyexp.contract.recipe import start
 from toyexp.testing import image_dataset
 from toyexp.testing.null import NullEngine
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora

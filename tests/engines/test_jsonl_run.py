@@ -11,7 +11,7 @@ from toyexp.commands.line import main
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_data import jsonl
 from toyexp_data.chat import PLAIN_TEMPLATE
 from toyexp_data.jsonl import Jsonl

@@ -23,8 +23,9 @@ from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import write_model
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import SentencePiece
-from toyexp.text.tokenizer import BPE, UNUSED, USER_DEFINED, Bytes, Characters
+from toyexp.text.tokenizer import UNUSED, USER_DEFINED
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

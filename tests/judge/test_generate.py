@@ -8,7 +8,7 @@ from tiny import plan, write_base
 
 from toyexp.commands.line import main
 from toyexp.formats.gguf.write import write_adapter
-from toyexp.text.tokenizer import BPE, Bytes
+from toyexp.text.byte_level import BPE, Bytes
 from toyexp_recipes.lora import Lora
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]

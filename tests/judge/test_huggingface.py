@@ -24,10 +24,10 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import write_folder
 from toyexp.formats.sentencepiece_model import sentencepiece_model
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.chat import Template
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BPE, Bytes, Characters
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

@@ -24,7 +24,7 @@ from toyexp.contract.recipe import start
 from toyexp.formats.gguf.encode import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.tokenizer import BPE, Bytes, Characters
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp.training.loop import Training
 from toyexp.training.parts import Config

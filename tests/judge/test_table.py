@@ -30,7 +30,7 @@ from toyexp.formats.gguf.encode import K_QUANTS, check_type
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from toyexp.formats.gguf.special_tokens import special_tokens
+from toyexp.text.byte_level import BPE
 from toyexp.text.chat import BadChat, Template
-from toyexp.text.tokenizer import BPE, CONTROL, NORMAL, SYMBOLS
+from toyexp.text.tokenizer import CONTROL, NORMAL, SYMBOLS
 from toyexp_data.chat import BadExample, Message, tokenize
 from toyexp_data.template import ChatTemplate
 

@@ -22,9 +22,10 @@ from toyexp import Tokenizer
 from toyexp.formats.gguf.read import GGUFError, GGUFFile
 from toyexp.formats.gguf.special_tokens import family
 from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.text.byte_level import BPE
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BPE, BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
+from toyexp.text.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
 from toyexp_data.chat import Message, tokenize
 from toyexp_data.template import ChatTemplate
 

@@ -17,7 +17,7 @@ from toyexp.formats.gguf.form import gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama

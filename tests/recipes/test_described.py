@@ -18,7 +18,7 @@ from toyexp.contract.plugins import load
 from toyexp.contract.registry import Offer, Registry
 from toyexp.formats.gguf.read import GGUF_TYPES, GGUFFile
 from toyexp.formats.gguf.write import Writer
-from toyexp.text.tokenizer import Bytes, Characters
+from toyexp.text.byte_level import Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp_data.tokens import Tokens
 from toyexp_recipes.full import Full

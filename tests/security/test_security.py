@@ -284,7 +284,7 @@ ATTACKS = [
 def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
     pytest.importorskip("jinja2")
     from toyexp.text import chat
-    from toyexp.text.tokenizer import Bytes
+    from toyexp.text.byte_level import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     messages = [{"role": "user", "content": "hello"}]
@@ -308,7 +308,7 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
 def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monkeypatch):
     pytest.importorskip("jinja2")
     from toyexp.text import chat
-    from toyexp.text.tokenizer import Bytes
+    from toyexp.text.byte_level import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     began = time.process_time()
@@ -319,8 +319,8 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
 
 def test_a_chat_template_is_not_long():
     pytest.importorskip("jinja2")
+    from toyexp.text.byte_level import Bytes
     from toyexp.text.chat import Template
-    from toyexp.text.tokenizer import Bytes
 
     with pytest.raises(UserError, match="more than 65536 characters"):
         Template("x" * 70_000, Bytes(), "model.gguf")

@@ -192,8 +192,11 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
         if resume is None:
             require_empty(where, "hydra.run.dir")
         status("reading the data")
-        with composed.placed():
+        try:
             prepared = prepare(built)
+        except UserError:
+            with composed.placed():
+                raise
         resumed = load_run(where, prepared) if resume else None
     return execute(prepared, where, say, resumed)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from toyexp.formats.layout import Conversion
 from toyexp.formats.sentencepiece_model import lacking
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import SentencePiece
-from toyexp.text.tokenizer import BPE, Bytes, Characters, Tokenizer
+from toyexp.text.tokenizer import Tokenizer
 
 GPT2_TOKENS = 50257
 

@@ -21,7 +21,7 @@ from toyexp.contract.recipe import Setup
 from toyexp.contract.run import Run
 from toyexp.testing.null import NullEngine
 from toyexp.testing.suites import Bare, PluginSuite, token_dataset
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 
 OURS = b"whoever wrote this wants to keep it"
 

@@ -37,7 +37,7 @@ from toyexp.datasets.images import ImageDataset
 from toyexp.datasets.tokens import TokenDataset
 from toyexp.reference.opmodel import OpModel
 from toyexp.testing.null import NullEngine
-from toyexp.text.tokenizer import Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp.training.bus import Bus
 from toyexp.training.loop import Training
 

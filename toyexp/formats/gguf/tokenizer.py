@@ -9,10 +9,10 @@ import numpy as np
 from toyexp.base.errors import printable
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.special_tokens import family, special_tokens, swallowing
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import (
-    BPE,
     BYTE,
     BYTE_OF,
     CONTROL,
@@ -21,8 +21,6 @@ from toyexp.text.tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Bytes,
-    Characters,
     Tokenizer,
     placeholder,
 )

@@ -19,9 +19,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Kind, Model, Normal, Optimiser, PlanTensor, Recipe, TensorSpec, hookimpl
+from toyexp import TOKENS, Constant, Kind, Model, Normal, Optimiser, PlanTensor, Recipe, TensorSpec, hookimpl
 
 WEIGHT = TensorSpec("out.weight", (16, 8), Normal(0.02))
+NUMBERS = {"spread": (Normal, float("nan")), "negative spread": (Normal, -1.0), "start": (Constant, float("inf"))}
 TENSORS = {
     "None": None,
     "names": ["token_embd.weight"],
@@ -29,6 +30,7 @@ TENSORS = {
     "negative": [WEIGHT, TensorSpec("z.weight", (-1, 3), Normal(1))],
     "fraction": [WEIGHT, TensorSpec("z.weight", (3.5, 3), Normal(1))],
     "number": [WEIGHT, TensorSpec("z.weight", 3, Normal(1))],
+    "twice": [WEIGHT, WEIGHT],
     "nameless": [WEIGHT, TensorSpec("", (3, 3), Normal(1))],
     "escape": [WEIGHT, TensorSpec("a\\x1b[31m", (3, 3), Normal(1))],
 }
@@ -50,6 +52,9 @@ class Odd(Model):
         pass
 
     def tensors(self):
+        if self.at in NUMBERS:
+            values, number = NUMBERS[self.at]
+            return [WEIGHT, TensorSpec("z.weight", (3, 3), values(number))]
         return TENSORS.get(self.at, [TensorSpec("token_embd.weight", (16, 8), Normal(0.02)), WEIGHT])
 
     def forward(self, ops, p, batch):
@@ -77,9 +82,11 @@ class OddRecipe(Recipe):
     "Tensors that are not the model's."
     name: ClassVar[str] = "odd_recipe"
     shape: int = 8
+    trains: bool = True
 
     def plan(self, model, setup):
-        return setup.plan(model, [PlanTensor(t.name, (16, self.shape), t.init) for t in model.tensors()[:1]])
+        first = model.tensors()[:1]
+        return setup.plan(model, [PlanTensor(t.name, (16, self.shape), t.init, self.trains) for t in first])
 
 
 @dataclass
@@ -180,6 +187,10 @@ def refused(capsys, *words):
         ("negative", ["tensor z.weight has the shape (-1, 3)"]),
         ("fraction", ["tensor z.weight has the shape (3.5, 3)"]),
         ("number", ["tensor z.weight has the shape 3"]),
+        ("twice", ["tensor out.weight is listed twice"]),
+        ("spread", ["Normal(std=nan)", "(odd_model.py, line "]),
+        ("negative spread", ["Normal(std=-1.0)", "(odd_model.py, line "]),
+        ("start", ["Constant(value=inf)", "(odd_model.py, line "]),
         ("nameless", ["named ''"]),
         ("escape", ["named 'a\\"]),
     ],
@@ -203,6 +214,11 @@ def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(her
 def test_tensors_that_a_recipe_loses_or_spoils_are_the_recipes_fault(shape, wanted, here, capsys):
     line = refused(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
     assert line.startswith("recipe.odd_recipe: ") and wanted in line
+
+
+def test_a_plan_that_trains_nothing_is_refused(here, capsys):
+    line = refused(capsys, "recipe=odd_recipe", "recipe.trains=false")
+    assert line == "recipe.odd_recipe: its plan trains no tensor"
 
 
 @pytest.mark.parametrize(("at", "wanted"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])

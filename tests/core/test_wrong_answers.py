@@ -379,7 +379,7 @@ def test_eval_names_the_data_too(capsys):
         ("shape", ["gives [1] for the tensor, expected [50, 16]"]),
         ("slot", ["gives [50, 1] for slot m"]),
         ("scalar", ["no tensor for the tensor"]),
-        ("operators", ["operator", "ops.scale"]),
+        ("operators", ["operator", "ops.scale", "(odd_plugin.py, line "]),
         ("number", ["ops.scale"]),
         ("lost", ["no tensor for slot m"]),
         ("more", ["slot q"]),

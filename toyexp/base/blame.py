@@ -41,14 +41,15 @@ def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None
     return failed
 
 
-def place(error: BaseException) -> str:
-    """The last line outside of toyexp that an error came through, in brackets; where there is none, the last of all."""
+def place(error: BaseException, of_plugins: bool = False) -> str:
+    """The last line outside of toyexp that an error came through, in brackets.
+
+    Where there is none: the last of all, or with `of_plugins` nothing.
+    """
     frames = [*traceback.walk_tb(error.__traceback__)]
     outside = [at for at in frames if not _is_toyexps(at[0])]
-    if not frames:
-        return ""
-    frame, line = (outside or frames)[-1]
-    return f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
+    return places[-1] if outside or (places and not of_plugins) else ""
 
 
 def _is_toyexps(frame: FrameType) -> bool:

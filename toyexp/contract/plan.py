@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from toyexp.base.blame import place
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.contract.batch import InputSpec
 from toyexp.contract.model import Model
@@ -239,7 +240,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         for group in groups:
             _check_group(group, shapes, lr)
     except UserError as error:
-        raise UserError(f"optim.{optimiser.name}: {error}") from error
+        raise UserError(f"optim.{optimiser.name}: {error}{place(error, of_plugins=True)}") from error
     return replace(plan, tensors=tensors, groups=groups)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from toyexp.base.errors import UserError
 from toyexp.base.random import generator
 
 Array = np.ndarray
@@ -32,9 +35,16 @@ class Values(ABC):
 
 @dataclass(frozen=True)
 class Normal(Values):
-    """Values of a normal distribution with mean 0 and standard deviation `std`."""
+    """Values of a normal distribution with mean 0 and standard deviation `std`.
+
+    Raises UserError unless that is a finite number from 0.
+    """
 
     std: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.std, Real) or not 0 <= self.std < math.inf:
+            raise UserError(f"{self!r}: a standard deviation is a finite number from 0")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
         """A stream of its own for each name."""
@@ -43,9 +53,13 @@ class Normal(Values):
 
 @dataclass(frozen=True)
 class Constant(Values):
-    """The same value everywhere."""
+    """The same value everywhere. Raises UserError unless that is a finite number."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, Real) or not math.isfinite(self.value):
+            raise UserError(f"{self!r}: what a tensor starts from is a finite number")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
         """That value."""

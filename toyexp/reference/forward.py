@@ -39,10 +39,14 @@ def blocks_of(plan: Plan) -> int:
 
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
     """Raises UserError for a model's or a plan's tensors that no engine can hold: the fault of `who`."""
-    with blamed(who, "while it listed its tensors"):
-        tensors = listed()
+    try:
+        with blamed(who, "while it listed its tensors"):
+            tensors = listed()
+    except UserError as error:
+        raise UserError(f"{who}: {error}{place(error, of_plugins=True)}") from error
     if not isinstance(tensors, Iterable) or isinstance(tensors, str):
         raise UserError(f"{who}: its tensors are {_of(tensors)}, expected a list of TensorSpec")
+    names: set[str] = set()
     for t in tensors:
         if not isinstance(t, TensorSpec | PlanTensor):
             raise UserError(f"{who}: its tensors hold {_of(t)}, expected a TensorSpec")
@@ -51,6 +55,9 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
             raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
+        if t.name in names:
+            raise UserError(f"{who}: tensor {t.name} is listed twice")
+        names.add(t.name)
 
 
 def _batch(plan: Plan) -> dict[str, Shaped]:
@@ -63,13 +70,13 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     try:
         found: Any = plan.model.forward(OpShapes(), params, _batch(plan))
     except UserError as error:
-        raise UserError(f"{who}: in its forward pass {error}{place(error)}") from error
+        raise UserError(f"{who}: in its forward pass {error}{place(error, of_plugins=True)}") from error
     except KeyError as error:
         name = error.args[0] if error.args else None
         if not isinstance(name, str) or name in params:
             raise UserError(str(failure(who, "in its forward pass", error))) from error
         has = f"there is no tensor {printable(name)}; {choose(name, params)}"
-        raise UserError(f"{who}: in its forward pass {has}{place(error)}") from error
+        raise UserError(f"{who}: in its forward pass {has}{place(error, of_plugins=True)}") from error
     except (Exception, SystemExit) as error:
         if told(error):
             raise
@@ -223,6 +230,8 @@ def _of(x: object) -> str:
             return str(list(x.shape))
         case Adapted():
             return "a tensor with an adapter"
-        case None | bool() | int() | float() | str():
+        case str():
+            return f"'{printable(x)}'"
+        case None | bool() | int() | float():
             return printable(repr(x))
     return f"a {type(x).__name__}"

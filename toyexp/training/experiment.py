@@ -117,6 +117,8 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
     who = f"recipe.{recipe.name}"
     plan = asked(who, "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
     check_tensors(who, lambda: plan.tensors)
+    if not plan.trainable:
+        raise UserError(f"{who}: its plan trains no tensor")
     check_forward(plan, who)
     return plan
 

@@ -25,8 +25,10 @@ from toyexp.base.errors import RunFailed
 from toyexp.contract.exporter import exporter
 from toyexp.contract.plugins import load
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES, encodes_finite
+from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import GGUF_TYPES, GGUFError, GGUFFile, encodes_finite
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
 from toyexp.text.byte_level import BPE, Bytes, Characters

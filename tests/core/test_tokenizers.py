@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.header import GGUFError
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.special_tokens import ENDS
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import write_model

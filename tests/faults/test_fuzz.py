@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from toyexp import UserError
 from toyexp.commands.line import main
-from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.header import GGUFError
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp_data.jsonl import parse
 
 FUZZ = Path(__file__).with_name("fuzz.py")

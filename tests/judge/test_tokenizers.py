@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import Tokenizer
-from toyexp.formats.gguf.read import GGUFError, GGUFFile
+from toyexp.formats.gguf.header import GGUFError
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.special_tokens import family
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.byte_level import BPE

@@ -16,7 +16,8 @@ from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Offer, Registry
-from toyexp.formats.gguf.read import GGUF_TYPES, GGUFFile
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
 from toyexp.text.byte_level import Bytes, Characters
 from toyexp.training.experiment import prepare

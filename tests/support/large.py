@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from toyexp.formats.gguf.encode import encode, tensor_type
-from toyexp.formats.gguf.read import GGUF_TYPES
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, model_metadata
 from toyexp_models.llama import Llama
 

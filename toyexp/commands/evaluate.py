@@ -28,8 +28,8 @@ from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
-from toyexp.formats.gguf.read import origin
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.training.memory import check_plan

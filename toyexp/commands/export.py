@@ -20,8 +20,9 @@ from toyexp.contract.command import Arguments
 from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import class_in, exported_of
-from toyexp.formats.gguf.read import GGUFFile, origin
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import require_exact
 from toyexp.formats.huggingface import HF_TYPES
 

@@ -26,8 +26,9 @@ from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.contract.sampling import Sampling, continuation
 from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.header import GGUFError, origin
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import GGUFError, GGUFFile, origin
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.text.chat import Template

@@ -19,8 +19,10 @@ from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter
+from toyexp.formats.gguf.ggml_types import QUICKLY_TOLD
+from toyexp.formats.gguf.header import GGUFError, origin
 from toyexp.formats.gguf.open_model import by_architecture, model_in
-from toyexp.formats.gguf.read import QUICKLY_TOLD, GGUFError, GGUFFile, origin
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import PLAIN
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.text.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ LISTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     check_typed(given)
-    for override, types in zip(given, [keys.types(override.key_or_group) for override in given], strict=True):
+    for override, types in zip(given, keys.types_of_each(given), strict=True):
         choice = override.key_or_group in GROUPS and not override.is_delete()
         if wrong := _wrong_form(override, types, keys) or (_wrong_choice(override, keys, source) if choice else None):
             raise UserError(wrong)

@@ -27,8 +27,8 @@ from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.header import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.read import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.write import write_model
 from toyexp.training import checkpoint
 

@@ -20,7 +20,7 @@ from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.hooks import hookimpl
 from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited, lora_names
 from toyexp.contract.planned import Planned, changed
-from toyexp.contract.rules import Candidate
+from toyexp.contract.rules import Candidate, types_of
 from toyexp.contract.run import Best, Run
 
 WEIGHTS = ("best", "last")
@@ -181,7 +181,7 @@ def exporter(form: type[Format]) -> type[Exporter]:
     if taken := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         what = f"{form.__qualname__}.{min(taken)}"
         raise UserError(f"{what} cannot be a setting: the callback that writes it in a run has its own")
-    hints = typing.get_type_hints(form)
+    hints = types_of(form)
     settings = [
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in fields(form)
     ]

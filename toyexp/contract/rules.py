@@ -112,10 +112,7 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
                 raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {hint}")
 
 
-@functools.cache
-def types_of(cls: type) -> dict[str, Any]:
-    """What a class's settings may hold, by name: to read the annotations takes a while."""
-    return typing.get_type_hints(cls)
+types_of = functools.cache(typing.get_type_hints)  # of a class by name: to read its annotations takes a while
 
 
 def _check_settings(cls: type, base: type, label: str) -> None:

@@ -7,8 +7,10 @@ from toyexp.base.lazy import lazy
 if TYPE_CHECKING:
     from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.form import GGUFForm, Keys, architecture_of, decimal, gguf_form, read_model
+    from toyexp.formats.gguf.ggml_types import GGUF_TYPES, dequantise
+    from toyexp.formats.gguf.header import HF_TO_GGUF, PROGRAM, GGUFError
     from toyexp.formats.gguf.open_model import exported_of, require_model
-    from toyexp.formats.gguf.read import GGUF_TYPES, HF_TO_GGUF, PROGRAM, GGUFError, GGUFFile, dequantise
+    from toyexp.formats.gguf.read import GGUFFile
     from toyexp.formats.gguf.rewrite import rewrite_gguf
     from toyexp.formats.gguf.source import in_place, opened
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer

@@ -17,7 +17,8 @@ from toyexp.base.errors import printable
 from toyexp.base.files import open_file
 from toyexp.contract.format import ModelFile, TensorInfo
 from toyexp.formats.gguf.encode import encoded, pieces_of
-from toyexp.formats.gguf.read import HEADER_LIMIT, HF_TO_GGUF, PROGRAM, check_places, dequantise
+from toyexp.formats.gguf.ggml_types import dequantise
+from toyexp.formats.gguf.header import HEADER_LIMIT, HF_TO_GGUF, PROGRAM, check_places
 
 KEYS = "gguf"
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one

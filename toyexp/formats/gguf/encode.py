@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from toyexp.base.errors import UserError, choose
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES, NUMBERS, all_finite, encodes_finite
 from toyexp.formats.gguf.quantise import quantiser
-from toyexp.formats.gguf.read import GGUF_TYPES, NUMBERS, all_finite, encodes_finite
 
 # general.file_type of llama.cpp. gguf-py encodes the first; the K-quants take llama.cpp itself, see quantise.py.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9}

@@ -11,8 +11,9 @@ import numpy as np
 
 from toyexp.contract.format import ModelFile, TensorInfo
 from toyexp.formats.gguf.encode import FILE_TYPES, K_QUANTS, checked, tensor_type
+from toyexp.formats.gguf.ggml_types import dequantise
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import GGUFFile, dequantise
+from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
 
 PLAIN = ("F32", "F16", "BF16")

@@ -27,8 +27,9 @@ from toyexp.formats.gguf.encode import (
     tensor_type,
 )
 from toyexp.formats.gguf.form import architecture_of, gguf_form
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES
+from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING
 from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.read import ARRAY, GGUF_TYPES, SCALARS, STRING
 from toyexp.formats.gguf.special_tokens import fitting_name
 from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 

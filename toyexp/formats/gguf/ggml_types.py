@@ -1,0 +1,57 @@
+"""ggml's types of numbers: how they lie in a file, and what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+NUMBERS = 1 << 18  # numbers dequantised at once: few enough for the processor's cache
+
+# ggml type: (name, elements per block, bytes per block). The quantised ones are read through gguf-py.
+GGUF_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+}  # fmt: skip
+UNSUPPORTED = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
+# Where a block has its float16 scales: its numbers are finite when these are.
+_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+QUICKLY_TOLD = {"F32", "F16", "BF16", *_SCALES}
+
+
+def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
+    """Bytes [.., bytes of a row] of a ggml type as float32 [.., in]."""
+    name = GGUF_TYPES[type_id][0]
+    if name == "F32":
+        return raw.view("<f4").astype(np.float32)
+    if name == "F16":
+        return raw.view("<f2").astype(np.float32)
+    if name == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    from gguf import GGMLQuantizationType, quants  # deferred: only quantised files need it
+
+    with np.errstate(all="ignore"):  # whoever needs finite numbers asks for them
+        return np.ascontiguousarray(quants.dequantize(raw, GGMLQuantizationType(type_id)), np.float32)
+
+
+def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
+    """Whether bytes of a ggml type stand for finite numbers only; of most quantised types its scales tell."""
+    name, _, block_bytes = GGUF_TYPES[type_id]
+    if name not in _SCALES:
+        return all_finite(dequantise(raw, type_id))
+    blocks = raw.reshape(-1, block_bytes)
+    return all(all_finite(blocks[:, at : at + 2].copy().view("<f2")) for at in _SCALES[name])
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """Whether all numbers are; their sum in float64, which no float32s overflow, is finite just then."""
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        return math.isfinite(array.sum(dtype=np.float64))

@@ -1,0 +1,302 @@
+"""A GGUF's header, read without trusting a byte of it: its keys with their values, and where its tensors lie.
+
+Every count is held against a cap and against the bytes that are left, and all arithmetic is in Python integers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import shlex
+import stat
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import misfit
+from toyexp.contract.format import TensorInfo
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
+
+HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
+KEY_LIMIT = 65_535  # bytes of a key
+STRING_LIMIT = 16 << 20  # bytes of a string
+ARRAY_LIMIT = 4_000_000  # elements of an array
+NAME_LIMIT = 63  # bytes of a tensor's name, as in ggml
+TENSOR_LIMIT = 1 << 40  # elements of a tensor
+CHUNK = 1 << 20  # bytes of the header read at once
+
+# What Python needs beside the bytes of a key and its value, of a tensor's entry, and of a string.
+KEY_MEMORY, TENSOR_MEMORY, STRING_MEMORY = 400, 800, 64
+
+# Value types, in the codes that struct and numpy share.
+SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q").unpack_from
+
+PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF of a model of transformers
+
+MADE_OF: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
+
+
+def origin(path: Path) -> Path:
+    """The checkpoint or file of another format that a file was made of, or the file itself."""
+    return MADE_OF.get(path, path)
+
+
+class GGUFError(UserError):
+    """A file that is not a GGUF we can read, with its path and the cause."""
+
+
+class Part:
+    """One file on the disk with its header; `spent` is the memory that headers took before it, and then with it."""
+
+    def __init__(self, path: Path, spent: int = 0):
+        self.path, self.spent = path, spent
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise self.error(_os_cause(error, path)) from None
+        self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
+        try:
+            self._parse()
+            self.split = self._split()  # which part of how many this is, from 0, and how many tensors they have in all
+        except BaseException:
+            self.close()
+            raise
+
+    def error(self, cause: str) -> GGUFError:
+        """An error about this file."""
+        return GGUFError(f"{origin(self.path)}: {cause}")
+
+    def pread(self, offset: int, count: int, what: str | _Of) -> bytes:
+        """So many bytes from there; GGUFError where the file has fewer."""
+        if not self.close.alive:
+            raise self.error(f"is closed: {what} cannot be read")
+        data = os.pread(self._fd, count, offset)
+        while data and len(data) < count:
+            more = os.pread(self._fd, count - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        if len(data) != count:
+            raise self.error(f"read failed: {what} needs {count} bytes at {offset}, the file gave {len(data)}")
+        return data
+
+    def _split(self) -> tuple[int, int, int | None]:
+        values = [self.metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
+        if any(v is not None and (type(v) is not int or v < 0) for v in values):
+            raise self.error("has a split.* key that is no whole number")
+        number, count, tensors = values[0] or 0, values[1] or 1, values[2]
+        if not number < count < 100_000:
+            raise self.error(f"says that it is part {number + 1} of {count}")
+        return number, count, tensors
+
+    # -- the header ---------------------------------------------------------------------------------------------
+
+    def _parse(self) -> None:
+        status = os.fstat(self._fd)
+        if stat.S_ISDIR(status.st_mode):
+            raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
+        if reason := misfit(status.st_mode):
+            raise self.error(reason)
+        self.size = status.st_size
+        cursor = _Cursor(self)
+        start = os.pread(self._fd, 64, 0)
+        if start.startswith(b"version https://git-lfs"):
+            raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
+        if start[8:9] == b"{" and not start.startswith(b"GGUF"):
+            command = (
+                f"{PROGRAM} makes one of the directory it came in: python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
+            )
+            if b'"gguf":' in start:  # the keys of one that was written here
+                command = f"toyexp export {shlex.quote(str(self.path))} --type gguf makes one of it"
+            raise self.error(f"is not a GGUF file but safetensors; {command}")
+        if not start.startswith(b"GGUF") or self.size < 24:
+            raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
+        cursor.take(4, "the magic")
+        version = cursor.number("<I", "the version")
+        if version in (0x02000000, 0x03000000):
+            raise self.error("is a big-endian GGUF, which is not supported")
+        if version not in (2, 3):
+            raise self.error(f"has GGUF version {version}; 2 and 3 are supported")
+        self.version: int = version
+        n_tensors, n_keys = cursor.number("<Q", "the tensor count"), cursor.number("<Q", "the key count")
+        cursor.allow(n_keys, 8 + 4 + 1, KEY_MEMORY, "keys")
+        cursor.allow(n_tensors, 8 + 1 + 4 + 8 + 4 + 8, TENSOR_MEMORY, "tensors")
+        self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, int] = {}
+        for _ in range(n_keys):
+            key = cursor.string("a key", KEY_LIMIT)
+            if not key or "\0" in key:
+                raise self.error("has an empty key" if not key else "has a key with a NUL byte")
+            if key in self.metadata:
+                raise self.error(f"has the key {printable(key)} twice")
+            self.kinds[key] = cursor.number("<I", "a value type")
+            self.metadata[key] = cursor.value(self.kinds[key], _Of("", key))
+        self.tensors: Mapping[str, TensorInfo] = self._parse_tensors(cursor, n_tensors)
+
+    def _parse_tensors(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 65_536 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment={printable(str(alignment))} is not a power of two from 8 to 65536")
+        table: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(count):
+            name = cursor.string("a tensor name", NAME_LIMIT)
+            dims = cursor.number("<I", _Of("the shape of", name))
+            if not 1 <= dims <= 4:
+                raise self.error(f"tensor {printable(name)} has {dims} dimensions")
+            shape = tuple(cursor.number("<Q", _Of("the shape of", name)) for _ in range(dims))[::-1]
+            kind = cursor.number("<I", _Of("the type of", name))
+            table.append((name, shape, kind, cursor.number("<Q", _Of("the offset of", name))))
+        start = -(-cursor.at // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in table:
+            label = _Of("tensor", name)
+            if "\0" in name:
+                raise self.error(f"{label} has a NUL byte in its name")
+            if not name or name in tensors:
+                raise self.error(f"{label} is listed twice" if name else "has a tensor without a name")
+            if min(shape) < 1 or math.prod(shape) > TENSOR_LIMIT:
+                raise self.error(f"{label} has the shape {list(shape)}")
+            if kind in UNSUPPORTED:
+                raise self.error(f"{label} is of type {UNSUPPORTED[kind]}, which is not supported")
+            if kind not in GGUF_TYPES:
+                raise self.error(f"{label} has the unknown type {kind}")
+            type_name, per_block, block_bytes = GGUF_TYPES[kind]
+            if shape[-1] % per_block:
+                raise self.error(f"{label} has rows of {shape[-1]}, {type_name} needs a multiple of {per_block}")
+            nbytes = math.prod(shape) // per_block * block_bytes
+            if offset % alignment:
+                raise self.error(f"{label} starts at {offset}, which is not a multiple of {alignment}")
+            tensors[name] = TensorInfo(name, shape, type_name, kind, self.path, start + offset, nbytes)
+        check_places(tensors.values(), start, self.size, alignment, self.error)
+        return tensors
+
+
+def check_places(
+    tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
+) -> None:
+    """Raises unless they follow one another from `start` on, each at the next multiple of the alignment, to the end."""
+    by_place = sorted(tensors, key=lambda t: t.offset)
+    for tensor in by_place:
+        if (beyond := tensor.offset + tensor.nbytes - size) > 0:
+            raise error(f"tensor {printable(tensor.name)} ends {beyond} bytes after the end of the file")
+    for one, following in itertools.pairwise(by_place):
+        if one.offset + one.nbytes > following.offset:
+            raise error(f"tensors {printable(one.name)} and {printable(following.name)} overlap")
+    end = start
+    for tensor in by_place:
+        if tensor.offset - end >= alignment:
+            raise error(f"has {tensor.offset - end} bytes of nothing before tensor {printable(tensor.name)}")
+        end = tensor.offset + tensor.nbytes
+    if size - end >= alignment:
+        raise error(f"has {size - end} bytes of nothing after its last tensor")
+
+
+class _Of(NamedTuple):
+    """Our words before a stranger's name, which is made printable when it is told."""
+
+    words: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.words} {printable(self.name)}".lstrip()
+
+
+class _Cursor:
+    """Walks the header in bounds-checked reads through one buffer."""
+
+    def __init__(self, part: Part):
+        self.part, self.at = part, 0
+        self.end = min(part.size, HEADER_LIMIT)
+        self._buffer, self._start = b"", 0
+
+    def take(self, count: int, what: str | _Of) -> bytes:
+        if count > self.end - self.at:
+            where = "the file" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
+            raise self.part.error(f"{what} does not fit into {where} (at byte {self.at})")
+        first = self.at - self._start
+        if first < 0 or first + count > len(self._buffer):
+            size = min(max(count, CHUNK), self.end - self.at)
+            self._buffer, self._start, first = self.part.pread(self.at, size, what), self.at, 0
+        self.at += count
+        return self._buffer[first : first + count]
+
+    def number(self, form: str, what: str | _Of) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+
+    def allow(self, count: int, smallest: int, memory: int, what: str | _Of) -> None:
+        """Refuses more things of at least `smallest` bytes than the file has bytes for, or than fit into memory."""
+        if count * smallest > self.end - self.at:
+            raise self.part.error(f"claims {count} {what}, more than fit into the file")
+        self.spend(count * memory, count, what)
+
+    def spend(self, memory: int, *what: object) -> None:
+        self.part.spent += memory
+        if self.part.spent > HEADER_LIMIT:
+            told = " ".join(map(str, what))
+            raise self.part.error(f"{told}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
+
+    def string(self, what: str | _Of, limit: int) -> str:
+        length = self.number("<Q", what)
+        if length > limit:
+            raise self.part.error(f"{what} claims {length} bytes, the limit is {limit}")
+        self.spend(4 * length, what)  # Python takes up to four bytes a character
+        try:
+            return self.take(length, what).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.part.error(f"{what} is not UTF-8") from None
+
+    def strings(self, count: int, what: _Of) -> list[str]:
+        """So many strings: the next one with every check, then those that lie whole in the buffer, quickly."""
+        found: list[str] = []
+        while len(found) < count:
+            found.append(self.string(what, STRING_LIMIT))
+            buffer, first = self._buffer, self.at - self._start
+            at, size, add, length = first, len(buffer), found.append, _LENGTH
+            with contextlib.suppress(struct.error, UnicodeDecodeError):  # which the careful way then tells about
+                for _ in range(count - len(found)):
+                    begin = at + 8
+                    stop = begin + length(buffer, at)[0]
+                    if stop > size:
+                        break
+                    add(buffer[begin:stop].decode())
+                    at = stop
+            self.at += at - first
+            self.spend(4 * (at - first), what)
+        return found
+
+    def value(self, kind: int, key: _Of) -> Any:
+        if kind == STRING:
+            return self.string(_Of("the value of", key.name), STRING_LIMIT)
+        if kind in SCALARS:
+            return self.number(SCALARS[kind], _Of("the value of", key.name))
+        if kind != ARRAY:
+            raise self.part.error(f"{key} has the unknown value type {kind}")
+        array = _Of("the array", key.name)
+        item, count = self.number("<I", array), self.number("<Q", array)
+        if count > ARRAY_LIMIT:
+            raise self.part.error(f"{array} claims {count} elements, the limit is {ARRAY_LIMIT}")
+        if item == STRING:
+            self.allow(count, 8, STRING_MEMORY, _Of("strings in", key.name))
+            return self.strings(count, _Of("a string of", key.name))
+        if item not in SCALARS:
+            raise self.part.error(f"{array} has the unknown element type {item}")
+        dtype = np.dtype(SCALARS[item])
+        self.spend(count * dtype.itemsize, array)
+        return np.frombuffer(self.take(count * dtype.itemsize, array), dtype)
+
+
+def _os_cause(error: OSError, path: Path) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be opened: {error.strerror}"
+    return (
+        f"is a link to {printable(str(path.readlink()), 200)}, which is not there" if path.is_symlink() else "not found"
+    )

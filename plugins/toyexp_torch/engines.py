@@ -179,6 +179,12 @@ class TorchCPU(TorchEngine):
         cores = machine_cores()
         return cores, f"{cores} core{'' if cores == 1 else 's'}"
 
+    def processes(self) -> int:
+        """As many as it has devices."""
+        if self.devices == "all":
+            return machine_cores()
+        return int(self.devices) if is_whole(self.devices, 1, MOST) else 1
+
     def _wanted(self, title: str) -> Wanted:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
         return replace(super()._wanted(title), threads=max((self.threads or available_cores()) // here, 1))

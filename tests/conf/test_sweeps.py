@@ -26,7 +26,7 @@ from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import parse, setting
-from toyexp.sweep import process
+from toyexp.sweep import process, runner
 from toyexp.sweep.combinations import combinations, swept
 from toyexp.sweep.directory import Ended, Job, Status, SweepDir
 from toyexp.sweep.gpus import Gpus, visible
@@ -660,6 +660,24 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
     for told, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
         assert visible() == names
+
+
+@pytest.mark.parametrize(
+    ("words", "at_once"),
+    [
+        (["engine.devices=1"], 8),
+        (["engine.devices=2"], 4),
+        (["engine.devices=1,3"], 2),
+        (["engine.devices=9"], 1),
+        (["engine.devices=2", "sweep.jobs=5"], 5),
+    ],
+)
+def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once):
+    seen = []
+    monkeypatch.setattr(runner, "available_cores", lambda: 8)
+    monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    main(["-m", "engine=cpu", "data=random", "seed=0,1", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
+    assert seen == [at_once]
 
 
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):

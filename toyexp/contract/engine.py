@@ -45,6 +45,10 @@ class Engine(ABC):
         """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""
         return 0
 
+    def processes(self) -> int:
+        """How many processes a run on it is that compute on the CPU: jobs side by side have a core for each of them."""
+        return 1
+
     def follow(self) -> bool:
         """As one of several processes of a run: false in the first of them, and in the only one, which goes on.
 

@@ -68,14 +68,24 @@ class Lookahead:
 
     def gpus(self, job: Job, auto: int) -> int | None:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
+        engine = self._engine(job)
+        return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+
+    def processes(self, job: Job) -> int:
+        """How many processes the job is that compute on the CPU, as far as its settings tell."""
+        engine = self._engine(job)
+        return engine.processes() if isinstance(engine, Engine) else 1
+
+    def _engine(self, job: Job) -> Engine | str:
+        """The engine of a job, `auto`, or nothing for one that cannot be, which is told when it is the job's turn."""
         try:
             node = self.config(job).cfg.engine
             if node.name == AUTO:
-                return auto
+                return AUTO
             cls = class_of("engine", node, self.request.registry)
-            return cast("Engine", made(cls, typed(cls, node, "engine"))).gpus()
-        except UserError:  # which is told when it is the job's turn
-            return 0
+            return cast("Engine", made(cls, typed(cls, node, "engine")))
+        except UserError:
+            return ""
 
     def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -155,7 +155,9 @@ class Runner:
         self._most_gpus = self._takes_gpus()
         if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
             return self._settings.jobs or len(self._jobs), 0
-        limit, at_once = self._settings.jobs or available_cores(), self._gpus.at_once(self._most_gpus)
+        most = max((self._ahead.processes(job) for job in self._of_each_engine()), default=1)
+        limit = self._settings.jobs or max(available_cores() // most, 1)
+        at_once = self._gpus.at_once(self._most_gpus)
         if at_once and (self._most_gpus > 1 or not self._settings.jobs):
             limit = min(limit, at_once)
         return limit, max(available_cores() // limit, 1)
@@ -163,12 +165,16 @@ class Runner:
     def _takes_gpus(self) -> int:
         """How many GPUs the job takes that takes the most, as far as that is known before one runs."""
         here = self._settings.launcher == "joblib"
-        kinds: dict[tuple[str, ...], Job] = {}  # a job of each engine
-        for job in self._jobs:
-            kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)
-        counts = [self._ahead.gpus(job, auto=1 if here else 0) for job in kinds.values()]
+        counts = [self._ahead.gpus(job, auto=1 if here else 0) for job in self._of_each_engine()]
         everything = len(visible()) if here else 0  # a cluster has as many as it is asked for
         return max((everything if count is None else count for count in counts), default=0)
+
+    def _of_each_engine(self) -> Iterable[Job]:
+        """A job of each engine, and of each setting of one."""
+        kinds: dict[tuple[str, ...], Job] = {}
+        for job in self._jobs:
+            kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)
+        return kinds.values()
 
     # -- what there is to do --
 

@@ -93,4 +93,4 @@ def test_captured_steps_and_others_stand_side_by_side_in_parity_and_in_bench(cap
     found = {engine["name"]: engine for engine in report["engines"]}
     assert list(found) == ["cuda", "cuda:capture=false", "nanoGPT-style", "nanoGPT-style eager"]
     assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in found.values())
-    assert report["left_out"].keys() == {"PEFT", "PEFT compiled"}
+    assert report["left_out"].keys() - {"ggml autodiff"} == {"PEFT", "PEFT compiled"}  # it needs ggml

@@ -139,7 +139,8 @@ def test_captured_or_not_the_bits_are_the_same(base, large, monkeypatch):
     np.testing.assert_array_equal(captured, one_by_one)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+# The compiler's advice, and what its own look at the logits' input tells.
+@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
 def test_a_compiled_step_follows_the_eager_one(base, large, monkeypatch):
     monkeypatch.setattr(loss, "LARGE", large)

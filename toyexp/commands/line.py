@@ -203,7 +203,7 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
 
 def sweep(flags: dict[str, str], request: Request) -> int:
     """Runs every combination of the values, or goes on with a sweep."""
+    from toyexp.sweep.begin import sweep as run_jobs
     from toyexp.sweep.runner import Asked
-    from toyexp.sweep.runner import sweep as run_jobs
 
     return run_jobs(Asked(flags, request, experiment, run))

@@ -22,11 +22,9 @@ from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.contract.command import modules_in
-from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, print_table
 from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.process import Order, Stop, on_cluster, require, run_process, side_by_side
+from toyexp.sweep.process import Order, Stop, on_cluster, run_process, side_by_side
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toyexp")
 
-FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
 MANY = 100  # jobs that it takes a moment to look at
 READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
 
@@ -52,79 +49,6 @@ class Asked:
     request: Request
     experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
-
-
-def sweep(asked: Asked) -> int:
-    """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
-    from toyexp.config.keys import Keys
-    from toyexp.config.mistakes import check_blanks, check_settings
-    from toyexp.config.words import lines
-
-    request = asked.request
-    keys = Keys.of(request.registry)
-    for override in request.settings:  # what is wrong in every job is told once, before the first
-        if override.is_sweep_override() and _is_own(override):
-            raise UserError(f"{override.input_line}: takes one value")
-        if not override.is_sweep_override():
-            check_settings([override], keys, request.source)
-        if override.key_or_group == "resume":
-            raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
-        if override.key_or_group == "hydra.run.dir":
-            raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
-    if "sweep.resume" in request.values:
-        return _go_on(asked, Path(request.values["sweep.resume"]))
-    parsed = [*own_sweep(request), *request.settings]
-    for override in parsed:
-        check_blanks(override, keys)
-    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
-    own = [o for o in request.settings if _is_own(o)]
-    flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
-    jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
-    values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
-    memory = {"flags": flags, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd())}
-    of_jobs = replace(request, settings=fixed)
-    return Runner(asked, of_jobs, _settings(of_jobs, own), jobs, memory, values).run(jobs)
-
-
-def _go_on(asked: Asked, path: Path) -> int:
-    from toyexp.config.schema import Source
-    from toyexp.config.words import lines, parse
-
-    typed = asked.request.settings
-    others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
-    for word in [*others, *(flag for flag in asked.flags if flag in FLAGS)]:
-        raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
-    folder = SweepDir.open(path)
-    try:
-        memory = folder.asked
-        wanted = modules_in(memory["settings"])
-        if missing := [name for name in wanted if name not in asked.request.modules]:
-            raise UserError(
-                f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
-                f"command line: add 'plugins=[{','.join(wanted)}]'"
-            )
-        source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
-        request = replace(asked.request, settings=parse(memory["settings"]), source=source)
-        settings = _settings(request, [*parse(memory["sweep"]), *filter(_is_own, typed)])
-    except BaseException:
-        folder.close()
-        raise
-    if memory["cwd"] != str(Path.cwd()):
-        say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
-    runner = Runner(asked, request, settings, folder.jobs, memory, {}, folder)
-    return runner.run(runner.unfinished())
-
-
-def _is_own(override: Any) -> bool:
-    return bool(override.key_or_group.split(".")[0] == "sweep")
-
-
-def _settings(request: Request, own: Sequence[Any]) -> Sweep:
-    """How the jobs are run; an experiment that is chosen may say so too."""
-    chosen = [o for o in request.settings if o.key_or_group == "experiment"]
-    settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
-    require(settings.launcher)
-    return settings
 
 
 class Runner:

@@ -8,18 +8,21 @@ from lines import failed, last_of_each, noop
 from probe import Probe, probe_plan
 
 from toyexp import LoraAdapter, Normal, PlanTensor, Rotary, UserError, lora_names
+from toyexp.commands.line import main
 from toyexp.reference import forward
 from toyexp.reference.forward import check_forward
 from toyexp.reference.opmodel import CASES, op_plan
 
 PLUGIN = """
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from toyexp import TOKENS, Constant, Kind, Model, Normal, Optimiser, PlanTensor, Recipe, TensorSpec, hookimpl
+from toyexp.formats import GGUFForm, Keys
 
 WEIGHT = TensorSpec("out.weight", (16, 8), Normal(0.02))
 NUMBERS = {"spread": (Normal, float("nan")), "negative spread": (Normal, -1.0), "start": (Constant, float("inf"))}
@@ -40,11 +43,23 @@ def turned(x):
     return x @ x
 
 
+class OddForm(GGUFForm):
+    "Its context alone."
+
+    def metadata(self, model):
+        return {"context": model.context}
+
+    def read(self, cls, file):
+        return cls(context=Keys(file).whole("context"))
+
+
 @dataclass
 class Odd(Model):
     "A model that is none."
     name: ClassVar[str] = "odd"
     reads: ClassVar[Kind] = TOKENS
+    forms: ClassVar[dict] = {"gguf": OddForm()}
+    vocab: ClassVar[int] = 16
     context: int = 4
     at: str = ""
 
@@ -58,6 +73,7 @@ class Odd(Model):
         return TENSORS.get(self.at, [TensorSpec("token_embd.weight", (16, 8), Normal(0.02)), WEIGHT])
 
     def forward(self, ops, p, batch):
+        at = Path("at").read_text() if Path("at").exists() else self.at
         x = ops.embed(p["token_embd.weight"], batch["tokens"])
         w = p["out.weight"]
         return {
@@ -74,7 +90,7 @@ class Odd(Model):
             "rows": lambda: ops.logits(p["token_embd.weight"], w),
             "exit": lambda: sys.exit(3),
             "own": lambda: {}["own"],
-        }.get(self.at, lambda: ops.logits(x, w))()
+        }.get(at, lambda: ops.logits(x, w))()
 
 
 @dataclass
@@ -124,12 +140,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import hookimpl
+from toyexp.reference.engine import ReferenceOps
 from toyexp.reference.null import NullEngine, NullSession
+
+
+class BrokenOps(ReferenceOps):
+    def rows(self, table, ids):
+        return {}["rows"]
 
 
 class BrokenSession(NullSession):
     def do_build(self):
-        None.shape
+        if self.plan.trainable:
+            None.shape
+
+    def do_loss(self, micro):
+        return self.plan.model.forward(BrokenOps(), self._tensors, micro)
 
 
 @dataclass
@@ -205,9 +231,24 @@ def test_it_is_the_same_line_whatever_the_engine(engine, here, capsys):
     assert refused(capsys, "model.at=adds") == refused(capsys, "model.at=adds", f"engine={engine}")
 
 
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_eval_and_generate_name_it_too(engine, here, capsys):
+    assert main([*last_of_each(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
+    own = ["run", PLUGINS, f"engine={engine}"]
+    assert main(["eval", *own]) == 0
+    Path("at").write_text("adds")
+    generate = ["generate", "run", "--ids", "1", "--engine", engine, PLUGINS]
+    for words in (["eval", *own], generate):
+        line, _ = failed(capsys, *words, codes=(2,))
+        assert line.startswith("model.odd: in its forward pass ops.add takes tensors, and gets 1 (odd_model.py, line ")
+
+
 def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(here, capsys):
     line, _ = failed(capsys, *last_of_each(*RUN, "engine=broken"), codes=(1,))
     assert line.startswith("engine.broken failed while it built the training step: AttributeError")
+    assert main([*last_of_each(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
+    line, _ = failed(capsys, "eval", "other", PLUGINS, "engine=broken", codes=(1,))
+    assert line.startswith("engine's BrokenOps failed in rows(): KeyError: 'rows' (broken_engine.py, line ")
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -42,14 +43,18 @@ def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None
 
 
 def place(error: BaseException, of_plugins: bool = False) -> str:
-    """The last line outside of toyexp that an error came through, in brackets.
+    """The last line outside of toyexp and Python's own library that an error came through, in brackets.
 
     Where there is none: the last of all, or with `of_plugins` nothing.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
-    outside = [at for at in frames if not _is_toyexps(at[0])]
+    outside = [at for at in frames if not _is_toyexps(at[0]) and not _is_pythons(at[0])]
     places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
     return places[-1] if outside or (places and not of_plugins) else ""
+
+
+def _is_pythons(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 def _is_toyexps(frame: FrameType) -> bool:

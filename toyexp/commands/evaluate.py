@@ -32,6 +32,7 @@ from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
+from toyexp.reference.forward import check_forward
 from toyexp.training.memory import check_plan
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size))
     check_plan(plan, built.engine, TO_EVALUATE)
     built.engine.check_plan(plan)
+    check_forward(plan, str(origin(path)))
     naming = batches_of(built.data.name, "was refused")
     with naming, running_out(TO_EVALUATE), built.engine.realize(plan) as session:
         session.build()

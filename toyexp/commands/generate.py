@@ -31,6 +31,7 @@ from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
+from toyexp.reference.forward import check_forward
 from toyexp.text.chat import Template
 from toyexp.text.tokenizer import Tokenizer
 from toyexp.training.memory import check_plan
@@ -242,6 +243,7 @@ def _by_engine(path: Path, asked: Options, request: Request, write: Callable[[st
     built, scribe, reason = request.parts(), Scribe(tokenizer, write), FULL
     check_plan(plan, built.engine, LESS)
     built.engine.check_plan(plan)
+    check_forward(plan, str(origin(path)))
     with running_out(LESS), built.engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(asked.seed, "generate"), time.perf_counter()

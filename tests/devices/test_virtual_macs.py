@@ -7,7 +7,8 @@ import pytest
 
 from toyexp import Unavailable
 from toyexp_ggml import binding, probe
-from toyexp_ggml.binding.library import ggml, op_name
+from toyexp_ggml.binding import ggml
+from toyexp_ggml.binding.static import op_name
 from toyexp_ggml.engines import GGMLMetal
 from toyexp_torch import engines
 from toyexp_torch.engines import TorchMPS

@@ -18,7 +18,28 @@ NOTHING = ggml.ggml_custom_op_t(ctypes.cast(ggml.lib.ggml_time_init, ctypes.c_vo
 
 
 class Layout(StaticGraph):
-    """The nodes of a graph that compute no new number."""
+    """How nodes are added to a graph, and those that compute no new number."""
+
+    def _node(self, ptr: Any, shape: tuple[int, ...]) -> Node:
+        self._made += 1
+        if self._made > self.capacity - 8:
+            raise GraphError(f"the graph has more than {self.capacity} nodes")
+        return Node(ptr, shape, ptr.contents.type != F32)
+
+    def _numbers(self, op: str, *nodes: Node) -> None:
+        # Of other types ggml ends the process, or takes their bytes for float32.
+        if any(node.packed for node in nodes):
+            raise GraphError(f"{op}: takes float32 tensors")
+
+    def _same(self, op: str, a: Node, b: Node) -> None:
+        if a.shape != b.shape:
+            raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
+
+    def _repeats(self, op: str, a: Node, b: Node) -> None:
+        """b is repeated over a: each of its axes, counted from the last, divides a's."""
+        padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
+        if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
+            raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
 
     def reshape(self, x: Node, *shape: int) -> Node:
         """The same numbers in another shape; costs nothing."""

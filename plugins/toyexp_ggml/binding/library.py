@@ -55,11 +55,6 @@ class GraphError(ToyexpError):
     """A graph that cannot be built: which op, and which shapes it was given."""
 
 
-def op_name(node: Any) -> str:
-    """What a node computes, as ggml calls it."""
-    return ggml.ggml_op_name(node.contents.op).decode()
-
-
 def found(name: str) -> Any:
     """ggml's first device whose name begins so; None where there is none."""
     for i in range(ggml.ggml_backend_dev_count()):

@@ -9,11 +9,16 @@ from typing import Any
 
 from toyexp_ggml import native
 from toyexp_ggml.binding.backend import Backend
-from toyexp_ggml.binding.library import GraphError, found, ggml, op_name
+from toyexp_ggml.binding.library import GraphError, found, ggml
 from toyexp_ggml.binding.tensors import Node, context
 
 VIEWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 IN_PLACE = frozenset({"OPT_STEP_ADAMW", "CPY"})
+
+
+def op_name(node: Any) -> str:
+    """What a node computes, as ggml calls it."""
+    return ggml.ggml_op_name(node.contents.op).decode()
 
 
 class StaticGraph:
@@ -30,31 +35,6 @@ class StaticGraph:
         self._allocator: Any = None  # with one device
         self._scheduler: Any = None  # with BLAS beside the CPU
         self._made = 0
-
-    # -- building -----------------------------------------------------------------------------------------------
-
-    def _node(self, ptr: Any, shape: tuple[int, ...]) -> Node:
-        self._made += 1
-        if self._made > self.capacity - 8:
-            raise GraphError(f"the graph has more than {self.capacity} nodes")
-        return Node(ptr, shape)
-
-    def _numbers(self, op: str, *nodes: Node) -> None:
-        # Of other types ggml ends the process, or takes their bytes for float32.
-        if any(node.packed for node in nodes):
-            raise GraphError(f"{op}: takes float32 tensors")
-
-    def _same(self, op: str, a: Node, b: Node) -> None:
-        if a.shape != b.shape:
-            raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
-
-    def _repeats(self, op: str, a: Node, b: Node) -> None:
-        """b is repeated over a: each of its axes, counted from the last, divides a's."""
-        padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
-        if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
-            raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
-
-    # -- running ------------------------------------------------------------------------------------------------
 
     def want(self, node: Node, keep: bool = False) -> None:
         """Makes the graph compute a node, after all that was wanted before; `keep` leaves it readable afterwards."""

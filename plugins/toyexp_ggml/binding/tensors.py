@@ -25,11 +25,7 @@ class Node:
 
     ptr: Any
     shape: tuple[int, ...]
-
-    @property
-    def packed(self) -> bool:
-        """Whether its numbers stand in another type than float32; only products and row lookups read those."""
-        return bool(self.ptr.contents.type != F32)
+    packed: bool  # whether its numbers stand in another type than float32; only products and row lookups read those
 
     @property
     def size(self) -> int:
@@ -77,7 +73,7 @@ class Memory(_Tensors):
         if trainable:
             ggml.ggml_set_param(ptr)
         self._bytes += 4 * math.prod(shape)
-        return Node(ptr, shape)
+        return Node(ptr, shape, TYPES[np.dtype(dtype)] != F32)
 
     def allocate(self) -> None:
         """Gives every tensor its memory on the device, zeroed."""
@@ -111,7 +107,7 @@ class MappedFile(_Tensors):
             ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
         else:
             self._places.append((ptr, offset, nbytes))
-        return Node(ptr, shape)
+        return Node(ptr, shape, type_id != F32)
 
     def allocate(self) -> None:
         """Copies what was not mapped."""

@@ -12,7 +12,7 @@ from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Set
 from toyexp.contract.plan import LoraAdapter, lora_names
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
-from toyexp_ggml.ops import UNPACKED_ROWS
+from toyexp_ggml.products import UNPACKED_ROWS
 from toyexp_ggml.profiles import CPU_BLAS
 from toyexp_models.llama import Llama
 from toyexp_torch.engines import TorchCPU
@@ -117,7 +117,7 @@ def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path)
 def test_a_large_vocabulary_is_unpacked_in_parts(tmp_path, monkeypatch):
     path = base(tmp_path / "base.gguf", "Q8_0")
     whole = run(GGMLCPU(threads=1), plan(path, FromGGUF))
-    monkeypatch.setattr("toyexp_ggml.ops.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a rest
+    monkeypatch.setattr("toyexp_ggml.products.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a rest
     parts = run(GGMLCPU(threads=1), plan(path, FromGGUF))
     assert UNPACKED_ROWS > 40
     for tensor, gradient in whole[1].items():

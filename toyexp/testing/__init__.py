@@ -20,5 +20,5 @@ if TYPE_CHECKING:
 # The suites need pytest, which not everyone who uses the rest has.
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)
 
-if "pytest" in sys.modules:  # so that a suite's bare assert shows its values, as one in a test's own file does
+if sys.modules.get("pytest"):  # so that a suite's bare assert shows its values, as one in a test's own file does
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__)))

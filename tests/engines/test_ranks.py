@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -19,17 +21,19 @@ from faults import TEXT, Trace, environment, python, words
 from several import ADAMW, OPTIMISERS, Started, assert_close, events, taken
 from tiny import VOCAB, batches, plan, write_base
 
-from toyexp import Setup, UserError
+from toyexp import RunFailed, Setup, UserError
+from toyexp.base import started_ranks
 from toyexp.commands.line import main
 from toyexp.contract.plan import optimised
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
-from toyexp_torch import torchrun
+from toyexp_torch import party, ranks, torchrun
 from toyexp_torch.engines import TorchCPU, TorchMPS
 from toyexp_torch.group import torchruns_store
-from toyexp_torch.ranks import SharedUpdate
+from toyexp_torch.party import Party, Peer
+from toyexp_torch.ranks import SharedUpdate, Sums
 from toyexp_torch.update import ALIGNMENT, Share, Update
 from toyexp_torch.wire import HEAD, Link, written
 
@@ -53,9 +57,9 @@ def second(tmp_path_factory):
     process = subprocess.Popen(command, cwd=here, env={**environment(here), **told, "RANK": "1"}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    party = torchrun._meeting()
-    party.stays = False  # as when this process ends
-    party.close()
+    all_of_them = torchrun._meeting()
+    all_of_them.stays = False  # as when this process ends
+    all_of_them.close()
     torchrun._meeting.cache_clear()
     torchruns_store.cache_clear()
     printed, _ = process.communicate(timeout=30)
@@ -99,15 +103,54 @@ class Between:
         return wait
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor"])  # element by element, and by whole tensors
-def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
-    """As on GPUs, which alone hold them so: with formulas in place of kernels, and threads in place of processes."""
-    the_plan = optimised(plan("llama"), OPTIMISERS[name], 1e-2)
-    draw, places, start = torch.Generator().manual_seed(1), {}, 0
+def laid_out(the_plan):
+    """Where each tensor stands in a session's flat vector, and how long that is."""
+    places, start = {}, 0
     for group in the_plan.updates:
         for tensor in (the_plan.tensor(name) for name in group.tensors):
             places[tensor.name] = slice(start, start + tensor.size)
             start += -(-tensor.size // ALIGNMENT) * ALIGNMENT
+    return places, start
+
+
+class Doubling:
+    """Sums over two ranks of the same numbers, and notes what, by where it begins."""
+
+    def __init__(self):
+        self.begun = []
+
+    def sum(self, part):
+        self.begun.append(part.storage_offset())
+        return lambda: part.mul_(2)
+
+
+def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first(monkeypatch):
+    """Those of large models go out in many parts, and some as soon as they are there; none waits for a tensor that has
+    no gradient."""
+    the_plan = optimised(plan("llama"), ADAMW, 1e-2)
+    places, size = laid_out(the_plan)
+    monkeypatch.setattr(ranks, "BUCKET", 4 * size // 6)
+    names, orders, early = [t.name for t in the_plan.trainable], [], []
+    draw = np.random.default_rng(0)
+    for come in (names[::-1], names, *(list(draw.permutation(names)) for _ in range(4))):
+        gradient, total, group = torch.ones(size), torch.ones(1), Doubling()
+        sums = Sums(the_plan, gradient, places, group)
+        sums.begin()
+        for name in come[:-1]:  # of the last nothing is heard
+            sums.has(name)
+        early.append(len(group.begun))
+        sums.finish(total)
+        assert all(bool((gradient[place] == 2).all()) for place in places.values()) and float(total) == 2
+        orders.append(group.begun)
+    assert len(orders[0]) > 4 and all(order == orders[0] for order in orders)
+    assert early[0] > 2, "the backward pass comes from the end of a model to its beginning"
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor"])  # element by element, and by whole tensors
+def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
+    """As on GPUs, which alone hold them so: with formulas in place of kernels, and threads in place of processes."""
+    the_plan = optimised(plan("llama"), OPTIMISERS[name], 1e-2)
+    draw, (places, start) = torch.Generator().manual_seed(1), laid_out(the_plan)
     values, gradient = torch.zeros(start), torch.zeros(start)
     for place in places.values():
         for vector in (values, gradient):
@@ -238,13 +281,30 @@ def test_a_message_makes_dataclasses_and_nothing_else():
             written([threading.Lock()])
 
 
-def test_a_stranger_who_does_not_know_the_token_is_no_rank():
-    for hello in (b"guess 1 2 host\n", b"token 0 2 host\n", b"token 2 2 host\n", b"token one 2 host\n", b"\n"):
+def test_messages_that_come_together_are_all_taken_at_once_and_one_in_parts_when_it_is_whole():
+    with contextlib.ExitStack() as closed:
+        ours, theirs = (closed.enter_context(contextlib.closing(Link(end))) for end in socket.socketpair())
+        ours.beat()
+        ours.send(written("first"))
+        ours.beat()
+        head, *arrays = written(np.arange(3))
+        ours.send([head])
+        assert list(theirs.arrived()) == [None, "first", None] and list(theirs.arrived()) == []
+        ours.send(arrays)
+        (found,) = theirs.arrived()
+        np.testing.assert_array_equal(found, np.arange(3))
+
+
+def test_a_stranger_who_does_not_know_the_token_is_no_rank_and_none_is_taken_twice():
+    for hello, known in (
+        (b"guess 1 2 host\n", set()), (b"token 0 2 host\n", set()), (b"token 2 2 host\n", set()),
+        (b"token one 2 host\n", set()), (b"\n", set()), (b"token 1 2 host\n", {1}),
+    ):  # fmt: skip
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(hello)
             with pytest.raises(ValueError):
-                torchrun._peer(ours, "token", set(), 2)
+                torchrun._peer(ours, "token", known, 2)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -362,6 +422,62 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
 # -- how it ends ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def watched(count):
+    """A party of so many others, and their ends of the connections."""
+    pairs = [[Link(end) for end in socket.socketpair()] for _ in range(count)]
+    it = Party([Peer(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=2.0)
+    try:
+        yield it, [theirs for _, theirs in pairs]
+    finally:
+        it.close()
+        for _, theirs in pairs:
+            theirs.close()
+
+
+def until(true):
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() < began + 20
+        time.sleep(0.01)
+
+
+def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose_its_connection(monkeypatch):
+    monkeypatch.setattr(party, "WORD", 0.2)
+    with watched(3) as (it, others):
+        others[2].cut()
+        others[0].send(written({"failed": "RuntimeError: Connection closed by peer", "lost": True}))
+        others[1].send(written({"failed": "ValueError: boom", "lost": False}))
+        until(lambda: it.failed)
+        with pytest.raises(RunFailed, match=r"^rank 2 \(pid 0 on host\) failed: ValueError: boom$"):
+            it.check()
+
+
+def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypatch):
+    ahead = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
+    monkeypatch.setattr(party, "time", clock)
+    monkeypatch.setattr(party, "BEAT", 0.05)
+    with watched(1) as (it, (other,)):
+        other.beat()
+        it.wait_for_all()
+        ahead = 1000.0
+        time.sleep(0.2)
+        it.check()
+        until(lambda: it.failed)  # of one that is silent from then on
+        with pytest.raises(RunFailed, match="no sign of life for 2 s"):
+            it.check()
+
+
+@pytest.mark.parametrize("given", ["0.5", "0", "-3", "1e6", "inf", "nan", "long", ""])
+def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
+    """Signs of life come twice a second."""
+    monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", given)
+    assert main([*ON_TWO, "hydra.run.dir=run"]) == 2
+    assert f"TOYEXP_RANKS_PATIENCE={given}: takes seconds, from 1" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
 )
@@ -386,6 +502,14 @@ def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
     run = Started(book, *ON_TWO)
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("rank", "count"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "two")])
+def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
+    for name, value in zip(RANKS, (rank, count, "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: a process started as a rank has a number"):
+        started_ranks()
 
 
 @pytest.mark.parametrize(

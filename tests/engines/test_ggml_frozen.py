@@ -124,6 +124,25 @@ def test_a_large_vocabulary_is_unpacked_in_parts(tmp_path, monkeypatch):
         np.testing.assert_allclose(parts[1][tensor], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "engine", [GGMLCPU(threads=1), TorchCPU(threads=1), TorchCPU(threads=1, packed=True)], ids=["ggml", "cpu", "packed"]
+)
+def test_of_a_table_with_rows_to_spare_the_first_are_the_tables(engine, tmp_path):
+    path, few = base(tmp_path / "base.gguf", "Q8_0"), 32
+    whole = plan(path, FromGGUF)
+    table = replace(whole.tensors[0], shape=(few, 256), values=FromGGUF(str(path), "token_embd.weight", few))
+    the_plan = replace(whole, model=replace(MODEL, vocab=few), tensors=(table, *whole.tensors[1:]))
+    batch = {name: array % few if name != "weights" else array for name, array in batches().batch(0).items()}
+    with engine.realize(whole) as session:
+        session.build()
+        wanted = session.logits(batch)[..., :few]
+    with engine.realize(the_plan) as session:
+        expected = dequantised(path, "token_embd.weight").array[:few]
+        np.testing.assert_array_equal(session.download("token_embd.weight"), expected)
+        session.build()
+        np.testing.assert_allclose(session.logits(batch), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_base_that_lost_a_tensor_is_told(tmp_path):
     path = base(tmp_path / "base.gguf", "Q8_0")
     the_plan = plan(path, FromGGUF)

@@ -216,6 +216,19 @@ def test_on_vulkan_fewer_nodes_wait_for_one_another(name):
     assert fewer < 0.85 * more
 
 
+def test_gradients_that_pass_products_of_float16_are_scaled_on_their_way():
+    """Once up, and each down again: by a power of two, which changes nothing where products are float32's."""
+    the_plan, found, scales = plan("llama"), [], []
+    for half in (False, True):
+        with GGMLVulkan(threads=1, emulate=True, half=half).realize(the_plan) as session:
+            session.build()
+            found.append(session.gradients(batches().batch(0)))
+            scales.append(session._graphs["step"].ops()["SCALE"])
+    assert scales[1] - scales[0] == 1 + len(the_plan.trainable)
+    for name, gradient in found[0].items():
+        np.testing.assert_allclose(found[1][name], gradient, rtol=1e-6, atol=1e-12, err_msg=name)
+
+
 @pytest.mark.parametrize("blas", [True, False])
 def test_recompute_halves_the_memory_of_a_deep_model(blas):
     """12 layers, context 512: what the step's graph needs beside weights and moments."""

@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny import batches, plan
+from tiny import CONTEXT, batches, plan
 
 from toyexp import AdamW, SessionError
+from toyexp_ggml import session as session_module
 from toyexp_ggml import shares
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
@@ -107,6 +108,28 @@ def test_what_is_small_or_large_or_frozen_stays_whole(monkeypatch):
     )
     monkeypatch.setattr(shares, "MOST", 100)
     assert shares.shares_of(the_plan) == 1
+
+
+def test_a_step_is_long_by_its_numbers_times_all_positions_of_its_rows(monkeypatch):
+    trained = sum(t.size for t in plan("llama").trainable)
+    monkeypatch.setattr(shares, "LONG", trained * 4 * CONTEXT)
+    assert [shares.shares_of(plan("llama", rows=rows)) for rows in (2, 4, 6)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("threads", "each"), [(2, [2, 1, 1]), (4, [4, 2, 2]), (1, [1, 1, 1])])
+def test_shares_have_the_threads_of_one_session_between_them(threads, each, short, monkeypatch):
+    """The first are what computes the whole: looks at the model, and the update."""
+    opened = []
+
+    class Noted(session_module.Backend):
+        def __init__(self, device, threads, *how, **more):
+            opened.append(threads)
+            super().__init__(device, threads, *how, **more)
+
+    monkeypatch.setattr(session_module, "Backend", Noted)
+    the_plan = plan("llama", rows=ROWS)
+    session_module.GGMLSession(the_plan, ENGINE.device, ENGINE.profile, threads, False).open().close()
+    assert opened == each
 
 
 def test_a_gpus_graph_is_never_shared(short):

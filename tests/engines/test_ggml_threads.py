@@ -10,17 +10,20 @@ from toyexp_ggml.engines import GGMLCPU
 
 
 class Machine:
-    """A clock that moves as long as a computation takes with so many threads while `busy` other processes run."""
+    """A clock that moves as long as a computation takes with so many threads while `busy` other processes run.
 
-    def __init__(self, cores, busy=0):
-        self.cores, self.busy, self.now, self.lost = cores, busy, 0.0, 0
+    Others that only look in take cores away, and no time.
+    """
+
+    def __init__(self, cores, busy=0, look_in=0):
+        self.cores, self.busy, self.look_in, self.now, self.lost = cores, busy, look_in, 0.0, 0
 
     def compute(self, crew):
         with crew.watched():
             waiting = crew.threads + self.busy > self.cores
             seconds = 0.2 if waiting else 0.04 / crew.threads
             self.now += seconds
-            self.lost += 20 if waiting else 0
+            self.lost += 20 if waiting else self.look_in
         return crew.threads
 
     def crew(self, **fixed):
@@ -45,13 +48,22 @@ def test_busy_cores_are_left_to_others_within_a_few_computations(busy, best):
 
 
 def test_trials_cost_little_where_fewer_threads_are_no_faster():
-    machine = Machine(cores=2)
-    crew = machine.crew()
-    for _ in range(1000):
-        machine.compute(crew)
-        machine.lost += 10  # others look in, and leave
-    assert crew.threads == 2
+    machine = Machine(cores=2, look_in=10)
+    used = machine.computed(machine.crew(), 1000)
+    assert 1 in used, "there were trials"
     assert machine.now < 1000 * 0.02 * (1 + 2 / REST)
+
+
+def test_trials_in_vain_become_rarer_but_never_rarer_than_at_an_eighth():
+    machine, began = Machine(cores=2, look_in=10), []
+    crew = machine.crew()
+    while len(began) < 6:
+        before = crew.threads
+        machine.compute(crew)
+        if crew.threads < before:
+            began.append(machine.now)
+    between = np.diff(began)
+    np.testing.assert_allclose(between[1:] / between[:-1], [2, 2, 1, 1], rtol=0.1)
 
 
 def test_all_threads_are_back_once_the_others_have_ended():

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from toyexp.commands.table import COMMANDS
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import DataSuite, ReferenceOps, token_dataset
+from toyexp.testing.null import NullSession
 from toyexp_data.noise import Random
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -107,6 +109,13 @@ def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
     assert seen == [3]
 
 
+def test_the_peak_is_of_the_fastest_products_and_none_follow_those_that_take_long(monkeypatch):
+    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
+    times = iter([0.001, 0.012, 1.0])  # of them the first are fastest; the fourth are never tried
+    monkeypatch.setattr(bench_peak, "_seconds", lambda engine, plan: next(times))
+    assert bench_peak.peak_of(TorchCPU(), 1) == bench_peak.Peak(2 * 2 * 32**3 / 0.001, 32)
+
+
 def a_plan(model, rows):
     data = token_dataset(40, count=2000, seed=5)
     inputs = data.batches(model.context, rows, 0).inputs
@@ -122,7 +131,9 @@ def test_flops_are_those_counted_by_hand():
     output = 2 * length * d * vocab
     by_hand = 3 * rows * (layers * (linears + attention) + output)
     for tied in (True, False):  # the embedding's look-up is no product
-        assert step_flops(a_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)) == by_hand
+        of_one = a_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)
+        assert step_flops(of_one) == by_hand
+        assert step_flops(replace(of_one, accumulate=3)) == 3 * by_hand
     linears = 2 * length * (4 * d * d + 2 * d * ff)
     by_hand = 3 * rows * (layers * (linears + attention) + output)
     assert step_flops(a_plan(GPT2(**sizes), rows)) == by_hand
@@ -168,6 +179,40 @@ def test_they_take_turns_and_who_begins_changes():
     seconds = take_turns(ready, [{}] * 8, rounds=4)
     assert "".join(seen) == "a.bb.c." + "bb.c.a." + "c.a.bb." + "a.bb.c."
     assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
+    now = 0.0
+
+    class Timed(Counter):
+        def step(self, batch):
+            nonlocal now
+            now += {"a": 0.5, "b": 2.0}[self.name]
+
+    monkeypatch.setattr("toyexp.commands.bench.time", SimpleNamespace(perf_counter=lambda: now))
+    ready = {name: (Timed(name), steps) for name, steps in (("a", 7), ("b", 2))}
+    assert take_turns(ready, [{}] * 8, rounds=2) == {"a": [0.5, 0.5], "b": [2.0, 2.0]}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_steps_as_in_a_run_one_step_ahead_where_it_can_and_never_two(monkeypatch, ahead):
+    heard = []
+
+    def launch(session, micros, numbers):
+        heard.append("launch")
+        return lambda: heard.append("taken")
+
+    monkeypatch.setattr(NullSession, "runs_ahead", ahead)
+    monkeypatch.setattr(NullSession, "do_launch", launch)
+    prepared, opened = Entry("noop", [*TINY[:-1], "plugins=[toyexp.testing.null]"], "noop").prepare()
+    it = opened()
+    for k in range(3):
+        it.step(prepared.batches.batch(k))
+    last = ["launch", *["launch", "taken"] * 2] if ahead else ["launch", "taken"] * 3
+    assert heard == last
+    it.wait()
+    assert heard == last + (["taken"] if ahead else [])
+    it.close()
 
 
 def test_a_step_that_fails_while_warming_up_closes_what_was_open():

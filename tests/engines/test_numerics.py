@@ -136,10 +136,32 @@ def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s(refer
     assert all(line.passed for line in examine(TorchCPU(threads=1, dtype="float64"), *references))
 
 
-def test_a_failure_is_exit_code_1_and_no_traceback(capsys, monkeypatch, known):
+def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsys, monkeypatch, known):
     monkeypatch.setattr("toyexp_ggml.session.GGMLSession.do_loss", lambda self, micro: 1.0)
     assert main(["doctor", "--numerics", "engine=ggml:threads=1"]) == 1
     assert capsys.readouterr().out.count("FAIL") >= 23
+    assert main(["doctor", "--numerics", "engine=ggml:threads=1,cpu:threads=1"]) == 1
+    assert f"cpu:threads=1: {ALL} pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("to", "op", "training"),
+    [
+        ("tf32", (5e-3, 2e-2), (5e-3, 2e-1)),
+        ("float16", (1e-2, 2e-2), (1e-2, 2e-1)),
+        ("float32", (1e-4,) * 2, (1e-4, 5e-3)),
+    ],
+)
+def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(references, to, op, training):
+    class Rounding(GGMLCPU):
+        def rounds_to(self):
+            return to
+
+    (ops, runs), engine = references, Rounding(threads=1)
+    lines = list(examine(engine, ops[:1], runs[:1]))
+    assert [line.tolerances for line in lines] == [op, training]
+    shown = [row.split()[-5:] for row in table("x", engine, lines)[-2:]]
+    assert [(float(row[1]), float(row[3])) for row in shown] == [op, training]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def test_a_mistake_exceeds_the_tolerances_it_touches(mistake, exceeded, capsys):
     assert (code, err) == (1, "")
     verdict = [line.split(" exceeds ")[1] for line in out.splitlines() if " exceeds " in line]
     assert {line.partition(":")[0] for line in verdict} == exceeded
+    shown = next(i for i, line in enumerate(out.splitlines()) if line.startswith("wrong:") and "3 of" in line)
     if mistake == "gradient":
+        assert out.splitlines()[shown + 1].split()[0] == "blk.1.ffn_up.weight", "what is furthest off comes first"
         assert verdict == ["gradient: that of blk.1.ffn_up.weight differs by 1.0e-03, 10 times the tolerance 0.0001"]
 
 

@@ -657,6 +657,11 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
         assert (one, other, third) == (["0"], ["1"], ["0"])
         with pool.some(3) as too_many, pool.some(2) as all_of_them:
             assert (too_many, sorted(all_of_them)) == ([], ["0", "1"])
+    with pool.some(1) as one, pool.some(1) as other, pool.some(1) as third:
+        with pool.some(2):
+            pass  # when it has ended, "0" still has two and "1" one
+        with pool.some(1) as fourth, pool.some(1) as fifth:
+            assert (one, other, third, fourth, fifth) == (["0"], ["1"], ["0"], ["1"], ["0"])
     for told, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
         assert visible() == names

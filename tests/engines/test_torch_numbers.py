@@ -196,6 +196,18 @@ def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimis
             np.testing.assert_array_equal(pieces[name], whole, err_msg=name)
 
 
+def test_a_snapshot_of_another_session_is_not_overwritten_and_one_of_its_own_is():
+    """Of the same plan: their arrays have the same names and shapes, and lie in other vectors."""
+    with built(plan("llama")) as one, built(plan("llama", seed=1)) as other:
+        first, wanted = one.snapshot(), other.snapshot()
+        before = {name: array.copy() for name, array in first.items()}
+        found = other.snapshot(into=first)
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+            np.testing.assert_array_equal(first[name], before[name], err_msg=name)
+        assert one.snapshot(into=first) is first
+
+
 def test_a_session_leaves_the_process_settings_alone():
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     curve(plan("llama", rows=8), 2, threads=1, deterministic=True)

@@ -226,6 +226,15 @@ def test_weights_that_are_no_numbers_are_never_written(tmp_path):
     assert sorted(steps(tmp_path)) == [10, 30]
 
 
+def test_someone_looks_when_one_is_due_and_when_one_was_written_that_nobody_was_told_of(tmp_path):
+    keeper = Keeper(tmp_path, Interval(10), keep=2)
+    assert [step for step in range(1, 22) if keeper.comes(step)] == [10, 20]
+    keeper.save(10, given(ARRAY), {})
+    keeper.wait()
+    assert keeper.comes(11)
+    assert [saved.step for saved in keeper.published()] == [10] and not keeper.comes(11)
+
+
 def test_a_time_passes(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))

@@ -423,10 +423,10 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
 
 
 @contextlib.contextmanager
-def watched(count):
+def watched(count, patience=2.0):
     """A party of so many others, and their ends of the connections."""
     pairs = [[Link(end) for end in socket.socketpair()] for _ in range(count)]
-    it = Party([Peer(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=2.0)
+    it = Party([Peer(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=patience)
     try:
         yield it, [theirs for _, theirs in pairs]
     finally:
@@ -453,11 +453,41 @@ def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose
             it.check()
 
 
+def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
+    """Each fails by what it is told to do: one in words of torch's own."""
+    it = party.start_here(3)
+    try:
+        it.wait_for_all()
+        for peer, word in zip(it.peers, ("gloo", "nothing"), strict=True):
+            peer.link.send(written([word]))
+        until(lambda: it.failed)
+        with pytest.raises(RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing'$"):
+            it.check()
+    finally:
+        it.close()
+
+
+def test_a_rank_that_is_still_loading_may_be_silent_for_longer(monkeypatch):
+    monkeypatch.setattr(party, "BEAT", 0.02)
+    monkeypatch.setattr(party, "WORD", 0.02)
+    with watched(1, patience=0.1) as (it, (other,)):
+        time.sleep(0.4)
+        it.check()
+        other.beat()
+        until(lambda: it.failed)
+    monkeypatch.setattr(party, "START", 0.1)
+    with watched(1) as (it, _):
+        until(lambda: it.failed)
+        with pytest.raises(RunFailed, match="no sign of life"):
+            it.check()
+
+
 def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypatch):
     ahead = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
     monkeypatch.setattr(party, "time", clock)
     monkeypatch.setattr(party, "BEAT", 0.05)
+    monkeypatch.setattr(party, "WORD", 0.05)
     with watched(1) as (it, (other,)):
         other.beat()
         it.wait_for_all()

@@ -34,6 +34,7 @@ TENSORS = {
     "fraction": [WEIGHT, TensorSpec("z.weight", (3.5, 3), Normal(1))],
     "number": [WEIGHT, TensorSpec("z.weight", 3, Normal(1))],
     "twice": [WEIGHT, WEIGHT],
+    "no values": [WEIGHT, TensorSpec("z.weight", (3, 3), None)],
     "nameless": [WEIGHT, TensorSpec("", (3, 3), Normal(1))],
     "escape": [WEIGHT, TensorSpec("a\\x1b[31m", (3, 3), Normal(1))],
 }
@@ -213,6 +214,7 @@ def refused(capsys, *words):
         ("negative", ["tensor z.weight has the shape (-1, 3)"]),
         ("fraction", ["tensor z.weight has the shape (3.5, 3)"]),
         ("number", ["tensor z.weight has the shape 3"]),
+        ("no values", ["tensor z.weight starts from None", "such as Normal(0.02)"]),
         ("twice", ["tensor out.weight is listed twice"]),
         ("spread", ["Normal(std=nan)", "(odd_model.py, line "]),
         ("negative spread", ["Normal(std=-1.0)", "(odd_model.py, line "]),

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from toyexp.base.errors import Broken, Unavailable, UserError, printable
+from toyexp.base.files import absent, misfit
 from toyexp.base.signals import hidden_interrupt
 
 # Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
@@ -71,11 +73,19 @@ def why(error: BaseException) -> str:
     if isinstance(error, UserError):
         return words
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"there is no module {error.name}{_importer(error)}"
+        return f"there is no module {error.name}{_no_file(error.name)}{_importer(error)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
         words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
     return printable(f"{type(error).__name__}: {words}", 300)
+
+
+def _no_file(module: str) -> str:
+    """What stands here in the place of a module's file, where that is none; else empty."""
+    path = Path(*module.split(".")).with_suffix(".py")
+    if not os.path.lexists(path) or path.is_file():
+        return ""
+    return f": {path} {misfit(path.stat().st_mode) if path.exists() else absent(path)}"
 
 
 def _importer(error: BaseException) -> str:

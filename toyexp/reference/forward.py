@@ -17,6 +17,7 @@ from toyexp.contract.arithmetic import Shaped, is_shape
 from toyexp.contract.model import TensorSpec
 from toyexp.contract.ops import Adapted, Ops, Params, Rotary
 from toyexp.contract.plan import Plan, PlanTensor
+from toyexp.contract.values import Values
 
 MOST_OPS = 1_000_000  # primitives of one forward pass; a block has some 30, and a model at most 10,000 blocks
 
@@ -55,6 +56,8 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
             raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
+        if isinstance(t, TensorSpec) and not isinstance(t.init, Values):
+            raise UserError(f"{who}: tensor {t.name} starts from {_of(t.init)}; it needs values, such as Normal(0.02)")
         if t.name in names:
             raise UserError(f"{who}: tensor {t.name} is listed twice")
         names.add(t.name)

@@ -207,7 +207,7 @@ def refused(capsys, *words):
         ("few", ["logits of 8 classes", "up to 15"]),
         ("rows", ["gives [16, 16], expected logits [2, 4, classes]"]),
         ("exit", ["SystemExit: 3", "(odd_model.py, line "]),
-        ("own", ["no tensor own", "(odd_model.py, line "]),
+        ("own", ["KeyError: 'own'", "(odd_model.py, line "]),
         ("None", ["its tensors are None"]),
         ("names", ["'token_embd.weight'", "expected a TensorSpec"]),
         ("zero", ["tensor z.weight has the shape (0, 3)"]),

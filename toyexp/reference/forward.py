@@ -6,6 +6,7 @@ What an engine cannot do with a forward pass that stands this is the engine's ow
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -19,6 +20,7 @@ from toyexp.contract.ops import Adapted, Ops, Params, Rotary
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.values import Values
 
+LOOK_UP = Params.__getitem__.__code__  # of a tensor by its name
 MOST_OPS = 1_000_000  # primitives of one forward pass; a block has some 30, and a model at most 10,000 blocks
 
 
@@ -70,19 +72,18 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
     """Raises what is wrong as the fault of `who`, with the line of the plugin where it came up."""
+    ops = OpShapes()
     try:
-        found: Any = plan.model.forward(OpShapes(), params, _batch(plan))
+        found: Any = plan.model.forward(ops, params, _batch(plan))
     except UserError as error:
         raise UserError(f"{who}: in its forward pass {error}{place(error, of_plugins=True)}") from error
-    except KeyError as error:
-        name = error.args[0] if error.args else None
-        if not isinstance(name, str) or name in params:
-            raise UserError(str(failure(who, "in its forward pass", error))) from error
-        has = f"there is no tensor {printable(name)}; {choose(name, params)}"
-        raise UserError(f"{who}: in its forward pass {has}{place(error, of_plugins=True)}") from error
     except (Exception, SystemExit) as error:
         if told(error):
             raise
+        if isinstance(error, KeyError) and [*traceback.walk_tb(error.__traceback__)][-1][0].f_code is LOOK_UP:
+            name = str(error.args[0])
+            has = f"there is no tensor {printable(name)}; {choose(name, params)}"
+            raise UserError(f"{who}: in its forward pass {has}{place(error, of_plugins=True)}") from error
         raise UserError(str(failure(who, "in its forward pass", error))) from error
     targets = plan.inputs["targets"]
     wanted = (plan.rows, *targets.shape)

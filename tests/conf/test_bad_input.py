@@ -401,6 +401,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("bench callbacks=[default,plots]", ["is of no effect in bench"]),
         ("bench sweep.jobs=1", ["sweep.jobs=1: is of no effect"]),
         ("parity hydra.run.dir=x", ["hydra.run.dir=x: is of no effect in parity"]),
+        ("parity hydra/launcher=basic", ["hydra/launcher=basic: is of no effect in parity; leave it out"]),
         ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
         ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
         ("parity --csv", ["parity --csv: there is no such option"]),

@@ -26,8 +26,9 @@ HEARD = []
 def fail(asked, here, kind="key"):
     HEARD.append(here)
     if asked == here:
-        raise {"key": KeyError("no\\nsuch"), "user": UserError("mine: on purpose"), "run": RunFailed("on purpose"),
-               "os": OSError(28, "No space left on device"), "exit": SystemExit(0)}[kind]
+        raise {"key": KeyError("no\\nsuch"), "user": UserError("mine: on purpose"), "mute": UserError(),
+               "run": RunFailed("on purpose"), "os": OSError(28, "No space left on device"),
+               "exit": SystemExit(0)}[kind]
 
 
 @dataclass(eq=False)
@@ -323,6 +324,12 @@ def test_what_is_raised_on_purpose_keeps_its_own_words(kind, code, words, capsys
     assert main(given) == code
     assert capsys.readouterr().err == f"toyexp: error: {words}\n"
     assert list(checkpoint.steps(Path("run/checkpoints"))) == [3]
+
+
+def test_what_is_raised_on_purpose_and_without_a_word_is_told_with_its_line(capsys):
+    assert main([*NOOP, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=mute"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("toyexp: error: UserError, of which nothing is said (clumsy_plugin.py, line ")
 
 
 def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):

@@ -53,6 +53,8 @@ def spoil(dataset, data):
     make = dataset.batches
     if data.at in WRONG or data.at in ("nothing", "empty"):
         dataset.batches = lambda *given: Wrong(make(*given), data.at, data.late)
+    elif data.at == "describe":
+        dataset.describe = lambda: None
     elif data.at == "batches":
         dataset.batches = lambda *given: None
     return dataset
@@ -355,6 +357,11 @@ def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(ca
         )
         == 0
     )
+
+
+def test_data_that_describe_nothing_are_named(capsys):
+    line = run_told(capsys, "data=odd", "data.at=describe")
+    assert line == "data.odd failed while it was described: it gave NoneType, expected a Mapping"
 
 
 def test_ids_that_are_no_integers_are_refused_before_anything_is_made(capsys):

@@ -47,10 +47,11 @@ def _interrupted(error: KeyboardInterrupt) -> int:
 
 def _told(error: Exception) -> str | None:
     """An error in words for a person; None for a mistake of ours, which needs its traceback."""
+    from toyexp.base.blame import place
     from toyexp.base.packages import broken_requirement
 
     if isinstance(error, ToyexpError):
-        return str(error)
+        return str(error) or f"{type(error).__name__}, of which nothing is said{place(error)}"
     if isinstance(error, MemoryError):
         return f"out of memory{f' ({error})' if str(error) else ''}"
     if broken := broken_requirement(error):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from toyexp.base.blame import given, sentences
+from toyexp.base.blame import asked, sentences
 from toyexp.base.errors import printable
 from toyexp.base.words import count, counted, typed
 from toyexp.contract.model import sizes_of
@@ -22,7 +22,8 @@ def introduction(prepared: Prepared) -> list[str]:
     total = sum(t.size for t in plan.tensors)
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} of them train"
-    sizes, units = given(Mapping, prepared.dataset.describe), prepared.model.reads.units
+    who, units = f"data.{config.data.name}", prepared.model.reads.units
+    sizes = asked(who, "while it was described", Mapping, prepared.dataset.describe)
     known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     known = [*prepared.left_out(), *known, *sentences(prepared.dataset.remarks)]
     facts = f" ({'; '.join(known)})" if known else ""

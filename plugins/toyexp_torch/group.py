@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toyexp.base import started_ranks
+from toyexp import RunFailed, UserError
+from toyexp.base import interruptible, started_ranks
 from toyexp_torch.party import START
 
 LIMIT = timedelta(hours=1)  # that a rank waits for others: one may have to compile; one that is gone is noticed at once
@@ -38,7 +39,7 @@ class Group:
 
     def __init__(self, place: Place, store: dist.Store, device: str, check: Callable[[], None] = lambda: None):
         self._check, self._on_gpu = check, device == "cuda"
-        own = dist.PrefixStore(f"toyexp/{place.number}", store)
+        own = _of_session(place, store)
         self._group = (_nccl if self._on_gpu else _gloo)(own, place)
 
     def sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -88,6 +89,20 @@ def _nccl(store: dist.Store, place: Place) -> Any:
     return dist.ProcessGroupNCCL(store, place.rank, place.count, options)
 
 
+def _of_session(place: Place, store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"toyexp/{place.number}", store)
+
+
+def come(place: Place, store: dist.Store) -> None:
+    """Says that this rank is there, and forms the group next."""
+    _of_session(place, store).set(f"here/{place.rank}", "")
+
+
+def has_come(rank: int, place: Place, store: dist.Store) -> bool:
+    """Whether that one is: forming a group waits for it in native code, which no signal ends."""
+    return bool(_of_session(place, store).check([f"here/{rank}"]))
+
+
 def open_store(count: int) -> tuple[dist.Store, int]:
     """A store that can be reached on this machine alone, and its port."""
     with socket.socket() as listening:
@@ -100,11 +115,24 @@ def open_store(count: int) -> tuple[dist.Store, int]:
 
 @functools.cache
 def torchruns_store() -> dist.Store:
-    """The one that all processes share which `torchrun` has started."""
-    ranks = started_ranks()
-    limit = timedelta(seconds=START)
-    found, _, _ = next(iter(dist.rendezvous("env://", ranks.rank, ranks.count, timeout=limit)))
-    return found
+    """The one that all ranks share which `torchrun` has started: its own, or else the first rank's.
+
+    UserError where that cannot be opened; RunFailed for another rank that does not reach it.
+    """
+    ranks, limit = started_ranks(), timedelta(seconds=START)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def found() -> dist.Store:
+        return dist.TCPStore(host, port, ranks.count, serves, limit, wait_for_workers=False)
+
+    try:
+        return interruptible(found)  # it waits in native code
+    except (RuntimeError, OSError) as error:
+        why = str(error).strip().partition("\n")[0]
+        if serves:
+            raise UserError(f"MASTER_ADDR={host}, MASTER_PORT={port}: cannot be opened here ({why})") from None
+        raise RunFailed(f"rank {ranks.rank}: nobody answers at {host}:{port} ({why})") from None
 
 
 def meet(place: Place) -> dist.Store:

@@ -24,7 +24,8 @@ from toyexp_torch.wire import Link, written
 
 PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life after which a rank has failed
 BEAT = 0.5  # seconds between signs of life
-START = 300.0  # seconds that a rank may take to its first one: it loads PyTorch
+START = 300.0  # seconds that a rank may take to its first one, and to be ready: it loads PyTorch, then the plugins
+SOON = 5.0  # seconds after which a wait for others at the start is told
 WORD = 1.0  # seconds for others to say what they know when one has failed
 STUCK = 5.0  # seconds in which a computation has to end that waits for a rank which has failed
 FAREWELL = 5.0  # seconds that ranks have to end when they are told to
@@ -47,6 +48,18 @@ def patience() -> float:
     if not 1 <= seconds < 1e6:
         raise UserError(f"{PATIENCE}={given}: takes seconds, from 1")
     return seconds
+
+
+@contextlib.contextmanager
+def telling(whom: Callable[[], str]) -> Iterator[None]:
+    """Around a wait for others: one line that says for whom, when it has lasted a while."""
+    timer = threading.Timer(SOON, lambda: complain(f"waiting for {whom()}"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass
@@ -115,11 +128,21 @@ class Party:
         if self._failure:
             raise RunFailed(self._failure)
 
-    def wait_for_all(self) -> None:
-        """Until each of them has given a sign of life."""
-        while not all(peer.seen for peer in self.peers):
-            self.check()
-            time.sleep(0.01)
+    def wait_for_all(self, ready: Callable[[Peer], bool] = lambda peer: peer.seen) -> None:
+        """Until each of them is ready: has given a sign of life, unless told. RunFailed when one fails, or never is."""
+        until = time.monotonic() + START
+        missing = list(self.peers)
+
+        def named() -> str:
+            return ", ".join(map(str, missing))
+
+        with telling(named):
+            while not all(map(ready, missing)):
+                missing = [peer for peer in missing if not ready(peer)]
+                self.check()
+                if time.monotonic() > until:
+                    raise RunFailed(f"{named()}: not ready within {START:.0f} s")
+                time.sleep(0.01)
 
     def tell(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> None:
         """Has each of the others do what is called so, with what `arguments(rank)` gives.

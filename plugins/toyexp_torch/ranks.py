@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Constant, Decoder, Plan, PlanTensor, Session, StepMetrics
-from toyexp_torch.group import Group, Place, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.group import Group, Place, come, has_come, meet, open_store, take_gpu, torchruns_store
 from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.packed import Packed
 from toyexp_torch.party import Party
@@ -256,7 +256,9 @@ def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankS
     session = RankSession(plan, wanted, place)
     session.do_open()
     session.make_room(frozen)
-    session.begin(Group(place, meet(place), wanted.device))
+    store = meet(place)
+    come(place, store)
+    session.begin(Group(place, store, wanted.device))
     return session
 
 
@@ -299,6 +301,7 @@ class LeadSession(Session):
         with self._party.together():
             self._party.wait_for_all()
             self._party.tell("open", lambda rank: (replace(self._place, rank=rank), plan, self._wanted, frozen))
+            self._party.wait_for_all(lambda peer: has_come(peer.rank, self._place, self._store))
             group = Group(self._place, self._store, self._wanted.device, self._party.check)
             self._party.abort = group.abort
             self._own.begin(group)

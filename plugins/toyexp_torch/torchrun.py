@@ -11,14 +11,14 @@ import select
 import socket
 import sys
 import time
-from contextlib import closing, suppress
-from datetime import timedelta
+from collections.abc import Iterable
+from contextlib import closing, nullcontext, suppress
 
 from toyexp import RunFailed, UserError
 from toyexp.base import started_ranks
 from toyexp_torch.follower import Follower
 from toyexp_torch.group import torchruns_store
-from toyexp_torch.party import START, Party, Peer, patience, start_here
+from toyexp_torch.party import START, Party, Peer, patience, start_here, telling
 from toyexp_torch.wire import Link
 
 KEY = "toyexp/first"  # under which the first rank says where it can be reached
@@ -41,13 +41,25 @@ def _meeting() -> Party:
         torchruns_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
         peers: list[Peer] = []
         until = time.monotonic() + START
-        while len(peers) < count - 1:
-            if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
-                raise RunFailed(f"{count - 1 - len(peers)} of {count} ranks did not come within {START:.0f} s")
-            connection, _ = server.accept()
-            with suppress(ValueError, EOFError, OSError):  # of someone else
-                peers.append(_peer(connection, token, {peer.rank for peer in peers}, count))
+
+        def missing() -> str:
+            return _named({*range(1, count)} - {peer.rank for peer in peers})
+
+        with telling(missing):
+            while len(peers) < count - 1:
+                if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
+                    raise RunFailed(f"{missing()} did not come within {START:.0f} s")
+                connection, _ = server.accept()
+                with suppress(ValueError, EOFError, OSError):  # of someone else
+                    peers.append(_peer(connection, token, {peer.rank for peer in peers}, count))
     return Party(sorted(peers, key=lambda peer: peer.rank), stays=True, _patience=patience())
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """These, of how many, and where they are awaited."""
+    told, count = sorted(ranks), started_ranks().count
+    who = f"rank{'' if len(told) == 1 else 's'} {', '.join(map(str, told))} of {count}"
+    return f"{who} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _peer(connection: socket.socket, token: str, known: set[int], count: int) -> Peer:
@@ -67,18 +79,28 @@ def follow() -> None:
     """The whole part of another rank than the first, to the end of its process."""
     rank = started_ranks().rank
     try:
-        torchruns_store().wait([KEY], timedelta(seconds=START))
-        address, port, token = torchruns_store().get(KEY).decode().split()
-        connection = socket.create_connection((address, int(port)), timeout=START)
-        _configure(connection)
-        connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
-        taken = connection.recv(1)
+        with telling(lambda: _named([0])) if rank == 1 else nullcontext():  # one speaks for all of them
+            address, port, token = _found().split()
+            connection = socket.create_connection((address, int(port)), timeout=START)
+            _configure(connection)
+            connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
+            taken = connection.recv(1)
     except (RuntimeError, OSError) as error:
         told = str(error).strip().partition("\n")[0]
         raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({told})") from None
     connection.settimeout(None)
     if taken:
         Follower(Link(connection)).follow()
+
+
+def _found() -> str:
+    """What the first rank has put into the store, once it has; RuntimeError where it does not."""
+    store, until = torchruns_store(), time.monotonic() + START
+    while not store.check([KEY]):
+        if time.monotonic() > until:
+            raise RuntimeError(f"not within {START:.0f} s")
+        time.sleep(0.05)
+    return store.get(KEY).decode()
 
 
 def _configure(connection: socket.socket) -> None:

@@ -528,6 +528,60 @@ def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):
     assert (code, "steps are saved" in line) == (130, True), line
 
 
+SLEEPS = (
+    PLUGIN
+    + """
+import sys, time
+if sys.argv[0] == "-c":  # in the rank alone
+    time.sleep(300)
+"""
+)
+
+
+def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
+    """One that a plugin keeps from being ready, and one that is started nowhere; all at once, for they take a while."""
+    Path("of_mine.py").write_text(SLEEPS)
+    waits = [([*ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
+    for rank in (0, 1):
+        port = str(free_port())
+        by_hand = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        waits.append((RUN, by_hand, f"rank {1 - rank} of 2 at localhost:{port}"))
+    processes = [
+        subprocess.Popen(python("-m", "toyexp", *given, f"hydra.run.dir=run{n}"), env={**environment(book), **by_hand},
+                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for n, (given, by_hand, _) in enumerate(waits)
+    ]  # fmt: skip
+    try:
+        for process, (_, _, awaited) in zip(processes, waits, strict=True):
+            line = process.stderr.readline()
+            assert re.search(f"waiting for {awaited}$", line), line
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            _, errors = process.communicate(timeout=30)
+            (line,) = errors.splitlines()
+            assert (process.returncode, "interrupted by SIGTERM" in line) == (143, True), line
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("port", ["99999", "abc", "0"])
+def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", port), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(RUN) == 2
+    assert f"MASTER_PORT={port}: takes a port from 1 to 65535" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot be opened here"):
+            torchruns_store.__wrapped__()
+
+
 def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
     run = Started(book, *ON_TWO)
     run.process.kill()

@@ -9,6 +9,7 @@ from toyexp.base.bounds import MOST, is_whole
 from toyexp.base.errors import UserError, printable
 
 SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each of them
+PORTS = 65535  # the highest
 
 
 @dataclass(frozen=True)
@@ -28,4 +29,6 @@ def started_ranks() -> Ranks:
     if not is_whole(count, 1, MOST) or not is_whole(told["RANK"], 0, int(count) - 1):
         asked = f"RANK={printable(told['RANK'])}, WORLD_SIZE={printable(count)}"
         raise UserError(f"{asked}: a process started as a rank has a number from 0, below how many there are")
+    if not is_whole(told["MASTER_PORT"], 1, PORTS):
+        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: takes a port from 1 to {PORTS}")
     return Ranks(int(told["RANK"]), int(count))

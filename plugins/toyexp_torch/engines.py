@@ -78,7 +78,7 @@ class TorchEngine(Engine):
             raise UserError(f"{asked}: takes a number from 1, or all")
         if ranks.count > 1:
             if self.devices not in ("1", "all", str(ranks.count)):
-                raise UserError(f"{asked}: torchrun has started {ranks.count} ranks; leave one of them out")
+                raise UserError(f"{asked}: torchrun has started {ranks.count} ranks; leave engine.devices out")
             return ranks.count
         if self.devices == "1":
             return 1
@@ -263,7 +263,9 @@ class TorchMPS(TorchEngine):
         require_words("engine", self, dtype=DTYPES)
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
-        if self.devices not in ("1", "all") or started_ranks().count > 1:
+        if (ranks := started_ranks().count) > 1:
+            raise Unavailable(f"Apple silicon has one GPU, and torchrun has started {ranks} ranks; use engine=cpu")
+        if self.devices not in ("1", "all"):
             raise UserError(f"engine.devices={printable(self.devices)}: Apple silicon has one GPU; leave it out")
         if platform.system() != "Darwin":
             raise Unavailable(f"MPS needs macOS on Apple silicon; this is {platform.system()}. Use engine=cpu")

@@ -40,7 +40,7 @@ FOLLOW = (
 
 def patience() -> float:
     """How long a rank may be silent; UserError where the environment says no number of seconds."""
-    given = os.environ.get(PATIENCE, "20")
+    given = os.environ.get(PATIENCE) or "20"
     try:
         seconds = float(given)
     except ValueError:

@@ -17,12 +17,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from faults import TEXT, Trace, environment, python, words
-from several import ADAMW, OPTIMISERS, Started, assert_close, events, taken
+from faults import TEXT, Trace, environment, python
+from several import ADAMW, ON_TWO, OPTIMISERS, PLUGIN, RANKS, RUN, Started, assert_close, events, free_port, taken
 from tiny import VOCAB, batches, plan, write_base
 
 from toyexp import RunFailed, Setup, UserError
-from toyexp.base import started_ranks
 from toyexp.commands.line import main
 from toyexp.contract.plan import optimised
 from toyexp.testing import token_dataset
@@ -38,14 +37,6 @@ from toyexp_torch.update import ALIGNMENT, Share, Update
 from toyexp_torch.wire import HEAD, Link, written
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-
-RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port():
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -318,10 +309,6 @@ def book(tmp_path, monkeypatch):
     return tmp_path
 
 
-RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]
-ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
-
-
 def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
     assert main([*ON_TWO, "hydra.run.dir=whole"]) == 0
     assert main([*ON_TWO, "engine.shard=true", "steps=8", "hydra.run.dir=begun"]) == 0
@@ -337,31 +324,6 @@ def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
     capsys.readouterr()
     assert main(["resume=whole", "steps=14", "engine.devices=1"]) == 0
     assert "engine devices was 2 and is 1: not to the last bit the same from here" in capsys.readouterr().out
-
-
-PLUGIN = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-from toyexp import Register, hookimpl
-from toyexp_models.llama import Llama
-
-
-@dataclass
-class Mine(Llama):
-    """A llama of another name."""
-
-    name: ClassVar[str] = "mine"
-    factor: float = 1.0  # of its logits
-
-    def forward(self, ops, p, batch):
-        return ops.scale(super().forward(ops, p, batch), self.factor)
-
-
-@hookimpl
-def register_models(register: Register) -> None:
-    register(Mine)
-'''
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
@@ -499,7 +461,7 @@ def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypat
             it.check()
 
 
-@pytest.mark.parametrize("given", ["0.5", "0", "-3", "1e6", "inf", "nan", "long", ""])
+@pytest.mark.parametrize("given", ["0.5", "0", "-3", "1e6", "inf", "nan", "long"])
 def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
     """Signs of life come twice a second."""
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", given)
@@ -528,85 +490,7 @@ def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):
     assert (code, "steps are saved" in line) == (130, True), line
 
 
-SLEEPS = (
-    PLUGIN
-    + """
-import sys, time
-if sys.argv[0] == "-c":  # in the rank alone
-    time.sleep(300)
-"""
-)
-
-
-def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
-    """One that a plugin keeps from being ready, and one that is started nowhere; all at once, for they take a while."""
-    Path("of_mine.py").write_text(SLEEPS)
-    waits = [([*ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
-    for rank in (0, 1):
-        port = str(free_port())
-        by_hand = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        waits.append((RUN, by_hand, f"rank {1 - rank} of 2 at localhost:{port}"))
-    processes = [
-        subprocess.Popen(python("-m", "toyexp", *given, f"hydra.run.dir=run{n}"), env={**environment(book), **by_hand},
-                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for n, (given, by_hand, _) in enumerate(waits)
-    ]  # fmt: skip
-    try:
-        for process, (_, _, awaited) in zip(processes, waits, strict=True):
-            line = process.stderr.readline()
-            assert re.search(f"waiting for {awaited}$", line), line
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            _, errors = process.communicate(timeout=30)
-            (line,) = errors.splitlines()
-            assert (process.returncode, "interrupted by SIGTERM" in line) == (143, True), line
-    finally:
-        for process in processes:
-            process.kill()
-
-
-@pytest.mark.parametrize("port", ["99999", "abc", "0"])
-def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
-    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", port), strict=True):
-        monkeypatch.setenv(name, value)
-    assert main(RUN) == 2
-    assert f"MASTER_PORT={port}: takes a port from 1 to 65535" in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_told(monkeypatch):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
-            monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot be opened here"):
-            torchruns_store.__wrapped__()
-
-
 def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
     run = Started(book, *ON_TWO)
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(("rank", "count"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "two")])
-def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
-    for name, value in zip(RANKS, (rank, count, "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: a process started as a rank has a number"):
-        started_ranks()
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["engine=ggml"], "engine=ggml: computes in one process; start it without torchrun"),
-        (["engine=cpu", "engine.devices=4"], "engine.devices=4: torchrun has started 2 ranks; leave one of them out"),
-        (["-m", "seed=1,2"], "-m: a sweep starts its own processes; torchrun starts the ranks of one run"),
-        (["plugins"], "plugins: is done by one process; torchrun starts the ranks of a run"),
-    ],
-)
-def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, given, told):
-    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert main(given) == 2
-    assert told in capsys.readouterr().err

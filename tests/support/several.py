@@ -1,12 +1,13 @@
 """What tests of several devices share: what a session answers, and runs in processes of their own that are ended."""
 
 import json
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
-from faults import environment, python
+from faults import environment, python, words
 from tiny import VOCAB, batches, weighted
 
 from toyexp_optimisers.adafactor import Adafactor
@@ -15,6 +16,9 @@ from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
 from toyexp_optimisers.sgd import SGD
 
+RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]
+ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
 ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
 OPTIMISERS = {
     "adamw": ADAMW,
@@ -25,6 +29,37 @@ OPTIMISERS = {
     "adafactor": Adafactor(),
     "muon": Muon(),
 }
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Register, hookimpl
+from toyexp_models.llama import Llama
+
+
+@dataclass
+class Mine(Llama):
+    """A llama of another name."""
+
+    name: ClassVar[str] = "mine"
+    factor: float = 1.0  # of its logits
+
+    def forward(self, ops, p, batch):
+        return ops.scale(super().forward(ops, p, batch), self.factor)
+
+
+@hookimpl
+def register_models(register: Register) -> None:
+    register(Mine)
+'''
+
+
+def free_port():
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return it.getsockname()[1]
 
 
 def make_infinite(session):

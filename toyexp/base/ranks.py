@@ -9,6 +9,7 @@ from toyexp.base.bounds import MOST, is_whole
 from toyexp.base.errors import UserError, printable
 
 SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each of them
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun, which start them alike
 PORTS = 65535  # the highest
 
 
@@ -32,3 +33,20 @@ def started_ranks() -> Ranks:
     if not is_whole(told["MASTER_PORT"], 1, PORTS):
         raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: takes a port from 1 to {PORTS}")
     return Ranks(int(told["RANK"]), int(count))
+
+
+def lonely_ranks() -> list[str]:
+    """A sentence where the environment speaks of several processes, and not so that they could train together."""
+    if started_ranks().count > 1:
+        return []
+    told = {name: value for name in SET if (value := os.environ.get(name, ""))}
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    asked = [f"{name}={printable(told[name])}" for name in alone if told.get(name, alone[name]) != alone[name]]
+    missing = [name for name in SET if name not in told]
+    if asked and missing:
+        one_of = f"a rank has {', '.join(SET[:-1])} and {SET[-1]}, as torchrun sets them"
+        return [f"{', '.join(asked)}: {one_of}; without {' and '.join(missing)} this process trains alone"]
+    name = next(filter(os.environ.get, TASKS), "")
+    if not is_whole(count := os.environ.get(name, ""), 2, MOST):
+        return []
+    return [f"{name}={count}: each of these processes trains alone; torchrun starts those that train one run"]

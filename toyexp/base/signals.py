@@ -28,7 +28,7 @@ def ending() -> list[signal.Signals]:
 
     Raises UserError for an environment that says something else of SIGUSR1 than `save` or `end`.
     """
-    asked = os.environ.get(ON_USR1, "save")
+    asked = os.environ.get(ON_USR1) or "save"
     if asked not in ("save", "end"):
         raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")
     numbers = [signal.SIGINT, signal.SIGTERM]

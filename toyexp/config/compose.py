@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
+from toyexp.base.ranks import lonely_ranks, started_ranks
 from toyexp.config.base import base_of, by_key
 from toyexp.config.build import parts_of, resolved, typed
 from toyexp.config.chosen import check_files, placed
@@ -125,6 +126,7 @@ class Composed:
             with self.placed():
                 raise
         require_plugins(parts["settings"].plugins, self.modules, "the config")
+        self._take_ranks(parts["plain"]["engine"])
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
             **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks,
@@ -135,8 +137,15 @@ class Composed:
                 *_replaced(self.given),
                 *_without_default(self.given, parts["callbacks"], registry),
                 *_unused_threads(parts["plain"], engine),
+                *lonely_ranks(),
             ],
         )  # fmt: skip
+
+    def _take_ranks(self, engine: dict[str, Any]) -> None:
+        """As many devices as ranks were started, whatever a run that goes on had: one has to ask for another number."""
+        typed_number = any(o.key_or_group == "engine.devices" for o in self.given) and engine.get("devices") != "1"
+        if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
+            engine["devices"] = str(count)
 
     def placed(self) -> AbstractContextManager[None]:
         """Names the file and the line of a setting that cannot work and was not typed."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from toyexp.base.errors import Broken, Unavailable, UserError, choose, printable
 from toyexp.base.packages import told_by, why
+from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import hidden_interrupt
 from toyexp.config.build import made, typed
 from toyexp.config.schema import AUTO, class_of
@@ -49,6 +50,9 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     for offer in offers:
         takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
         engine = offer.cls(**(threads if takes_threads else {}))
+        if started_ranks().count > 1 and getattr(offer.cls, "follow", None) is Engine.follow:  # which refuses them
+            passed_over.append(offer.name)
+            continue
         try:
             facts = facts_of(engine)
         except Broken as reason:

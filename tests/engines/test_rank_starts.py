@@ -1,0 +1,157 @@
+"""How the processes of a run come together: who waits for whom, what a launcher says, and what cannot be."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from faults import TEXT, environment, python
+from several import ON_TWO, PLUGIN, RANKS, RUN, free_port
+
+from toyexp import UserError
+from toyexp.base import started_ranks
+from toyexp.base.signals import ending
+from toyexp.commands.line import main
+from toyexp.config.request import Request
+from toyexp_torch.group import torchruns_store
+from toyexp_torch.party import patience
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(TEXT)
+    return tmp_path
+
+
+SLEEPS = (
+    PLUGIN
+    + """
+import sys, time
+if sys.argv[0] == "-c":  # in the rank alone
+    time.sleep(300)
+"""
+)
+
+
+def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
+    """One that a plugin keeps from being ready, and one that is started nowhere; all at once, for they take a while."""
+    Path("of_mine.py").write_text(SLEEPS)
+    waits = [([*ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
+    for rank in (0, 1):
+        port = str(free_port())
+        by_hand = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        waits.append((RUN, by_hand, f"rank {1 - rank} of 2 at localhost:{port}"))
+    processes = [
+        subprocess.Popen(python("-m", "toyexp", *given, f"hydra.run.dir=run{n}"), env={**environment(book), **by_hand},
+                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for n, (given, by_hand, _) in enumerate(waits)
+    ]  # fmt: skip
+    try:
+        for process, (_, _, awaited) in zip(processes, waits, strict=True):
+            line = process.stderr.readline()
+            assert re.search(f"waiting for {awaited}$", line), line
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            _, errors = process.communicate(timeout=30)
+            (line,) = errors.splitlines()
+            assert (process.returncode, "interrupted by SIGTERM" in line) == (143, True), line
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_what_is_set_to_nothing_is_not_set(monkeypatch):
+    monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", "")
+    monkeypatch.setenv("TOYEXP_SIGUSR1", "")
+    assert patience() == 20
+    assert signal.SIGUSR1 not in ending()
+
+
+def test_auto_takes_an_engine_that_has_ranks(monkeypatch):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    config = Request.of(["engine=auto", "data=random"]).parts()
+    assert config.engine.name in ("cpu", "cuda") and "not here: " in config.engine_note
+
+
+@pytest.mark.parametrize(("typed", "saved"), [([], "2"), (["engine.devices=1"], "2"), (["engine.devices=all"], "all")])
+def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatch, typed, saved):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    config = Request.of(["engine=cpu", "data=random", *typed]).parts()
+    assert config.plain["engine"]["devices"] == saved
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2: .* without RANK and MASTER_ADDR and MASTER_PORT this",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE=2: .* without MASTER_ADDR this"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
+        ({"RANK": "abc"}, "RANK=abc: "),
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: each of these processes trains alone; torchrun starts"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: each"),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_NTASKS": "1", "MASTER_ADDR": "here", "RANK": "0", "WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_a_launcher_that_starts_no_ranks_is_warned_of(monkeypatch, told, line):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    warnings = Request.of(["engine=cpu", "data=random"]).parts().left_out
+    assert len(warnings) == (line is not None)
+    assert all(re.match(line, warning) for warning in warnings), warnings
+
+
+@pytest.mark.parametrize("port", ["99999", "abc", "0"])
+def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", port), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(RUN) == 2
+    assert f"MASTER_PORT={port}: takes a port from 1 to 65535" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot be opened here"):
+            torchruns_store.__wrapped__()
+
+
+@pytest.mark.parametrize(("rank", "count"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "two")])
+def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
+    for name, value in zip(RANKS, (rank, count, "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: a process started as a rank has a number"):
+        started_ranks()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["engine=ggml"], "engine=ggml: computes in one process; start it without torchrun"),
+        (
+            ["engine=cpu", "engine.devices=4"],
+            "torchrun has started 2 ranks; leave engine.devices out",
+        ),
+        (["engine=mps"], "engine=mps: Apple silicon has one GPU, and torchrun has started 2 ranks; use engine=cpu"),
+        (["-m", "seed=1,2"], "-m: a sweep starts its own processes; torchrun starts the ranks of one run"),
+        (["plugins"], "plugins: is done by one process; torchrun starts the ranks of a run"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, given, told):
+    for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert main(given) == 2
+    assert told in capsys.readouterr().err

@@ -55,7 +55,7 @@ def prepare(config: Config) -> Prepared:
     _check(config, plan)
     batches = Dropout(batches, plan) if plan.drops else batches
     warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
-    recomputed = blocks_of(plan) if config.plain["engine"].get("recompute") else None
+    recomputed = blocks_of(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # a matter between engine and model, neither of which knows the other
         warnings.append(
             f"engine.recompute=true: is of what goes through ops.block; model={model.name} has no such block"

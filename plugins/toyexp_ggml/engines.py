@@ -16,8 +16,10 @@ from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threa
 from toyexp_ggml import profiles
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-# What ggml's Vulkan reads, once in a process: no products in float16, and none in 8 bits with what is quantised.
-NO_HALF, NO_BYTES = "GGML_VK_DISABLE_F16", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT"
+# What ggml's Vulkan reads, once in a process: no products in float16, none on matrix cores, which it feeds with float16
+# whatever the first says, and none in 8 bits with what is quantised.
+NO_HALF = "GGML_VK_DISABLE_F16"
+EXACT = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
 VISIBLE = "GGML_VK_VISIBLE_DEVICES"
 SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan device that is the CPU
 
@@ -294,7 +296,7 @@ class GGMLVulkan(GGMLGPU):
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()
-        with _set(NO_HALF, NO_BYTES):  # while ggml opens the device, and not for what else this process may start
+        with _set(*EXACT):  # while ggml opens the device, and not for what else this process may start
             if not GGMLVulkan._is_exact:
                 from toyexp_ggml.probe import rounds_products
 

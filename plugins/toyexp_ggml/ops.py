@@ -90,7 +90,7 @@ class GGMLOps(Products):
     def matmul(self, x: Node, w: Node, bias: Node | None = None) -> Node:
         g = self.g
         flat = g.flat(x)
-        product = g.mul_mat(w, flat)
+        product = self._by_rows(w, flat)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
             dy = g.flat(dy)

@@ -1,4 +1,11 @@
-"""What the rules of several ops are made of: products whose transposes are made once, sums of rows, joined nodes."""
+"""What the rules of several ops are made of: products whose transposes are made once, sums of rows, joined nodes.
+
+A device with `wide_tiles` shares a product out among groups of threads by its shape alone: a group computes 128 x 128
+numbers, or 64 x 64 where the result has no more than 64 rows or columns, and adds up all their terms, however few
+groups that makes (`ggml_vk_guess_matmul_pipeline` and `ggml_vk_guess_split_k` of ggml's Vulkan). 256 weights by 1024
+positions are 16 groups, and the weights' gradient 4, for GPUs that have room for hundreds. So such products are cut: a
+stack of products of 64 rows each lies in memory as the one product does, and long sums are added up in slices.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,30 @@ from toyexp_ggml.profiles import Profile
 from toyexp_ggml.tape import Rule, TapedOps
 
 UNPACKED_ROWS = 8192  # of a quantised matrix that the backward pass holds as float32 at a time
+WIDE, NARROW = 128, 64  # sides of what one group of threads computes
+COLUMN = 8  # up to so many rows or columns there are other kernels
+ENOUGH = 128  # groups, of which one keeps a core of a large GPU busy
+SHORTEST = 128  # terms of a slice: fewer would be more writing than adding
+
+
+def stack_of(n: int, m: int) -> int:
+    """Of how many products of fewer rows a result [n, m] is made; 1 where it is enough groups, or cannot be cut."""
+    if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
+        return 1
+    return n // NARROW
+
+
+def slices_of(n: int, m: int, k: int) -> int:
+    """In how many slices the k terms of a result [n, m] are added up."""
+    side = NARROW if min(n, m) <= NARROW or stack_of(n, m) > 1 else WIDE
+    count, groups = 1, _groups(n, m, side)
+    while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
+        count *= 2
+    return count
+
+
+def _groups(n: int, m: int, side: int) -> int:
+    return -(-n // side) * -(-m // side)
 
 
 class Products(TapedOps):
@@ -18,13 +49,7 @@ class Products(TapedOps):
     def __init__(self, graph: Graph, profile: Profile, inputs: Inputs, recompute: bool):
         super().__init__(graph, recompute)
         self._profile, self._inputs = profile, inputs
-        self._turned: dict[Node, Node] = {}
-
-    def _turn(self, x: Node) -> Node:
-        """The contiguous transpose of x [n, d], made once for all rules that need it."""
-        if x not in self._turned:
-            self._turned[x] = self._soon(self._transpose(x))
-        return self._turned[x]
+        self._turned: dict[tuple[Node, int], Node] = {}
 
     def _soon(self, x: Node) -> Node:
         """x, in the graph's order before what is made later, where that lets more run side by side."""
@@ -38,15 +63,32 @@ class Products(TapedOps):
     def _transpose(self, x: Node) -> Node:
         return self.g.transpose(x, slow_cont=self._profile.slow_cont)
 
+    def _turn(self, x: Node, slices: int = 1) -> Node:
+        """The contiguous transpose of x [n, d], or of each slice of its rows, made once for all rules that need it."""
+        if (x, slices) not in self._turned:
+            rows = x if slices == 1 else self.g.reshape(x, slices, x.shape[0] // slices, x.shape[1])
+            self._turned[x, slices] = self._soon(self._transpose(rows))
+        return self._turned[x, slices]
+
     def _out_prod(self, x: Node) -> bool:
         """Whether the device multiplies these without transposed copies: BLAS and CUDA do, but not stacks of them."""
         return self._profile.has("OUT_PROD") and len(x.shape) == 2
+
+    def _by_rows(self, w: Node, x: Node) -> Node:
+        """x [n, k] times w [m, k] transposed -> [n, m]."""
+        (n, k), m = x.shape, w.shape[0]
+        count = stack_of(n, m) if self._profile.wide_tiles else 1
+        if count == 1:
+            return self.g.mul_mat(w, x)
+        return self.g.reshape(self.g.mul_mat(w, self.g.reshape(x, count, n // count, k)), n, m)
 
     def _times(self, x: Node, w: Node) -> Node:
         """x [.., n, k] times w [.., k, m] -> [.., n, m]."""
         if w.packed:
             return self._times_packed(x, w)
-        return self.g.out_prod(w, x, turned=True) if self._out_prod(x) else self.g.mul_mat(self._turn(w), x)
+        if self._out_prod(x):
+            return self.g.out_prod(w, x, turned=True)
+        return self._by_rows(self._turn(w), x) if len(x.shape) == 2 else self.g.mul_mat(self._turn(w), x)
 
     def _times_packed(self, x: Node, w: Node) -> Node:
         """x [n, k] times w [k, m], whose rows are made into numbers some at a time and forgotten again."""
@@ -65,11 +107,21 @@ class Products(TapedOps):
 
     def _outer(self, x: Node, y: Node) -> Node:
         """x [k, n] transposed times y [k, m] -> [n, m]."""
-        return self.g.out_prod(y, x) if self._out_prod(x) else self.g.mul_mat(self._turn(y), self._turn(x))
+        if self._out_prod(x):
+            return self.g.out_prod(y, x)
+        (k, n), m = x.shape, y.shape[1]
+        slices = slices_of(n, m, k) if self._profile.wide_tiles else 1
+        if slices == 1:
+            return self._by_rows(self._turn(y), self._turn(x))
+        stack = stack_of(n, m)
+        columns = self.g.reshape(self._turn(y, slices), slices, 1, m, k // slices)
+        rows = self.g.reshape(self._turn(x, slices), slices, stack, n // stack, k // slices)
+        products = self.g.mul_mat(columns, rows)
+        return self.g.sum_first(self.g.reshape(products, slices, n, m))
 
     def _sum_rows(self, x: Node) -> Node:
         """x [n, d] summed over n -> [d]."""
-        if self._profile.has("REPEAT_BACK"):
+        if self._profile.has("REPEAT_BACK") and not self._profile.slow_repeat_back:
             return self.g.repeat_back(x, self._inputs.zeros(x.shape[1]))
         n, d = x.shape
         ones = self._inputs.ones(n)

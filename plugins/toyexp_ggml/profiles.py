@@ -35,6 +35,8 @@ class Profile:
     slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
     shares: bool = False  # of a step's rows may be computed side by side
     slow_sigmoid: bool = False  # SILU takes several numbers at once, SIGMOID one
+    slow_repeat_back: bool = False  # REPEAT_BACK sums a column on one thread: right for many columns of few numbers
+    wide_tiles: bool = False  # MUL_MAT of more than 64 rows and columns goes to few groups of threads; see products
 
     def has(self, op: str) -> bool:
         """Whether the device computes this op."""
@@ -48,8 +50,10 @@ CPU = Profile(
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"}, shares=False)
 METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True, side_by_side=True)
-# Its SUM has one group of 32 threads for all numbers, and its REPEAT_BACK one thread for each column.
-VULKAN = Profile("Vulkan", "Vulkan", (COMMON | FUSED) - {"REPEAT_BACK"}, narrow_sum=True, side_by_side=True)
+# Its SUM has one group of 32 threads for all numbers.
+VULKAN = Profile(
+    "Vulkan", "Vulkan", COMMON | FUSED, narrow_sum=True, side_by_side=True, slow_repeat_back=True, wide_tiles=True,
+)  # fmt: skip
 VULKAN_HALF = replace(VULKAN, half_products=True)
 # CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
 # thread and its RMS_NORM_BACK is not much better: together they took half of a step.

@@ -87,6 +87,21 @@ def test_what_stands_beside_a_quantised_base_is_float32s_too(here):
 
 
 @pytest.mark.device("vulkan")
+def test_products_that_are_cut_into_more_groups_are_the_same_products(here):
+    """Of 256 positions and 128 features, a quantised matrix's too."""
+    large = [*TINY[:3], "model.d_model=128", "model.n_layers=1", "model.context=256", "lr=1e-3"]
+    _, loss, gradient = parity("batch_size=2", "steps=1", "engine=cpu:threads=1,vulkan", plain=large)
+    assert loss < 1e-5 and gradient < 1e-5
+    code, _, err = alone(
+        "-m", "toyexp", *large, "engine=ggml", "steps=1", "callbacks.gguf_export.type=q8_0", "hydra.run.dir=base"
+    )
+    assert code == 0, err
+    words = [*TINY[:3], "recipe=lora", "recipe.base=base/model.gguf", "recipe.targets=['*']", "steps=1"]
+    _, loss, gradient = parity(*words, "engine=cpu:threads=1,vulkan", plain=())
+    assert loss < 1e-5 and gradient < 1e-5
+
+
+@pytest.mark.device("vulkan")
 @pytest.mark.parametrize("engine", ["vulkan:half=true", "metals_graph"])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_float16_and_metals_very_graph_hold_what_is_stated_for_metal(here, model, engine):
@@ -187,3 +202,16 @@ def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
     assert "emulated" in GGMLVulkan(emulate=True).check()
     assert GGMLVulkan(half=True).rounds_to() == "float16"
     assert GGMLVulkan(half=True, emulate=True).rounds_to() == GGMLVulkan().rounds_to() == "float32"
+
+
+def test_ggml_opens_a_device_for_float32_without_float16_8_bits_and_matrix_cores(found, monkeypatch):
+    """Each by a variable of its own; afterwards the environment is as it was."""
+    found["Vulkan0"] = "NVIDIA H200"
+    seen, before = {}, dict(os.environ)
+    monkeypatch.setattr(GGMLVulkan, "_is_exact", False)
+    monkeypatch.setattr("toyexp_ggml.probe.rounds_products", lambda device: seen.update(os.environ) or True)
+    with pytest.raises(UserError, match="opened the device for float16"):
+        GGMLVulkan().realize(plan("llama"))
+    told = {name.removeprefix("GGML_VK_DISABLE_") for name in seen.keys() - before.keys()}
+    assert told == {"F16", "COOPMAT", "COOPMAT2", "INTEGER_DOT_PRODUCT"}
+    assert dict(os.environ) == before

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from float64_models import FORWARD, gradients
+from float64_models import hold_against_float64
 from tiny import MODELS, VOCAB, batches, plan, weighted
 
 from toyexp import AdamW, Setup, ToyexpError
@@ -47,17 +47,6 @@ def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
     data = token_dataset(VOCAB, count=2000, seed=5).batches(length, 2, 0)
     model = Llama(d_model=16, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=24, context=length, vocab=VOCAB)
     hold_against_float64(ENGINES[engine], Scratch().plan(model, Setup(data.inputs, rows=2)), weighted(data.batch(0)))
-
-
-def hold_against_float64(engine, the_plan, batch):
-    logits, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
-    with engine.realize(the_plan) as session:
-        session.build()
-        np.testing.assert_allclose(session.logits(batch), logits, atol=2e-6)
-        assert session.evaluate([batch]) == pytest.approx(value, rel=1e-6)
-        for tensor, ours in session.gradients(batch).items():
-            theirs = grads[tensor]
-            assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor
 
 
 def curve(engine, the_plan, adamw, steps, total_rows=8):

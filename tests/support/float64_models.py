@@ -3,6 +3,8 @@
 import math
 from functools import partial
 
+import numpy as np
+import pytest
 import torch
 
 
@@ -150,3 +152,15 @@ def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
     first = m / (1 - beta1**t) if correct else m * beta1
     second = v / (1 - beta2**t) if correct else v * beta2
     w.mul_(1 - lr * weight_decay).sub_(lr * first / (second.sqrt() + eps))
+
+
+def hold_against_float64(engine, the_plan, batch):
+    """The logits, the loss and every gradient of a plan on a ggml engine."""
+    logits, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
+    with engine.realize(the_plan) as session:
+        session.build()
+        np.testing.assert_allclose(session.logits(batch), logits, atol=2e-6)
+        assert session.evaluate([batch]) == pytest.approx(value, rel=1e-6)
+        for tensor, ours in session.gradients(batch).items():
+            theirs = grads[tensor]
+            assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor

@@ -73,9 +73,9 @@ class Graph(Layout):
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
-        """x [.., n, in] times w [.., out, in] transposed -> [.., n, out]; w's leading axes repeat over x's."""
+        """x [.., n, in] times w [.., out, in] transposed, [.., n, out]; w's leading axes are x's, none, or end in 1."""
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
-        if not fits or (len(w.shape) > 2 and w.shape[:-2] != x.shape[:-2]):
+        if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
@@ -95,6 +95,12 @@ class Graph(Layout):
         """x summed over what `like` would be repeated along."""
         self._repeats("repeat_back", x, like)
         return self._node(ggml.ggml_repeat_back(self._context, x.ptr, like.ptr), like.shape)
+
+    def sum_first(self, x: Node) -> Node:
+        """x [c, ..] summed over its first axis -> [..]."""
+        rest = math.prod(x.shape[1:])
+        first = self._view(x, (rest,), 0)
+        return self.reshape(self.repeat_back(self.reshape(x, x.shape[0], rest), first), *x.shape[1:])
 
     def rms_norm(self, x: Node, eps: float) -> Node:
         """x / sqrt(mean(x^2) + eps) over the last axis."""

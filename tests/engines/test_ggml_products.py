@@ -1,0 +1,80 @@
+"""Products that are cut for a GPU whose groups of threads take wide tiles: as many groups, and float64's numbers."""
+
+import ctypes
+import dataclasses
+import math
+
+import pytest
+from float64_models import hold_against_float64
+from tiny import VOCAB, weighted
+
+from toyexp import Setup
+from toyexp.testing import token_dataset
+from toyexp_ggml.binding import ggml
+from toyexp_ggml.engines import GGMLVulkan
+from toyexp_ggml.products import slices_of, stack_of
+from toyexp_ggml.profiles import VULKAN
+from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
+from toyexp_recipes.scratch import Scratch
+
+SIZES = {"d_model": 128, "n_layers": 1, "n_heads": 4, "context": 256, "vocab": VOCAB}
+
+
+def planned(model, rows=1):
+    data = token_dataset(VOCAB, count=2000, seed=5).batches(256, rows, 0)
+    return Scratch().plan(model, Setup(data.inputs, rows=rows)), weighted(data.batch(0))
+
+
+class Whole(GGMLVulkan):
+    """Vulkan's graph with its products as they are."""
+
+    profile = dataclasses.replace(VULKAN, wide_tiles=False)
+
+
+@pytest.mark.parametrize("d_ff", [320, 96])  # 64 does not divide 96: slices, and no stack
+def test_the_numbers_of_a_model_whose_products_are_cut(d_ff):
+    hold_against_float64(GGMLVulkan(threads=1, emulate=True), *planned(GPT2(**SIZES, d_ff=d_ff)))
+
+
+def products(engine):
+    """(rows of the result, its columns, terms, how many such products lie in the stack) of each product of a step."""
+    with engine(threads=1, emulate=True).realize(planned(Llama(**SIZES, d_ff=320), rows=4)[0]) as session:
+        session.build()
+        nodes = [node.contents for node in session._graphs["step"]._nodes()]
+        found = [node for node in nodes if node.op == ggml.GGML_OP_MUL_MAT]
+        terms = [ctypes.cast(node.src[0], ctypes.POINTER(type(node))).contents.ne[0] for node in found]
+        return [(n.ne[1], n.ne[0], k, n.ne[2] * n.ne[3]) for n, k in zip(found, terms, strict=True)]
+
+
+def turns(n, m, k, count):
+    """Terms that one group adds up after another, as ggml's Vulkan shares a product out, where groups are too few."""
+    side = 32 if min(n, m) <= 32 else 64 if min(n, m) <= 64 else 128
+    groups = count * math.ceil(n / side) * math.ceil(m / side)
+    return k * (side / 64) ** 2 if groups < 128 else 0  # a core does so many numbers at a time
+
+
+def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_idles():
+    cut, whole = products(GGMLVulkan), products(Whole)
+    assert sum(n * m * k * count for n, m, k, count in cut) == sum(n * m * k * count for n, m, k, count in whole)
+    assert sum(turns(*product) for product in cut) < 0.3 * sum(turns(*product) for product in whole)
+    large = [(n, m, k) for n, m, k, _ in cut if min(n, m) > 64]
+    assert {k for _, _, k in large} == {32}  # the attention's scores alone, of which there are many
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "k", "stack", "slices"),
+    [
+        (1024, 256, 256, 16, 2),  # a stack of 64 groups instead of 16, twice as many with slices
+        (256, 256, 1024, 4, 8),  # a gradient of weights: 128 instead of 4
+        (704, 256, 1024, 11, 4),
+        (1024, 4096, 256, 1, 1),  # wide groups are enough
+        (64, 64, 64, 1, 1),  # narrow ones already
+        (64, 64, 512, 1, 4),
+        (100, 256, 1024, 1, 8),  # rows that 64 does not divide
+        (256, 256, 1000, 4, 1),  # terms that no slice divides
+        (8, 256, 1024, 1, 1),  # for the kernel of few columns
+    ],
+)
+def test_how_a_product_is_cut(n, m, k, stack, slices):
+    assert (stack_of(n, m), slices_of(n, m, k)) == (stack, slices)

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from toyexp import UserError
+from toyexp.commands import doctor_numerics
 from toyexp.commands.doctor_numerics import engines, examine, expectations, gradient, table, trainings
 from toyexp.commands.line import main
 from toyexp.contract.plugins import load
-from toyexp.reference.opmodel import CASES
-from toyexp.testing import op_batch, op_plan
+from toyexp.reference.opmodel import CASES, rows_for
+from toyexp.testing import EngineSuite, op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_ggml.session import GGMLSession
+from toyexp_torch.engines import TorchCPU
 
 CHECKS = len(CASES) + 4  # adapters and steps beside the ops
 ALL = f"{CHECKS} of {CHECKS}"
@@ -105,8 +108,8 @@ def test_what_is_wrong_is_found_and_nothing_else(references, fault):
 @pytest.fixture
 def known(references, monkeypatch):
     """The command then takes the references that are worked out already."""
-    monkeypatch.setattr("toyexp.commands.doctor_numerics.expectations", lambda: references[0])
-    monkeypatch.setattr("toyexp.commands.doctor_numerics.trainings", lambda: references[1])
+    monkeypatch.setattr("toyexp.commands.doctor_numerics.expectations", lambda rows: references[0])
+    monkeypatch.setattr("toyexp.commands.doctor_numerics.trainings", lambda rows: references[1])
 
 
 def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
@@ -222,3 +225,30 @@ def test_expectations_hold_every_op_of_the_vocabulary(references):
         op.plan.model.forward(Noting(), op.plan.params(values, op.batch), op.batch)
     assert Ops.__abstractmethods__ - {"cross_entropy"} <= used
     assert all(dataclasses.is_dataclass(op) for op in references[0])
+
+
+@dataclass
+class Pairs(GGMLCPU):
+    """As an engine of two devices: it takes no odd number of rows."""
+
+    def check_plan(self, plan):
+        if plan.rows % 2:
+            raise UserError("no equal shares")
+
+    def realize(self, plan):
+        self.check_plan(plan)
+        return super().realize(plan)
+
+
+def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_share(monkeypatch):
+    monkeypatch.setattr(TorchCPU, "there", lambda self: (5, "5 cores"))
+    assert [rows_for(TorchCPU(devices=n)) for n in ("1", "2", "5")] == [3, 4, 5]
+    suite = EngineSuite()
+    suite.engine = Pairs(threads=1)
+    suite.test_op_computes_what_its_definition_says("rope", None)
+    suite.test_accumulation_equals_one_large_batch()
+    suite.test_logits_of_more_rows_than_a_micro_batch()
+    suite.test_misuse_is_a_named_error()
+    monkeypatch.setattr(doctor_numerics, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
+    lines = list(examine(suite.engine, *doctor_numerics.references_for([suite.engine])[4]))
+    assert (len(lines), [line for line in lines if not line.passed]) == (6, [])

@@ -52,17 +52,18 @@ def run(arguments: Arguments) -> int:
 
 def _numerics(arguments: Arguments) -> int:
     """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
-    from toyexp.commands.doctor_numerics import engines, examine, expectations, table, trainings
+    from toyexp.commands.doctor_numerics import engines, examine, references_for, table
     from toyexp.config.request import take_engines
+    from toyexp.reference.opmodel import rows_for
 
     labels, strange = take_engines(arguments.rest, "")
     if strange:
         raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
     chosen = engines(labels, load(arguments.modules))
-    ops, runs = expectations(), trainings()
+    references = references_for([engine for _, engine in chosen])
     passed = True
     for label, engine in chosen:
-        lines = list(examine(engine, ops, runs))
+        lines = list(examine(engine, *references[rows_for(engine)]))
         passed = passed and all(line.passed for line in lines)
         say("\n".join(table(label, engine, lines)))
     return 0 if passed else 1

@@ -17,7 +17,7 @@ from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan
 from toyexp.contract.registry import Registry
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss
-from toyexp.reference.opmodel import CASES, op_batch, op_plan
+from toyexp.reference.opmodel import CASES, ROWS, op_batch, op_plan, rows_for
 from toyexp.reference.tolerances import TOLERANCES, precision
 
 Arrays = Mapping[str, np.ndarray]
@@ -76,11 +76,16 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
     return found
 
 
-def expectations() -> list[Expected]:
-    """Of every op, and of the adapters."""
+def references_for(engines: Sequence[Engine]) -> dict[int, tuple[list[Expected], list[Trained]]]:
+    """What all of them should compute, by the number of rows; see `rows_for`."""
+    return {rows: (expectations(rows), trainings(rows)) for rows in {rows_for(engine) for engine in engines}}
+
+
+def expectations(rows: int = ROWS) -> list[Expected]:
+    """Of every op, and of the adapters, on batches of so many rows."""
     found = []
     for case, adapter in [*((case, None) for case in CASES), *ADAPTED]:
-        plan, batch = op_plan(case, adapter), op_batch(case=case)
+        plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
         values = {t.name: plan.initial(t) for t in plan.tensors}
         gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
         loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
@@ -112,19 +117,20 @@ class Trained:
     end: Arrays
 
 
-def trainings() -> list[Trained]:
+def trainings(rows: int = ROWS) -> list[Trained]:
     """In both modes of AdamW, with a gradient that is clipped and weights that decay."""
-    return [_trained(replace(mode, lr=0.01, weight_decay=0.1)) for mode in (AdamW.for_from_scratch(), AdamW.for_lora())]
+    modes = AdamW.for_from_scratch(), AdamW.for_lora()
+    return [_trained(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes]
 
 
-def _trained(adamw: AdamW) -> Trained:
-    plan = op_plan(TRAINED, grad_clip=CLIP)
+def _trained(adamw: AdamW, rows: int) -> Trained:
+    plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
     moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
     losses = []
     for step in range(STEPS):
-        batch, hp = op_batch(seed=step, case=TRAINED), adamw.hp_for_step(step)
+        batch, hp = op_batch(rows, step, TRAINED), adamw.hp_for_step(step)
         losses.append(reference_loss(plan, weights, batch))
         gradients = {n: gradient(plan, weights, batch, n) for n in weights}
         clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
@@ -167,7 +173,8 @@ def _training_errors(engine: Engine, run: Trained) -> tuple[float, float]:
     with engine.realize(run.plan) as session:
         session.build()
         losses = [
-            session.step(op_batch(seed=step, case=TRAINED), run.adamw.hp_for_step(step)).loss for step in range(STEPS)
+            session.step(op_batch(run.plan.rows, step, TRAINED), run.adamw.hp_for_step(step)).loss
+            for step in range(STEPS)
         ]
         weights = {name: session.download(name) for name in run.start}
     return (

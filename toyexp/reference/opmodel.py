@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from toyexp.base.errors import UserError
 from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model, TensorSpec
 from toyexp.contract.ops import Ops, Params, Rotary, Tensor
@@ -16,6 +18,7 @@ from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.values import Constant, Normal
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
+MOST_ROWS = 512  # that are tried for an engine of several devices
 
 Forward = Callable[[Ops, Params, Tensor], Tensor]
 
@@ -143,6 +146,17 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
         tensors["x"] = PlanTensor("x", (CLASSES, WIDTH), Constant(0.5), trainable=False)
     settings: dict = {"rows": ROWS, "seed": 3, **changes}
     return Plan(model, tuple(tensors.values()), inputs=_inputs(case), adapters=adapters, **settings)
+
+
+def rows_for(engine: Engine) -> int:
+    """How many rows a plan of a case has on this engine: ROWS, or the next number that its devices can share."""
+    for rows in range(ROWS, MOST_ROWS):
+        try:
+            engine.check_plan(op_plan("matmul", rows=rows))
+        except UserError:
+            continue
+        return rows
+    return ROWS
 
 
 def _inputs(case: str) -> dict[str, InputSpec]:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
+from toyexp.contract.batch import Batch
 from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan
 from toyexp.contract.session import Session, State, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
-from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan
+from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
 from toyexp.testing.suites import PluginSuite
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
@@ -63,10 +64,23 @@ class EngineNumbers(PluginSuite):
         session.build()
         return session
 
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch here: such as the engine's devices have equal shares of."""
+        return rows_for(self.engine)
+
+    def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
+        """A model of one op, with as many rows as the engine takes."""
+        return op_plan(case, adapter, **{"rows": self.rows, **changes})
+
+    def op_batch(self, rows: int = 0, seed: int = 0, case: str = "") -> Batch:
+        """A batch for it; as many rows unless told otherwise."""
+        return op_batch(rows or self.rows, seed, case)
+
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
         """Logits and loss equal the float64 reference."""
-        plan, batch = op_plan(case, adapter), op_batch(case=case)
+        plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
         with self.built(plan) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
@@ -75,7 +89,7 @@ class EngineNumbers(PluginSuite):
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
         """Each tensor's gradient equals the float64 slope of the loss along random directions."""
-        plan, batch = op_plan(case, adapter), op_batch(case=case)
+        plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         with self.built(plan) as session:
             gradients = session.gradients(batch)
         assert set(gradients) == {t.name for t in plan.trainable}
@@ -92,13 +106,13 @@ class EngineNumbers(PluginSuite):
     def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
         """Five steps equal the float64 formula fed with the engine's own gradients; matrices decay, vectors do not."""
         adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
-        plan = op_plan("layer_norm")
+        plan = self.op_plan("layer_norm")
         names = [t.name for t in plan.trainable]
         start = {n: v.astype(np.float64) for n, v in _values(plan).items()}
         expected = {n: (w, np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
         with self.built(plan) as session:
             for step in range(5):
-                batch, hp = op_batch(seed=step), adamw.hp_for_step(step)
+                batch, hp = self.op_batch(seed=step), adamw.hp_for_step(step)
                 gradients = session.gradients(batch)
                 session.step(batch, hp)
                 for name in names:
@@ -113,10 +127,10 @@ class EngineNumbers(PluginSuite):
 
     def test_accumulation_equals_one_large_batch(self) -> None:
         """Four micro-batches give the loss, the norm and the weights of one batch, weighted by targets."""
-        batch, hp = op_batch(rows=12), AdamW.for_lora().hp_for_step(0)
+        batch, hp = self.op_batch(rows=4 * self.rows), AdamW.for_lora().hp_for_step(0)
         results = []
-        for rows, accumulate in ((12, 1), (3, 4)):
-            with self.built(op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
+        for rows, accumulate in ((4 * self.rows, 1), (self.rows, 4)):
+            with self.built(self.op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
                 metrics = session.step(batch, hp)
                 results.append((metrics.loss, metrics.grad_norm, session.download("w")))
         assert results[0][0] == pytest.approx(results[1][0], rel=self.rtol)
@@ -125,8 +139,8 @@ class EngineNumbers(PluginSuite):
 
     def test_step_reports_loss_and_gradient_norm_from_before_the_update(self) -> None:
         """They equal evaluate() and gradients() of the untouched weights."""
-        with self.built(op_plan("gelu")) as session:
-            batch = op_batch()
+        with self.built(self.op_plan("gelu")) as session:
+            batch = self.op_batch()
             loss, gradients = session.evaluate([batch]), session.gradients(batch)
             metrics = session.step(batch, AdamW.for_lora().hp_for_step(0))
         norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
@@ -138,13 +152,13 @@ class EngineNumbers(PluginSuite):
         hp = np.array([0.1, 0.0, 0.0, 1e6, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps
         moved = []
         for clip in (0.0, 0.01):
-            plan = op_plan("matmul", grad_clip=clip)
+            plan = self.op_plan("matmul", grad_clip=clip)
             with self.built(plan) as session:
-                norm = session.step(op_batch(), hp).grad_norm
+                norm = session.step(self.op_batch(), hp).grad_norm
                 self_before = plan.initial(plan.tensor("w"))
                 hp_large = hp.copy()
                 hp_large[3] = 1e-2
-                session.step(op_batch(), hp_large)
+                session.step(self.op_batch(), hp_large)
                 moved.append(np.linalg.norm(session.download("w") - self_before))
         assert norm > 0.01  # the reported norm is the one before clipping
         assert moved[1] < moved[0]
@@ -155,7 +169,7 @@ class EngineSuite(EngineNumbers):
 
     def test_first_step_starts_from_zero_moments_and_later_ones_keep_them(self) -> None:
         """Two steps on one batch move further than one would twice, as moments demand."""
-        plan, batch, hp = op_plan("matmul"), op_batch(), AdamW.for_from_scratch().hp_for_step(0)
+        plan, batch, hp = self.op_plan("matmul"), self.op_batch(), AdamW.for_from_scratch().hp_for_step(0)
         before = plan.initial(plan.tensor("w")).astype(np.float64)
         with self.built(plan) as session:
             g = session.gradients(batch)["w"].astype(np.float64)
@@ -168,10 +182,10 @@ class EngineSuite(EngineNumbers):
 
     def test_frozen_tensors_stay_as_they_are(self) -> None:
         """Training changes every trainable tensor and no other."""
-        plan = op_plan("bias", frozen=True)
+        plan = self.op_plan("bias", frozen=True)
         with self.built(plan) as session:
             for step in range(3):
-                session.step(op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
+                session.step(self.op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
             for tensor in plan.tensors:
                 same = np.array_equal(session.download(tensor.name), plan.initial(tensor))
                 assert same is not tensor.trainable, tensor.name
@@ -180,13 +194,13 @@ class EngineSuite(EngineNumbers):
         """A step after them equals a step without."""
         weights = []
         for evaluated in (False, True):
-            with self.built(op_plan("swiglu")) as session:
+            with self.built(self.op_plan("swiglu")) as session:
                 for step in range(3):
                     if evaluated:
-                        session.evaluate([op_batch(seed=9)])
-                        session.gradients(op_batch(seed=8))
-                        session.logits(op_batch(seed=7))
-                    session.step(op_batch(seed=step), AdamW.for_lora().hp_for_step(step))
+                        session.evaluate([self.op_batch(seed=9)])
+                        session.gradients(self.op_batch(seed=8))
+                        session.logits(self.op_batch(seed=7))
+                    session.step(self.op_batch(seed=step), AdamW.for_lora().hp_for_step(step))
                 weights.append(session.download("w"))
         np.testing.assert_array_equal(weights[0], weights[1])
 
@@ -194,16 +208,16 @@ class EngineSuite(EngineNumbers):
         """The same plan and batches give the same losses, to the bit."""
 
         def losses() -> list[float]:
-            with self.built(op_plan("attention_grouped")) as session:
+            with self.built(self.op_plan("attention_grouped")) as session:
                 hps = (AdamW.for_lora().hp_for_step(s) for s in range(10))
-                return [session.step(op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
+                return [session.step(self.op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
 
         assert losses() == losses()
 
     def test_logits_of_fewer_and_shorter_rows(self) -> None:
         """Padding is invisible: a causal model gives the same logits for the part that is there."""
-        batch = op_batch()
-        with self.built(op_plan("attention")) as session:
+        batch = self.op_batch()
+        with self.built(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
             part = session.logits({"tokens": batch["tokens"][:2, :3]})
         assert part.shape == (2, 3, full.shape[-1])
@@ -211,19 +225,20 @@ class EngineSuite(EngineNumbers):
 
     def test_logits_of_more_rows_than_a_micro_batch(self) -> None:
         """They are computed in parts, the last of which may be short."""
-        batch = op_batch(rows=7)
-        with self.built(op_plan("attention")) as session:
+        count = 2 * self.rows + 1
+        batch = self.op_batch(rows=count)
+        with self.built(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
-            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(7)]
+            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(count)]
         np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
         """However a sequence is cut, and with the weights that a step has changed."""
-        tokens = op_batch()["tokens"][:1]
-        with self.built(op_plan(case)) as session:
+        tokens = self.op_batch()["tokens"][:1]
+        with self.built(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
-                session.step(op_batch(), AdamW.for_lora().hp_for_step(0))
+                session.step(self.op_batch(), AdamW.for_lora().hp_for_step(0))
                 whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
                 for end, size in zip(np.cumsum(sizes), sizes, strict=True):
                     found = decoder.feed(tokens[0, end - size : end])
@@ -233,7 +248,7 @@ class EngineSuite(EngineNumbers):
 
     def test_upload_replaces_values_while_the_window_is_open(self) -> None:
         """And download gives them back, exactly."""
-        with self.engine.realize(op_plan("matmul")) as session:
+        with self.engine.realize(self.op_plan("matmul")) as session:
             values = np.random.default_rng(5).standard_normal(session.plan.tensor("w").shape).astype(np.float32)
             session.upload("w", values)
             np.testing.assert_array_equal(session.download("w"), values)
@@ -243,8 +258,8 @@ class EngineSuite(EngineNumbers):
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_restored_session_goes_on_to_the_last_bit(self, accumulate: int) -> None:
         """A snapshot in a fresh session gives the very losses and weights of the session that went on."""
-        plan = op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
-        batches = [op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
+        plan = self.op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
+        batches = [self.op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
         adamw = AdamW.for_lora()
 
         def steps(session: Session, first: int) -> list[StepMetrics]:
@@ -266,15 +281,15 @@ class EngineSuite(EngineNumbers):
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
         """And changes no array but those that were handed over, nor does a later step change it."""
-        plan, hp = op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
+        plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
         with self.built(plan) as session:
             kept, old = session.snapshot(), session.snapshot()
             was = {name: array.copy() for name, array in kept.items()}
-            session.step(op_batch(rows=plan.rows), hp)
+            session.step(self.op_batch(rows=plan.rows), hp)
             fresh, new = session.snapshot(), session.snapshot(old)
             same(new, fresh)
             same(kept, was)
-            session.step(op_batch(rows=plan.rows, seed=1), hp)
+            session.step(self.op_batch(rows=plan.rows, seed=1), hp)
             same(new, fresh)
             assert any((new[name] != array).any() for name, array in session.snapshot().items())
             session.restore(new)
@@ -285,8 +300,8 @@ class EngineSuite(EngineNumbers):
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
         """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""
-        plan = op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
-        batch, hp = op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
+        plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
+        batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
         with self.built(plan) as session, self.built(dataclasses.replace(plan, skip_nonfinite=False)) as usual:
             assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
             good = session.snapshot()
@@ -300,7 +315,7 @@ class EngineSuite(EngineNumbers):
 
     def test_a_snapshot_of_another_plan_is_refused(self) -> None:
         """By the name of what it lacks, or of the wrong shape."""
-        with self.built(op_plan("matmul")) as session:
+        with self.built(self.op_plan("matmul")) as session:
             arrays = session.snapshot()
             with pytest.raises(SessionError, match="keeps m, v, the snapshot has v"):
                 session.restore({n: a for n, a in arrays.items() if n != "w@m"})
@@ -311,8 +326,8 @@ class EngineSuite(EngineNumbers):
 
     def test_misuse_is_a_named_error(self) -> None:
         """Upload after build, step before build, wrong shapes, unknown names, and everything after close."""
-        session = self.engine.realize(op_plan("matmul"))
-        batch, hp = op_batch(), AdamW.for_lora().hp_for_step(0)
+        session = self.engine.realize(self.op_plan("matmul"))
+        batch, hp = self.op_batch(), AdamW.for_lora().hp_for_step(0)
         with pytest.raises(SessionError, match=r"step\(\).*realized.*build"):
             session.step(batch, hp)
         with pytest.raises(SessionError, match=r"expected shape \[8, 8\], got \[2, 2\]"):
@@ -320,7 +335,7 @@ class EngineSuite(EngineNumbers):
         with pytest.raises(SessionError, match="no tensor 'ww'"):
             session.upload("ww", np.zeros((8, 8), np.float32))
         session.build()
-        with self.engine.realize(op_plan("rows", frozen=True)) as frozen:
+        with self.engine.realize(self.op_plan("rows", frozen=True)) as frozen:
             frozen.build()
             with pytest.raises(SessionError, match="trains nothing"):
                 frozen.step(batch, hp)
@@ -330,10 +345,10 @@ class EngineSuite(EngineNumbers):
             session.step(batch, hp[:6])
         with pytest.raises(SessionError, match="not finite"):
             session.step(batch, hp * math.nan)
-        with pytest.raises(SessionError, match="6 rows, expected 3"):
-            session.step(op_batch(rows=6), hp)
+        with pytest.raises(SessionError, match=f"{2 * self.rows} rows, expected {self.rows}"):
+            session.step(self.op_batch(rows=2 * self.rows), hp)
         with pytest.raises(SessionError, match="does not divide"):
-            session.step(op_batch(rows=4), hp)
+            session.step(self.op_batch(rows=self.rows + 1), hp)
         with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
             session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
         for wrong in (8, -1):

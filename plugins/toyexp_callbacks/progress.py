@@ -15,6 +15,7 @@ from toyexp.base import drop_output, for_terminal, require_within, say
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn
+SILENT_SECONDS = 60.0  # after which a step has a plain line, though its turn is not yet
 SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
 
 
@@ -24,7 +25,7 @@ class Progress(Callback):
 
     name: ClassVar[str] = "progress"
 
-    every: int = 0  # steps between plain lines; 0: about ten lines a run
+    every: int = 0  # steps between plain lines; 0: about ten lines a run, and one a minute
 
     def __post_init__(self) -> None:
         self._bar: Any = None
@@ -47,7 +48,7 @@ class Progress(Callback):
         """Opens the bar."""
         self._tokens = self._seconds = 0.0
         self._lines = self.every or -(-run.steps // 10)
-        self._redrawn = 0.0
+        self._redrawn, self._told = 0.0, time.monotonic()
         self._first = run.resumed + 1
         if sys.stdout is not None and sys.stdout.isatty():
             with self._terminal():
@@ -68,10 +69,14 @@ class Progress(Callback):
                 self._redrawn = now
                 with self._terminal():
                     self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._note(run, step, now))
-        elif step == self._first or last or step % self._lines == 0:
+        elif step == self._first or last or step % self._lines == 0 or self._was_silent(now):
+            self._told = now
             rate = f"lr {metrics['lr']:.2e}"
             note = "  ".join(filter(None, self._note(run, step, now).values()))
             self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {note}")
+
+    def _was_silent(self, now: float) -> bool:
+        return not self.every and now - self._told >= SILENT_SECONDS
 
     def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         if step <= self._first + 1:  # the first also prepares kernels and buffers: it is forgotten

@@ -179,3 +179,19 @@ def test_skipped_steps_in_a_row_are_a_line_for_the_first_and_one_that_counts_the
             bar.on_event(run, "skipped", {"step": step, "loss": loss, "grad_norm": 1.0})
     told = re.findall(r"step (\d)/9  skipped: (\d?)", capsys.readouterr().out)
     assert told == [("2", ""), ("4", ""), ("6", "3"), ("9", "")]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [1, 4, 7, 10, 13, 16, 19, 100]), (50, [1, 50, 100])])
+def test_plain_output_is_not_silent_for_longer_than_a_minute(every, steps, monkeypatch, capsys):
+    """Unless lines were asked for: the first 20 steps take 20 s each, the others nothing."""
+    now = [0.0]
+    monkeypatch.setattr("toyexp_callbacks.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    model = SimpleNamespace(reads=SimpleNamespace(units="tokens"))
+    run = SimpleNamespace(steps=1000, resumed=0, plan=SimpleNamespace(model=model))
+    progress = Progress(every=every)
+    progress.on_start(run)
+    for step in range(1, 101):
+        now[0] += 20 if step <= 20 else 0
+        progress.on_step(run, step, {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "wall_us": 1.0})
+    assert [int(re.match(r"step +(\d+)/", line)[1]) for line in capsys.readouterr().out.splitlines()] == steps

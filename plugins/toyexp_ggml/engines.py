@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed
+from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed, printable
 from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
@@ -20,6 +20,9 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 # whatever the first says, and none in 8 bits with what is quantised.
 NO_HALF = "GGML_VK_DISABLE_F16"
 EXACT = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
+HEADERS, OPENBLAS = Path("/usr/include"), "*/openblas-openmp/cblas.h"
+# What can be typed where a library takes one of two ways in a process.
+ONE_OF_TWO = "a command has one of the two: engine={0}, or engine={0}:{1} beside engines like cpu or ggml"
 VISIBLE = "GGML_VK_VISIBLE_DEVICES"
 SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan device that is the CPU
 
@@ -100,42 +103,65 @@ class GGMLCPU(GGMLEngine):
 
         return profiles.CPU_BLAS if self.blas and "BLAS" in devices() else profiles.CPU
 
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That there is no BLAS to be left out."""
+        from toyexp_ggml.binding import devices
+
+        yield from super().warnings(planned)
+        if not self.blas and "BLAS" not in devices():
+            yield "engine.blas=false: this ggml-python is built without BLAS, so it changes nothing"
+
     def check(self) -> str:
         """The number of threads, and whether BLAS is there."""
         check_threads(self.threads)
         require_ggml()
-        with_blas = " with BLAS" if self.profile is profiles.CPU_BLAS else ""
-        return f"ggml on the CPU{with_blas}, {counted(self.thread_count())}"
+        with_blas = "with" if self.profile is profiles.CPU_BLAS else "without"
+        return f"ggml on the CPU {with_blas} BLAS, {counted(self.thread_count())}"
 
     def advice(self) -> list[str]:
         """Whether as many threads as were asked for have to share their cores, and what this build of ggml lacks."""
-        return [line for line in (self.threads and crowding(self.threads), self.slow_build(), slow_copies()) if line]
+        slow = "" if has_all(with_blas=can_build_blas()) else "this build of ggml-python is slow; see `toyexp doctor`"
+        return [line for line in (self.threads and crowding(self.threads), slow, slow_copies()) if line]
 
-    def slow_build(self) -> str:
-        """What this build of ggml-python lacks, and the one command that mends it; empty when it lacks nothing."""
-        from toyexp_ggml.binding import devices, has_llamafile
+    def remedies(self) -> list[str]:
+        """The same, with the one command that mends a slow build, also where a package has to come first."""
+        linux = platform.system() == "Linux"
+        if has_all(with_blas=linux):
+            return self.advice()
+        first = "install Debian's libopenblas-openmp-dev and " if linux and not can_build_blas() else ""
+        command = rebuild("-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if linux else "")
+        mended = f"slower than it could be, {first}build ggml-python again: {command}"
+        return [*(line for line in self.advice() if "ggml-python" not in line), mended]
 
-        openblas = platform.system() == "Linux" and next(Path("/usr/include").glob("*/openblas-openmp/cblas.h"), None)
-        flags = "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if openblas and "BLAS" not in devices() else ""
-        if has_llamafile() and not flags:
-            return ""
-        return f"slower than it could be, build ggml-python again: {rebuild(flags)}"
+
+def can_build_blas() -> bool:
+    """Whether OpenBLAS is there to be built in."""
+    return platform.system() == "Linux" and any(HEADERS.glob(OPENBLAS))
+
+
+def has_all(with_blas: bool) -> bool:
+    """Whether this build of ggml-python lacks none of its fast products."""
+    from toyexp_ggml.binding import devices, has_llamafile
+
+    return has_llamafile() and not (with_blas and "BLAS" not in devices())
 
 
 @dataclass
 class GGMLGPU(GGMLEngine):
     """What the GPUs share."""
 
+    on_gpu: ClassVar[bool] = True
     needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and CMake's flag that builds it in
     products: ClassVar[str] = "float16"  # what ggml's own kernels for matrix products round to
 
+    threads: int = 0  # cores of the CPU, which computes what the GPU refuses, or all if emulated; 0: all there are
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the CPU has no part in a step."""
         yield from super().warnings(planned)
         if self.threads and not self.emulate:
-            yield f"engine.threads={self.threads}: are of the CPU, which does what the GPU of {self.name} refuses alone"
+            yield f"engine.threads={self.threads}: are the CPU's, which computes only what {self.name}'s GPU refuses"
 
     def rounds_to(self) -> str:
         """The device's."""
@@ -199,6 +225,7 @@ class GGMLCUDA(GGMLGPU):
     """A static ggml graph on an NVIDIA GPU."""
 
     name: ClassVar[str] = "ggml_cuda"
+    shows: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 15
     profile: ClassVar[profiles.Profile] = profiles.CUDA
@@ -231,7 +258,7 @@ class GGMLCUDA(GGMLGPU):
         if forbidden if self.tf32 else too_late:
             raise UserError(
                 f"engine.tf32={str(self.tf32).lower()}: cuBLAS is told once in a process, and was told otherwise "
-                f"({OVERRIDE}); run this in a process of its own"
+                f"({OVERRIDE}); {ONE_OF_TWO.format('ggml_cuda', 'tf32=true')}"
             )
         if self.tf32:
             GGMLCUDA._was_allowed = True
@@ -245,6 +272,7 @@ class GGMLVulkan(GGMLGPU):
     """A static ggml graph on any GPU with Vulkan."""
 
     name: ClassVar[str] = "vulkan"
+    shows: ClassVar[str] = VISIBLE
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
@@ -279,7 +307,7 @@ class GGMLVulkan(GGMLGPU):
         if GGMLVulkan._claimed not in (None, self.half):
             raise UserError(
                 f"engine.half={str(self.half).lower()}: ggml opens a Vulkan device with float16 or without, once in a "
-                "process, and this one has it the other way; run this in a process of its own"
+                f"process; {ONE_OF_TWO.format('vulkan', 'half=true')}"
             )
         GGMLVulkan._claimed = self.half
         software = ", software on the CPU" if any(name in note for name in SOFTWARE) else ""
@@ -288,7 +316,7 @@ class GGMLVulkan(GGMLGPU):
     def hint(self) -> str:
         """How ggml takes a device in software, and what narrows its search."""
         if visible := os.environ.get(VISIBLE):
-            return f"; {VISIBLE}={visible} has it look for no other, and for none where one of these is not here"
+            return f"; {VISIBLE}={printable(visible)} has to be numbers of devices that are here, such as 0 or 0,1"
         return f"; a device in software is taken where {VISIBLE} names it, as {VISIBLE}=0 does"
 
     def realize(self, plan: Plan) -> Session:

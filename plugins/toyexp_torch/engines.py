@@ -73,7 +73,8 @@ class TorchEngine(Engine):
     def count(self) -> int:
         """How many compute; UserError for what cannot be."""
         ranks = started_ranks()
-        asked = f"engine.devices={printable(self.devices)}"
+        blank = self.devices.split() != [self.devices]
+        asked = f"engine.devices={printable(repr(self.devices) if blank else self.devices)}"
         if self.devices != "all" and not is_whole(self.devices, 1, MOST):
             raise UserError(f"{asked}: takes a number from 1, or all")
         if ranks.count > 1:
@@ -119,6 +120,10 @@ class TorchEngine(Engine):
                 f"{asked}: a batch of {batch} row{'' if batch == 1 else 's'}{each} has no equal shares for {count} "
                 f"devices; {'engine.devices=1' if batch == 1 else f'batch_size={-(-batch // whole) * whole} has'}"
             )
+
+    def of_one_row(self) -> Engine:
+        """Its first device, which is given all threads."""
+        return self if self.count() == 1 else replace(self, devices="1", shard=False)
 
     def rounds_to(self) -> str:
         """Its dtype."""
@@ -199,6 +204,8 @@ class TorchCUDA(TorchEngine):
     """PyTorch on an NVIDIA GPU."""
 
     name: ClassVar[str] = "cuda"
+    on_gpu: ClassVar[bool] = True
+    shows: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     own_memory: ClassVar[bool] = True
     device: ClassVar[str] = "cuda"
     library: ClassVar[str] = "nccl"
@@ -255,8 +262,13 @@ class TorchMPS(TorchEngine):
     """PyTorch on the GPU of Apple silicon."""
 
     name: ClassVar[str] = "mps"
+    on_gpu: ClassVar[bool] = True
     device: ClassVar[str] = "mps"
     priority: ClassVar[int] = 30
+    devices: ClassVar[str] = "1"  # type: ignore[misc] # Apple silicon has one GPU: these two are no settings of it
+    shard: ClassVar[bool] = False  # type: ignore[misc]
+
+    dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights)
 
     def check(self) -> str:
         """The version and the machine."""

@@ -276,6 +276,15 @@ def test_an_end_token_ends_it_and_is_not_written(generated):
         assert not set(found["ids"]) & {256, 257, 258}
 
 
+def test_the_first_of_several_devices_writes(generated, monkeypatch):
+    torch_cpu = load().offers["engine"]["cpu"].cls
+    monkeypatch.setattr(torch_cpu, "there", lambda self: (2, "2 cores"))
+    words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
+    one, two = (generated(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
+    assert one["ids"] == two["ids"]
+    assert one["engine"] in two["engine"] and two["engine"].endswith("of its devices the first")
+
+
 def test_a_run_directory_stands_for_its_model(generated):
     assert generated("run", "--prompt", "a", "--json")["file"] == "run/model.gguf"
 

@@ -190,7 +190,7 @@ def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatc
     with pytest.raises(Unavailable, match=r"no such device here; a device in software .* GGML_VK_VISIBLE_DEVICES=0"):
         GGMLVulkan().check()
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "3")
-    with pytest.raises(Unavailable, match="no such device here; GGML_VK_VISIBLE_DEVICES=3 has it look for no other"):
+    with pytest.raises(Unavailable, match="no such device here; GGML_VK_VISIBLE_DEVICES=3 has to be numbers"):
         GGMLVulkan().check()
 
 

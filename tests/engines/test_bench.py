@@ -14,8 +14,8 @@ from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
 from toyexp.commands import bench_peak
 from toyexp.commands import bench_stepper as stepper
-from toyexp.commands.bench import read, step_flops, take_turns, warm_up
-from toyexp.commands.bench_stepper import BASELINES, Entry, alone, forget_peak, memory_bytes
+from toyexp.commands.bench import Report, Work, read, step_flops, take_turns, warm_up
+from toyexp.commands.bench_stepper import BASELINES, FIGURES, Entry, alone, forget_peak, memory_bytes
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
 from toyexp.contract.recipe import start
@@ -391,3 +391,13 @@ def test_bad_words_are_told_in_one_line(capsys, words, expected):
     told = capsys.readouterr()
     assert told.err.startswith("toyexp: error: ") and expected in told.err
     assert len(told.err.splitlines()) == 1 and told.out == ""
+
+
+def test_memory_of_several_devices_is_marked_as_that_of_the_first():
+    work = Work("m", "m", "d", "tokens", 1, 1.0)
+    row = {"engine": "cpu", "note": "", "seconds_per_step": 1.0, "quartiles": (1, 1), "tokens_per_second": 1.0,
+           "flops_per_second": 1.0, "ratio": 1.0, **dict.fromkeys(FIGURES, 1e6)}  # fmt: skip
+    engines = [{**row, "name": "cpu", "devices": 1}, {**row, "name": "cpu:devices=2", "devices": 2}]
+    lines = Report(work, engines, {}).lines()
+    assert sum(line.startswith("cpu:devices=2, the first of 2  ") for line in lines) == 1
+    assert not any("cpu, the first" in line for line in lines)

@@ -1,6 +1,7 @@
 """The kernels in C that ggml's CPU calls: what they compute, and what there is without a compiler."""
 
 import ctypes
+import json
 import shutil
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 from tiny import batches, plan
 
 from toyexp import AdamW
-from toyexp_ggml import native
+from toyexp.commands.here import verdict
+from toyexp.commands.line import main
+from toyexp.contract.registry import Offer
+from toyexp_ggml import binding, engines, native
 from toyexp_ggml.engines import GGMLCPU
 
 SHAPES = [(1, 1, 1), (1, 16, 16), (2, 32, 48), (1, 17, 33), (3, 5, 64), (2, 64, 5), (4, 31, 16), (1, 1, 40), (5, 40, 1)]
@@ -80,6 +84,39 @@ def test_doctor_says_why_copies_are_slow(cc, path, reason, no_compiler, monkeypa
         monkeypatch.setenv("PATH", path)
     (line,) = [line for line in GGMLCPU(threads=1).advice() if "copies" in line]
     assert reason in line
+
+
+@pytest.mark.parametrize("headers", [False, True])
+def test_doctor_says_whether_blas_is_there_and_the_command_that_builds_it_in(headers, tmp_path, monkeypatch):
+    if headers:
+        (tmp_path / "x86_64" / "openblas-openmp").mkdir(parents=True)
+        (tmp_path / "x86_64" / "openblas-openmp" / "cblas.h").touch()
+    monkeypatch.setattr(engines, "HEADERS", tmp_path)
+    monkeypatch.setattr(engines.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU"})
+    found = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
+    assert "PASS  ggml on the CPU without BLAS" in found and "CMAKE_ARGS='-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON" in found
+    assert ("libopenblas-openmp-dev" in found) is not headers
+    assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is headers, (
+        "a run does not ask for packages"
+    )
+    monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU", "BLAS": "OpenBLAS"})
+    found = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
+    assert "PASS  ggml on the CPU with BLAS" in found and "GGML_BLAS" not in found
+
+
+def test_blas_that_is_left_out_of_a_build_without_it_is_a_warning_and_a_remark_of_bench(tmp_path, monkeypatch, capsys):
+    if "BLAS" in binding.devices():
+        pytest.skip("this ggml-python has BLAS")
+    monkeypatch.chdir(tmp_path)
+    small = ["data=random", "model.d_model=16", "model.n_layers=1", "model.context=16", "batch_size=2"]
+    told = "engine.blas=false: this ggml-python is built without BLAS"
+    assert main([*small, "steps=2", "engine=ggml", "engine.blas=false", "eval_every=0", "hydra.run.dir=run"]) == 0
+    assert told in capsys.readouterr().err + (tmp_path / "run" / "log.txt").read_text()
+    options = ["--rounds=1", "--steps=1", "--no-memory", "--no-peak", "--json"]
+    assert main(["bench", *small, "engine=ggml,ggml:blas=false", *options]) == 0
+    usual, without = json.loads(capsys.readouterr().out)["engines"]
+    assert told in without["note"] and told not in usual["note"] and "CMAKE" not in usual["note"]
 
 
 @pytest.fixture

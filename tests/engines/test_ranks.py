@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch import party, ranks, torchrun
-from toyexp_torch.engines import TorchCPU, TorchMPS
+from toyexp_torch.engines import TorchCPU
 from toyexp_torch.group import torchruns_store
 from toyexp_torch.party import Party, Peer
 from toyexp_torch.ranks import SharedUpdate, Sums
@@ -352,19 +353,19 @@ def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by
             "engine.devices=2 batch_size=6 optim.accumulate=2",
             "3 in each of optim.accumulate=2, has no .*; batch_size=8 has",
         ),
+        (
+            "engine=ggml engine.devices=2",
+            "unknown key engine.devices with engine=ggml; it belongs to engine=cpu or cuda: ",
+        ),
+        ("engine.devices=\"' 2'\"", "engine.devices=' 2': takes a number from 1, or all"),
         ("engine.shard=true", "engine.shard=true: .* engine.devices=1 is one; engine.devices=2, or leave it out"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, told):
-    assert main([*RUN, *given.split(), "hydra.run.dir=run"]) == 2
+    assert main([*RUN, *shlex.split(given), "hydra.run.dir=run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line), line
     assert not Path("run").exists()
-
-
-def test_apple_silicon_is_one_device():
-    with pytest.raises(UserError, match=r"engine.devices=2: Apple silicon has one GPU; leave it out"):
-        TorchMPS(devices="2").check()
 
 
 def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, capsys):

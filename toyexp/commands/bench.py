@@ -148,7 +148,8 @@ class Report(Answer):
             speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
             if SECONDS in e:
                 taken = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
-                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *taken])
+                which = f", the first of {e['devices']}" if e["devices"] > 1 else ""
+                memory.append([e["name"] + which, f"{e[SECONDS]:.1f} s", *taken])
             notes.append([e["name"], e["note"]])
             if share is not None and e["name"] == e["engine"]:
                 reached = f"{e['peak_flops_per_second'] / 1e9:.3g} GFLOP/s"
@@ -246,7 +247,7 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
         (stepper, steps), times = ready[entry.name], seconds[entry.name]
         median = statistics.median(times)
         engines.append({
-            "name": entry.name, "engine": entry.engine, "note": stepper.note,
+            "name": entry.name, "engine": entry.engine, "note": stepper.note, "devices": stepper.devices,
             "steps_per_round": steps, "seconds_per_step": median,
             "quartiles": np.percentile(times, (25, 75)), "rounds": times,
             f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,

@@ -37,6 +37,7 @@ class Stepper(Protocol):
     """A model and its optimiser, ready to train."""
 
     note: str  # versions, device and threads
+    devices: int = 1  # that compute together
 
     def step(self, batch: Batch) -> object:
         """Begins one training step, and waits for one: this, or where the device computes by itself the one before."""
@@ -62,11 +63,13 @@ class EngineStepper(Stepper):
         self._steps = 0
         self._under_way: list[Callable[[], StepMetrics]] = []
         facts = self._session.describe()
+        self.devices = facts.get("devices", 1)
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
-        self.note = "; ".join((note, *prepared.config.engine.advice(), *self._session.notes()))
+        idle = [text for text in prepared.warnings if text.startswith("engine.")]
+        self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self._session.notes()))
 
     def step(self, batch: Batch) -> None:
         """One step, with the numbers that the optimiser has for it."""

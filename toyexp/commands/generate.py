@@ -241,10 +241,12 @@ def _by_engine(path: Path, asked: Options, request: Request, write: Callable[[st
     inputs[name] = replace(inputs[name], below=model.vocab)
     plan = frozen_plan(model, path, Setup(inputs, rows=1), Path(asked.adapter) if asked.adapter else None)
     built, scribe, reason = request.parts(), Scribe(tokenizer, write), FULL
-    check_plan(plan, built.engine, LESS)
-    built.engine.check_plan(plan)
+    engine = built.engine.of_one_row()
+    note = built.engine_note if engine is built.engine else f"{engine.name}: {engine.check()}, of its devices the first"
+    check_plan(plan, engine, LESS)
+    engine.check_plan(plan)
     check_forward(plan, str(origin(path)))
-    with running_out(LESS), built.engine.realize(plan) as session:
+    with running_out(LESS), engine.realize(plan) as session:
         session.build()
         decoder, words, began = session.decoder(), stream(asked.seed, "generate"), time.perf_counter()
         for token in continuation(decoder, ids, asked.sampling, words, vocab):
@@ -258,7 +260,7 @@ def _by_engine(path: Path, asked: Options, request: Request, write: Callable[[st
         scribe.finish()
         seconds = time.perf_counter() - began
     return Generated(
-        str(origin(path)), built.engine_note, asked.prompt, ids, scribe.text if tokenizer else None, scribe.ids,
+        str(origin(path)), note, asked.prompt, ids, scribe.text if tokenizer else None, scribe.ids,
         len(scribe.ids), reason, seconds, asked.seed, template and template.file,
     )  # fmt: skip
 
@@ -320,7 +322,7 @@ def _by_llama_cpp(path: Path, asked: Options, own: Mapping[str, str], write: Cal
     from toyexp.commands import llamacpp
 
     threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
-    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS):
+    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS) or (":" in asked.engine and not own):
         usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
         raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
     with GGUFFile(path) as file:

@@ -19,7 +19,7 @@ def verdict(offer: Offer) -> str:
     """Whether an engine works here: PASS with its facts and advice, or no or FAIL with the reason."""
     try:
         engine = offer.cls()
-        return "; ".join((f"PASS  {engine.check()}", *engine.advice()))
+        return "; ".join((f"PASS  {engine.check()}", *engine.remedies()))
     except Unavailable as reason:
         return f"no    {reason}"
     except Exception as error:  # whatever a plugin raises, the others are still reported

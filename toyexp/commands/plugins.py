@@ -46,7 +46,8 @@ def _list(registry: Registry) -> None:
     for kind, offers in registry.offers.items():
         print(f"{kind}:")
         if kind == "engine":
-            print(f"  {'auto':<{width}} The best engine that works here.")
+            order = ", ".join(offer.name for offer in registry.engines())
+            print(f"  {'auto':<{width}} The best engine that works here: the first of {order}.")
         for name, offer in sorted(offers.items()):
             print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:

@@ -19,6 +19,10 @@ from toyexp.contract.registry import Registry
 def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
     """The engine of `name:key=value:...` and its own settings; the UserError tells what was `asked`."""
     name, *own = label.split(":")
+    if not name:
+        raise UserError(f"{asked}: the engine's name is missing before the ':', such as ggml:threads=1")
+    if len(own) == 1 and own[0].isdecimal():
+        return label, {}  # cuda:0, which the registry knows no engine of, and has words for
     if not all("=" in setting and "," not in setting for setting in own):
         raise UserError(f"{asked}: an engine's own settings are written {name}:key=value, such as {name}:threads=1")
     return name, dict(setting.split("=", 1) for setting in own)

@@ -21,6 +21,8 @@ class Engine(ABC):
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
     own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
+    on_gpu: ClassVar[bool] = False  # it computes on a GPU
+    shows: ClassVar[str] = ""  # the environment's variable that says which of the machine's devices it sees, if any
 
     @abstractmethod
     def check(self) -> str:
@@ -34,6 +36,10 @@ class Engine(ABC):
         """What would make it faster here, a short line each; empty when there is nothing to say."""
         return []
 
+    def remedies(self) -> list[str]:
+        """The same for `toyexp doctor`, where a line has room for a command."""
+        return self.advice()
+
     def rounds_to(self) -> str:
         """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
         return "float32"
@@ -44,6 +50,10 @@ class Engine(ABC):
     def gpus(self) -> int | None:
         """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""
         return 0
+
+    def of_one_row(self) -> Engine:
+        """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
+        return self
 
     def processes(self) -> int:
         """How many processes a run on it is that compute on the CPU: jobs side by side have a core for each of them."""

@@ -141,5 +141,21 @@ class Registry:
                 return f"{kind}={name} {why_not}; {choose(name, known)}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
         note = f" (a broken plugin may have offered it: {broken})" if broken else ""
+        if kind == "engine" and (hint := self._gpu(name)):
+            return f"engine={name}: {hint}"
         own = "" if self.modules or nearest(name, known) else f"; {IN_A_MODULE}"
         return f"{kind}={name}: there is none of that name{note}; {choose(name, known)}{own}"
+
+    def _gpu(self, name: str) -> str | None:
+        """What to type where a GPU was asked for by a word, or one of several by its number."""
+        engine, _, number = name.partition(":")
+        known: dict[str, type[Engine]] = self.classes("engine")
+        if name.lower() in ("gpu", "nvidia", "amd", "apple"):
+            names = ", ".join(sorted(n for n, cls in known.items() if cls.on_gpu))
+            return f"there is none of that name; those on a GPU are {names}: `toyexp doctor` says which work here"
+        if engine not in known or not number.isdecimal():
+            return None
+        shown = known[engine].shows
+        if not shown:
+            return f"{engine} has no numbers: engine={engine}"
+        return f"which GPUs it sees is set before the command: {shown}={number} toyexp engine={engine}"

@@ -928,3 +928,37 @@ def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
     assert warnings == ["toyexp: warning: lr=1e-3: lr=2e-3, which comes later, takes its place"]
     config = Path("run/config.yaml").read_text()
     assert "lr: 0.002" in config and "blk.*" in config and "output.*" in config
+
+
+@pytest.mark.parametrize(
+    ("every", "told"),
+    [
+        ("50", "it ended before its first one (its checkpoint_every=50), so it can only begin anew"),
+        ("0", "its checkpoint_every=0 writes none"),
+        ("[", "it ended before its first one, so"),
+    ],
+)
+def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, every, told):
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
+    refused(["resume=run"], "resume=run: that run has no checkpoint; ", told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["engine=gpu"],
+            "engine=gpu: there is none of that name; those on a GPU are cuda, ggml_cuda, metal, mps, vulkan",
+        ),
+        (["bench", "engine=cpu,GPU"], "engine=GPU: there is none of that name; those on a GPU are cuda,"),
+        (["engine=cuda:1"], "set before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
+        (["parity", "engine=cpu,vulkan:0"], "set before the command: GGML_VK_VISIBLE_DEVICES=0 toyexp engine=vulkan"),
+        (["engine=mps", "engine.shard=true"], "engine.shard with engine=mps; it belongs to engine=cpu or cuda: choose"),
+        (["engine=mps:0"], "engine=mps:0: mps has no numbers: engine=mps"),
+        (["bench", "engine=:x"], "engine=:x: the engine's name is missing before the ':'"),
+        (["doctor", "--numerics", "engine=cuda:1"], "CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
+    ],
+)
+def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, words, told):
+    refused(words, told)

@@ -20,6 +20,7 @@ from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.outcome import Outcome
 from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Prepared
+from toyexp.training.rundir import settings_in
 
 if TYPE_CHECKING:
     from toyexp.contract.callback import Callback
@@ -113,7 +114,16 @@ def require_run(directory: Path, key: str) -> None:
     if not (directory / "config.yaml").is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     if not checkpoint.steps(directory / "checkpoints"):
-        raise UserError(f"{key}={directory}: that run has no checkpoint; they are written with checkpoint_every=10min")
+        raise UserError(f"{key}={directory}: that run has no checkpoint; {_why_none(directory / 'config.yaml')}")
+
+
+def _why_none(config: Path) -> str:
+    """Why a run wrote no checkpoint, by its own setting."""
+    every = settings_in(config).get("checkpoint_every")
+    if every in (0, "0"):
+        return "its checkpoint_every=0 writes none"
+    told = f" (its checkpoint_every={printable(str(every))})" if isinstance(every, int | str) else ""
+    return f"it ended before its first one{told}, so it can only begin anew"
 
 
 def _no_run(path: Path, key: str) -> str:

@@ -182,3 +182,12 @@ def escaped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def settings_in(config: Path) -> dict[str, Any]:
+    """What stands in the config.yaml of a run; nothing where that cannot be read."""
+    try:
+        saved = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return saved if isinstance(saved, dict) else {}

@@ -11,13 +11,16 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from typing import Any, NoReturn
 
 from toyexp import ToyexpError
+from toyexp.base import place
 from toyexp_torch.party import BEAT, WORD
 from toyexp_torch.ranks import opened_as  # loads PyTorch: before the first sign of life, which may take long to come
 from toyexp_torch.wire import Link, written
 
+WORDS = 500  # characters of what an error says
 LOST = ("gloo", "NCCL", "Connection", "store")  # in what torch says of a rank that is not there any more
 
 
@@ -46,10 +49,8 @@ class Follower:
         except EOFError:
             self._end()
         except Exception as error:
-            words = str(error).strip().partition("\n")[0]
-            told = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}"
             with contextlib.suppress(OSError):
-                self._link.send(written({"failed": told[:500], "lost": any(word in words for word in LOST)}))
+                self._link.send(written(_told(error)))
                 time.sleep(2 * WORD)  # to be asked how it ended, not whether
         os._exit(1)
 
@@ -82,3 +83,11 @@ class Follower:
                 self._session = None
             else:
                 getattr(self._session, name)(*arguments)
+
+
+def _told(error: Exception) -> dict[str, str | bool]:
+    """An error as the first rank is told of it: in a line, in full, and whether another rank is likelier to blame."""
+    words = " ".join(str(error).split())[:WORDS]
+    line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{place(error)}"
+    lost = any(word in str(error) for word in LOST)
+    return {"failed": line, "trace": traceback.format_exc().rstrip(), "lost": lost}

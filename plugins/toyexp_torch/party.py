@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from toyexp import RunFailed, UserError
-from toyexp.base import complain
+from toyexp import UserError
+from toyexp.base import RankFailed, complain
 from toyexp_torch.wire import Link, written
 
 PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life after which a rank has failed
@@ -108,6 +108,7 @@ class Party:
     abort: Callable[[], None] = lambda: None  # ends what waits for another rank on this one's device
     _patience: float = field(default_factory=patience)
     _failure: str = ""
+    _trace: str = ""  # of the rank that has failed, where it was
     _inside: float | None = None  # since when this rank has been in what all take part in
     _told: bool = False  # whether the others know of it
     _broken: bool = False  # whether they are at another place than this one
@@ -124,12 +125,12 @@ class Party:
         return bool(self._failure)
 
     def check(self) -> None:
-        """Raises RunFailed when a rank has failed."""
+        """Raises RankFailed when a rank has failed."""
         if self._failure:
-            raise RunFailed(self._failure)
+            raise RankFailed(self._failure, self._trace)
 
     def wait_for_all(self, ready: Callable[[Peer], bool] = lambda peer: peer.seen) -> None:
-        """Until each of them is ready: has given a sign of life, unless told. RunFailed when one fails, or never is."""
+        """Until each is ready, which is that it has given a sign of life; RankFailed when one fails, or never is."""
         until = time.monotonic() + START
         missing = list(self.peers)
 
@@ -141,7 +142,7 @@ class Party:
                 missing = [peer for peer in missing if not ready(peer)]
                 self.check()
                 if time.monotonic() > until:
-                    raise RunFailed(f"{named()}: not ready within {START:.0f} s")
+                    raise RankFailed(f"{named()}: not ready within {START:.0f} s")
                 time.sleep(0.01)
 
     def tell(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> None:
@@ -167,7 +168,7 @@ class Party:
                 time.sleep(0.02)
             self._broken = True
             if self._failure:
-                raise RunFailed(self._failure) from error
+                raise RankFailed(self._failure, self._trace) from error
             raise
         except BaseException:
             self._broken = self._told  # the others wait for what does not come
@@ -217,12 +218,12 @@ class Party:
                 until = time.monotonic() + WORD
                 while (left := until - time.monotonic()) > 0:
                     told += self._look(left)
-                self._fail(min(told)[1])
+                self._fail(*min(told)[1:])
                 return
 
-    def _look(self, seconds: float) -> list[tuple[int, str]]:
-        """What is wrong with them, that which is likeliest the cause first; waits so long for something to read."""
-        told = []
+    def _look(self, seconds: float) -> list[tuple[int, str, str]]:
+        """What is wrong with them, and where they were: first what is likeliest the cause. Waits so long for a word."""
+        told: list[tuple[int, str, str]] = []
         alive = [peer for peer in self.peers if not peer.gone]
         if not alive:
             time.sleep(seconds)
@@ -233,10 +234,11 @@ class Party:
                     peer.seen, peer.silent = True, 0.0
                     if message is not None:  # of one that cannot go on
                         peer.gone = True
-                        told.append((2 if message["lost"] else 0, f"{peer} failed: {message['failed']}"))
+                        order, trace = 2 if message["lost"] else 0, message.get("trace", "")
+                        told.append((order, f"{peer} failed: {message['failed']}", trace))
             except EOFError:
                 if not peer.gone and not self._closing:
-                    told.append((1, f"{peer} {peer.ending()}"))
+                    told.append((1, f"{peer} {peer.ending()}", ""))
                 peer.gone = True
         now = time.monotonic()
         # Where this thread itself was kept waiting, by a suspended process or a crowded machine, so were they.
@@ -245,11 +247,11 @@ class Party:
             peer.silent += passed
             if not peer.gone and peer.silent > (self._patience if peer.seen else START):
                 peer.gone = True
-                told.append((1, f"{peer} has given no sign of life for {peer.silent:.0f} s"))
+                told.append((1, f"{peer} has given no sign of life for {peer.silent:.0f} s", ""))
         return told
 
-    def _fail(self, failure: str) -> None:
-        self._failure = failure
+    def _fail(self, failure: str, trace: str) -> None:
+        self._trace, self._failure = trace, failure
         self._end()
         threading.Thread(target=self.abort, name="abort", daemon=True).start()  # which may wait itself
         until = time.monotonic() + STUCK

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from faults import TEXT, Trace, environment, python
+from faults import TEXT, Trace, environment, python, toyexp
 from several import ADAMW, ON_TWO, OPTIMISERS, PLUGIN, RANKS, RUN, Started, assert_close, events, free_port, taken
 from tiny import VOCAB, batches, plan, write_base
 
@@ -424,7 +424,9 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
         for peer, word in zip(it.peers, ("gloo", "nothing"), strict=True):
             peer.link.send(written([word]))
         until(lambda: it.failed)
-        with pytest.raises(RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing'$"):
+        with pytest.raises(
+            RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(follower.py, line \d+\)$"
+        ):
             it.check()
     finally:
         it.close()
@@ -480,8 +482,43 @@ def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, to
     code, line = run.end()
     assert code == 1
     assert line.startswith(f"toyexp: error: rank 1 (pid {run.second} on ") and told in line, line
+    assert re.search(r", at step \d+; \d+ of 1000000 steps are saved; go on: toyexp resume=run$", line), line
+    log = (book / "run" / "log.txt").read_text()
+    assert told in log and "Traceback" not in log
     assert told in json.loads((book / "run" / "result.json").read_text())["error"]
     assert list(book.glob("run/checkpoints/step-*"))
+
+
+RAISES = """
+import sys
+
+if sys.argv[0] == "-c":  # in the rank alone
+    seen = 0
+
+    def forward(self, ops, p, batch, before=Mine.forward):
+        global seen
+        seen += 1
+        if seen == 20:
+            raise ValueError("only on\\na rank")
+        return before(self, ops, p, batch)
+
+    Mine.forward = forward
+"""
+
+
+@pytest.mark.parametrize("at_import", [False, True])
+def test_what_a_rank_raises_is_told_with_its_line_and_its_traceback_stands_in_the_log(book, at_import):
+    raises = RAISES.replace("seen = 0", "raise ValueError('only on\\na rank')") if at_import else RAISES
+    Path("of_mine.py").write_text(PLUGIN + raises)
+    own = ["plugins=[of_mine]", "model=mine", "model.d_ff=192", "hydra.run.dir=run"]
+    done = toyexp([*ON_TWO, *own], book)
+    line = done.stderr.splitlines()[-1]
+    wanted = r"error: rank 1 \(pid \d+ on .*\) failed: ValueError: only on a rank \(of_mine.py, line \d+\)"
+    wanted += (
+        "; see run/log.txt$" if at_import else r", at step \d+; see run/log.txt; \d+ of 12 steps are saved; go on: "
+    )
+    assert done.returncode == 1 and re.search(wanted, line), line
+    assert re.search(r'of_mine.py", line \d+, in (forward|<module>)', (book / "run" / "log.txt").read_text())
 
 
 def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):

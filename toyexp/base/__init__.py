@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
+    from toyexp.base.blame import place
     from toyexp.base.bounds import MOST, is_whole, require_float32, require_positive, require_within, require_words
-    from toyexp.base.errors import UnknownCharacter, for_terminal
+    from toyexp.base.errors import RankFailed, UnknownCharacter, for_terminal
     from toyexp.base.files import (
         START,
         cause,

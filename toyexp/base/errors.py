@@ -51,6 +51,14 @@ class RunFailed(ToyexpError):
     """A run that started and could not go on, such as one whose loss became NaN."""
 
 
+class RankFailed(RunFailed):
+    """Another process of the run that failed, or is gone; `trace` is the traceback that it told, if it could."""
+
+    def __init__(self, fact: str, trace: str = ""):
+        self.trace = trace
+        super().__init__(fact)
+
+
 class PluginFailed(RunFailed):
     """A plugin that raised something it did not mean to: names it, when that was, and what it said."""
 

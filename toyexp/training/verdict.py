@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from toyexp.base.errors import PluginFailed, RunFailed
+from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
@@ -68,13 +68,20 @@ def judged(
 
 def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
     """What is written and told of a run that raised: the traceback, result.json unless it stands, and what is left."""
-    log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, RankFailed):  # this one's own traceback says nothing of it
+        error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)
+        log.error("%s", f"{error}\n{error.trace}".rstrip())
+    else:
+        log.error("%s", "".join(traceback.format_exception(error)).rstrip())
     if not run_dir.judged:
         with contextlib.suppress(RunFailed):  # which would hide what ended the run
             run_dir.result({"reason": reason_of(error), "error": f"{type(error).__name__}: {error}"})
     go_on = _how_to_go_on(prepared, run_dir)
-    if isinstance(error, KeyboardInterrupt):  # which says so in its own line
-        error.args = (f"{str(error) or 'interrupted'}; {go_on or f'run {short(run_dir.path)}'}",)
+    if isinstance(error, KeyboardInterrupt | RankFailed):  # which says so in its own line
+        traced = isinstance(error, RankFailed) and error.trace
+        seen = f"; see {short(run_dir.path / 'log.txt')}" if traced else ""
+        where = "" if seen else f"; run {short(run_dir.path)}"
+        error.args = (f"{str(error) or 'interrupted'}{seen}{f'; {go_on}' if go_on else where}",)
         return
     prepared.bus.tell(f"run     {short(run_dir.path)}")
     if isinstance(error, PluginFailed) and go_on:

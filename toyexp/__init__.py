@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from toyexp.contract.run import Run
     from toyexp.contract.sampling import Sampling, endless
     from toyexp.contract.session import Session, State, StepMetrics
+    from toyexp.contract.stack import unlike
     from toyexp.contract.values import Constant, Given, Normal, Values
     from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
     from toyexp.datasets.tokens import TokenBatches, TokenDataset

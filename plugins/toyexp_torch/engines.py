@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed, printable
+from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed, printable, unlike
 from toyexp.base import (
     MOST,
     available_cores,
@@ -141,6 +141,34 @@ class TorchEngine(Engine):
         from toyexp_torch.torchrun import gathered
 
         return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gathered(count)).open()
+
+    def unstackable(self, plans: Sequence[Plan]) -> str:
+        """See Engine: settings that compute one run in their own way, and what plans differ in."""
+        asked = {
+            "engine.compile=true": self.compile,
+            "engine.recompute=true": self.recompute,
+            "engine.packed=true": self.packed,
+            "engine.dtype=bfloat16": self.dtype == "bfloat16",
+            f"engine.devices={self.devices}": self.count() > 1,
+        }
+        of_one = next((key for key, on in asked.items() if on), "")
+        if of_one:
+            return f"{of_one}: is of one run at a time"
+        if why := unlike(plans):
+            return why
+        import_torch()
+        from toyexp_torch.stack_step import refusal
+
+        return refusal(plans[0])
+
+    def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
+        """See Engine."""
+        title = self.check()
+        if why := self.unstackable(plans):
+            raise UserError(why)
+        from toyexp_torch.stack import Stack
+
+        return Stack(plans, self._wanted(title)).open()
 
     def follow(self) -> bool:
         """As one of the ranks that `torchrun` has started; the first one gathers them."""

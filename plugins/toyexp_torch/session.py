@@ -27,6 +27,16 @@ from toyexp_torch.resident import Resident
 from toyexp_torch.update import ALIGNMENT, Update
 
 
+def places_of(plan: Plan) -> tuple[dict[str, slice], int]:
+    """Where in a flat vector each tensor that trains stands, in the order of the plan's groups, and its length."""
+    places: dict[str, slice] = {}
+    start = 0
+    for tensor in (plan.tensor(name) for group in plan.updates for name in group.tensors):
+        places[tensor.name] = slice(start, start + tensor.size)
+        start += -(-tensor.size // ALIGNMENT) * ALIGNMENT
+    return places, start
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The settings of an engine as a session needs them."""
@@ -55,32 +65,33 @@ class TorchSession(Session):
         self._halved = wanted.device == "cuda" and wanted.dtype == "bfloat16"
         self._ops = TorchOps(wanted.recompute, torch.bfloat16 if self._halved else None)
         self._loss_ops = ops_of_loss(self._ops, wanted.device)
-        self._settings = _Switches(wanted)
+        self._settings = Switches(wanted)
         self._tensors: dict[str, Tensor | Packed] = {}
         self._exact: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded
         self._resident: Resident | None = None  # what computes on a GPU
 
     def do_open(self) -> None:
-        order = [self.plan.tensor(name) for group in self.plan.updates for name in group.tensors]
-        sizes = [-(-t.size // ALIGNMENT) * ALIGNMENT for t in order]
-        self._flat, self._grad = (torch.zeros(sum(sizes), dtype=self._dtype, device=self._device) for _ in range(2))
+        self._places, length = places_of(self.plan)
+        self._order = list(self._places)
+        self._flat, self._grad = self._vectors(length)
         self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._halved else None
-        places: dict[str, slice] = {}
         self._leaves: list[Tensor] = []  # what the model computes with
         self._grads: list[Tensor] = []  # of each leaf
-        start = 0
-        for tensor, size in zip(order, sizes, strict=True):
-            places[tensor.name] = here = slice(start, start + tensor.size)
+        for name, here in self._places.items():
+            tensor = self.plan.tensor(name)
             weights = self._flat if self._rounded is None or not tensor.decays else self._rounded
             self._tensors[tensor.name] = leaf = weights[here].view(tensor.shape).detach().requires_grad_()
             self._leaves.append(leaf)
             self._grads.append(self._grad[here].view(tensor.shape))
             leaf.grad = None if self._gathers else self._grads[-1]
-            start += size
-        self._order, self._places = [tensor.name for tensor in order], places
         self._update = self._make_update(
             self.plan, self._flat, self._grad, self._places, self._wanted.compile, self._rounded
         )
+
+    def _vectors(self, length: int) -> tuple[Tensor, Tensor]:
+        """What holds the tensors that train, and their gradients."""
+        flat = torch.zeros(length, dtype=self._dtype, device=self._device)
+        return flat, torch.zeros_like(flat)
 
     def describe(self) -> dict[str, Any]:
         """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""
@@ -158,9 +169,11 @@ class TorchSession(Session):
             self._forward = torch.compile(self._forward, dynamic=False)
         if self._device.type == "cuda" and self._dtype is torch.float32:
             with self._settings.applied():
-                self._resident = Resident(
-                    self.plan, self._update, self._measured, self._evaluated, self._wanted.capture
-                )
+                self._resident = self._make_resident()
+
+    def _make_resident(self) -> Resident | None:
+        """What computes on the GPU."""
+        return Resident(self.plan, self._update, self._measured, self._evaluated, self._wanted.capture)
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
         return self._computed(self._ops, batch)
@@ -308,7 +321,7 @@ def _host(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
-class _Switches:
+class Switches:
     """The process-wide switches a session wants, in force only while it computes.
 
     Sessions of other settings live in the same process (sweeps, parity), so nothing is left changed behind.

@@ -62,7 +62,7 @@ ALL = Share()
 
 
 @dataclass
-class _Stretch:
+class Stretch:
     """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
 
     group: Group
@@ -77,7 +77,8 @@ class _Stretch:
 class Update:
     """Changes the weights in the vector `flat` by the gradients in `grad`; `places` says where each tensor is.
 
-    The vector `rounded` gets the same weights in a shorter type.
+    The vector `rounded` gets the same weights in a shorter type. Of several runs `flat` and `grad` are matrices, a row
+    each, and so is the state: see `StackedUpdate`.
     """
 
     def __init__(
@@ -91,36 +92,43 @@ class Update:
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
         self.state: dict[str, State] = {}  # of each tensor, by slot; of one that is changed in part, a vector
         self.cuts: list[list[int]] = []  # of each rule's stretch of the vector: where its shares begin, and its end
-        self._stretches: list[_Stretch] = []
+        self._stretches: list[Stretch] = []
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
 
     def _allocate(self, groups: Sequence[Group]) -> None:
         """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
         rule = groups[0].rule
-        kernel = kernel_of(rule, self._flat)(rule, self._results, self._flat.new_tensor)
+        kernel = self.kernel_of(rule)(rule, self._results, self._flat.new_tensor)
         names = [name for group in groups for name in group.tensors]
         only_at = () if rule.elementwise else [self._places[name].start for name in names]
         self.cuts.append(self._share.cuts(self._begin(groups[0]), self._end(groups[-1]), only_at))
         begin, end = self.cuts[-1][self._share.rank : self._share.rank + 2]
-        vectors = {slot: self._flat.new_zeros(end - begin) for slot in rule.slots((1,))} if rule.elementwise else {}
+        vectors = {slot: self._zeros((end - begin,)) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
             here = {n: _between(self._places[n], begin, end) for n in group.tensors}
             mine = {n: place for n, place in here.items() if place.start < place.stop}
             whole = _between(slice(self._begin(group), self._end(group)), begin, end)
-            self._stretches.append(_Stretch(group, kernel, tuple(mine), whole.start, whole.stop, begin, vectors))
+            self._stretches.append(Stretch(group, kernel, tuple(mine), whole.start, whole.stop, begin, vectors))
             for name, place in mine.items():
                 shape = self._shapes[name]
                 kept = shape if place == self._places[name] else (-1,)
-                own = {slot: v[place.start - begin : place.stop - begin].view(kept) for slot, v in vectors.items()}
-                self.state[name] = own or {s: self._flat.new_zeros(sh) for s, sh in rule.slots(shape).items()}
+                own = {slot: part_of(v, _moved(place, begin), kept) for slot, v in vectors.items()}
+                self.state[name] = own or {s: self._zeros(sh) for s, sh in rule.slots(shape).items()}
+
+    def kernel_of(self, rule: Rule) -> type[Formula]:
+        """What changes the weights by that rule."""
+        return kernel_of(rule, self._flat)
+
+    def _zeros(self, shape: Sequence[int]) -> Tensor:
+        return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
     def _begin(self, group: Group) -> int:
         return self._places[group.tensors[0]].start
 
     def _end(self, group: Group) -> int:
         later = [place.start for place in self._places.values() if place.start >= self._places[group.tensors[-1]].stop]
-        return min(later, default=len(self._flat))
+        return min(later, default=self._flat.shape[-1])
 
     def reset(self) -> None:
         """Sets the state to zeros."""
@@ -147,11 +155,11 @@ class Update:
         for stretch, vector in self._merged(numbers):
             self._change(stretch, stretch.kernel.on_host(vector))
 
-    def _change(self, stretch: _Stretch, change: Change) -> None:
+    def _change(self, stretch: Stretch, change: Change) -> None:
         for piece in self._pieces(stretch):
             change(*piece)
 
-    def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Stretch, np.ndarray]]:
+    def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Stretch, np.ndarray]]:
         """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
         pairs = list(zip(self._stretches, numbers, strict=True))
         for _, same in itertools.groupby(pairs, key=lambda p: (id(p[0].group.rule), p[1].tobytes())):
@@ -161,26 +169,37 @@ class Update:
             else:
                 yield from run
 
-    def _pieces(self, stretch: _Stretch) -> Iterator[tuple[Tensor, Tensor, State, Tensor | None]]:
+    def _pieces(self, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor, State, Tensor | None]]:
         """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
         rule = stretch.group.rule
         if not rule.elementwise:
             for name in stretch.names:
                 here, shape = self._places[name], self._shapes[name]
-                rounded = None if self._rounded is None else self._rounded[here].view(shape)
-                yield self._flat[here].view(shape), self._grad[here].view(shape), self.state[name], rounded
+                rounded = None if self._rounded is None else part_of(self._rounded, here, shape)
+                yield part_of(self._flat, here, shape), part_of(self._grad, here, shape), self.state[name], rounded
             return
         size = max(stretch.stop - stretch.start, 1) if stretch.kernel.whole else self._chunk
         for start in range(stretch.start, stretch.stop, size):
             here = slice(start, min(start + size, stretch.stop))
-            own = slice(here.start - stretch.origin, here.stop - stretch.origin)
-            state = {slot: v[own] for slot, v in stretch.state.items()}
-            yield self._flat[here], self._grad[here], state, None if self._rounded is None else self._rounded[here]
+            own = _moved(here, stretch.origin)
+            state = {slot: v[..., own] for slot, v in stretch.state.items()}
+            rounded = None if self._rounded is None else self._rounded[here]
+            yield self._flat[..., here], self._grad[..., here], state, rounded
 
 
 def _between(place: slice, begin: int, end: int) -> slice:
     """What of it lies there."""
     return slice(min(max(place.start, begin), end), min(max(place.stop, begin), end))
+
+
+def _moved(place: slice, origin: int) -> slice:
+    """The same place, counted from there."""
+    return slice(place.start - origin, place.stop - origin)
+
+
+def part_of(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
+    """What stands in a vector at that place, or in each row of a matrix, in that shape."""
+    return vectors[..., place].view((*vectors.shape[:-1], *shape))
 
 
 def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:

@@ -1,9 +1,26 @@
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 from toyexp.testing import EngineSuite
 from toyexp_torch.engines import TorchCPU, TorchCUDA, TorchMPS
 
 
 class TestCPU(EngineSuite):
     engine = TorchCPU()
+
+
+@dataclass
+class InAStack(TorchCPU):
+    """Each session is one of two whose steps are taken together."""
+
+    name: ClassVar[str] = "in_a_stack"
+
+    def realize(self, plan):
+        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)])[0]
+
+
+class TestCPUInAStack(EngineSuite):
+    engine = InAStack()
 
 
 class TestCUDA(EngineSuite):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,3 +71,16 @@ class Engine(ABC):
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
         """An open session, whose tensors hold the plan's initial values: `return MySession(plan).open()`."""
+
+    def unstackable(self, plans: Sequence[Plan]) -> str:
+        """Why sessions of these plans cannot take their training steps together, in words; empty where they can."""
+        return f"engine={self.name}: takes the steps of one run at a time"
+
+    def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
+        """Open sessions of plans that are not `unstackable`, one each, whose training steps are one program.
+
+        Steps that are launched before one of them is waited for are taken together, each as its session alone would
+        take it but for the order of sums; one that fails, or has bad numbers, and one that is closed touch no other. In
+        everything else they are sessions like any. Raises UserError for plans that cannot be stacked.
+        """
+        raise UserError(self.unstackable(plans))

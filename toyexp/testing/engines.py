@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -101,6 +102,34 @@ class EngineNumbers(PluginSuite):
                 direction /= np.linalg.norm(direction)
                 slope = reference_slope(plan, _values(plan), batch, name, direction)
                 assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
+
+    @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
+    def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
+        """Each from values, with clipping and a rate of its own; an engine without stacks refuses them as it says."""
+        plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
+        if why := self.engine.unstackable(plans):
+            with pytest.raises(UserError, match=re.escape(why)):
+                self.engine.realize_stack(plans)
+            return
+        batches = [op_batch(seed=i, case=case) for i in range(3)]
+        # eps is so large that a weight moves by its gradient nearly, and not by the gradient's sign.
+        numbers = [np.array([lr, 0.5, 0.5, 1.0, 0.1, 1.0, 1.0]) for lr in (0.1, 0.2, 0.0)]
+        sessions = self.engine.realize_stack(plans)
+        for session in sessions:
+            session.build()
+        for _ in range(2):
+            waits = [s.launch(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
+            metrics = [wait() for wait in waits]
+        for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
+            with self.built(plan) as alone:
+                alone.step(batch, hp)
+                theirs = alone.step(batch, hp)
+                assert ours.loss == pytest.approx(theirs.loss, rel=self.rtol)
+                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=10 * self.rtol)
+                for tensor in plan.trainable:
+                    values = session.download(tensor.name)
+                    np.testing.assert_allclose(values, alone.download(tensor.name), atol=self.rtol, err_msg=tensor.name)
+            session.close()
 
     @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
     def test_adamw_is_the_formula(self, adamw: AdamW) -> None:

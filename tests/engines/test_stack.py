@@ -1,0 +1,346 @@
+"""Runs whose steps are taken together: each is what it is alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny import batches, plan, weighted, write_base
+
+from toyexp import InputSpec, Setup, UserError, unlike
+from toyexp.contract.plan import optimised
+from toyexp.datasets.dropout import Dropout
+from toyexp.formats.gguf.write import write_model
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_models.llama import Llama
+from toyexp_models.vit import ViT
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+from toyexp_recipes.lora import Lora
+from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_torch.engines import TorchCPU
+
+ENGINE = TorchCPU(threads=1)
+EXACT = TorchCPU(threads=1, dtype="float64")  # in which sums of another order are the same to some 1e-15
+
+
+@dataclasses.dataclass
+class Job:
+    """One run: its plan, its learning rate and the seed of its batches."""
+
+    plan: object
+    lr: float
+    data: int
+
+    def batch(self, step):
+        rows = self.plan.rows * self.plan.accumulate
+        stream = batches(rows, self.data)
+        return weighted((Dropout(stream, self.plan) if self.plan.drops else stream).batch(step), step)
+
+    def step(self, session, step):
+        return session.launch(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
+
+
+def built(sessions):
+    for session in sessions:
+        session.build()
+    return sessions
+
+
+def alone(job, steps, engine=ENGINE):
+    with built([engine.realize(job.plan)])[0] as session:
+        losses = [job.step(session, step)() for step in range(steps)]
+        return np.array(losses), session.snapshot()
+
+
+def together(jobs, steps, engine=ENGINE):
+    """Losses and norms [jobs, steps, 2], and what each run's session holds at the end."""
+    sessions = built(engine.realize_stack([job.plan for job in jobs]))
+    losses = []
+    for step in range(steps):
+        waits = [job.step(session, step) for job, session in zip(jobs, sessions, strict=True)]
+        losses.append([wait() for wait in waits])
+    kept = [session.snapshot() for session in sessions]
+    for session in sessions:
+        session.close()
+    return np.array(losses).transpose(1, 0, 2), kept
+
+
+def assert_as_alone(jobs):
+    """In float32 by losses over 30 steps; in float64, where a sum's order is next to nothing, by all there is."""
+    found, _ = together(jobs, 30)
+    exact, kept = together(jobs, 4, EXACT)
+    for job, ours, theirs, weights in zip(jobs, found, exact, kept, strict=True):
+        np.testing.assert_allclose(ours[:, 0], alone(job, 30)[0][:, 0], rtol=1e-5)
+        losses, expected = alone(job, 4, EXACT)
+        np.testing.assert_allclose(theirs, losses, rtol=1e-11)
+        for name, values in expected.items():
+            np.testing.assert_allclose(weights[name], values, atol=1e-11, err_msg=name)
+
+
+ADAMW = [
+    (AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01),
+    (AdamWOptimiser(mode="from_scratch", beta1=0.8), 0.003),
+    (AdamWOptimiser(mode="lora", eps=1e-6, beta2=0.99), 0.001),
+]
+OPTIMISERS = {
+    "adamw": ADAMW,
+    "sgd": [(SGD(momentum=0.0), 0.1), (SGD(momentum=0.0, weight_decay=0.1), 0.03)],
+    "sgd_momentum": [(SGD(), 0.03), (SGD(momentum=0.5), 0.1)],
+    "lion": [(Lion(weight_decay=0.1), 0.001), (Lion(beta1=0.8), 0.0003)],
+    "adafactor": [(Adafactor(weight_decay=0.1), 0.03), (Adafactor(beta2_decay=-0.6), 0.01)],
+    "muon": [(Muon(weight_decay=0.1), 0.01), (Muon(momentum=0.9, adamw_lr=0.001), 0.003)],
+}
+
+
+def jobs_of(name, optimisers, **settings):
+    return [
+        Job(optimised(plan(name, seed=i, **settings), optimiser, lr), lr, i)
+        for i, (optimiser, lr) in enumerate(optimisers)
+    ]
+
+
+@pytest.mark.parametrize("model", ["llama_all", "gemma", "gpt2_untied"])
+def test_losses_of_every_family_are_those_of_each_run_alone(model):
+    assert_as_alone(jobs_of(model, ADAMW))
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_losses_with_every_optimiser_are_those_of_each_run_alone(name):
+    assert_as_alone(jobs_of("llama", OPTIMISERS[name]))
+
+
+def test_two_micro_batches_are_those_of_each_run_alone():
+    assert_as_alone(jobs_of("llama", ADAMW, rows=2, accumulate=2))
+
+
+@pytest.mark.parametrize("block", ["layernorm_gelu", "rmsnorm_silu"])
+def test_vits_are_those_of_each_run_alone(block):
+    model = ViT(d_model=16, n_layers=2, n_heads=2, d_ff=24, block=block, image_size=4, channels=1, classes=5)
+    inputs = {
+        "patches": InputSpec((4, 4), "float32"),
+        "targets": InputSpec((), "int32", 5),
+        "weights": InputSpec((), "float32"),
+    }
+
+    class Images(Job):
+        def batch(self, step):
+            draw = np.random.default_rng((self.data, step))
+            patches = draw.standard_normal((3, 4, 4), np.float32)
+            return {
+                "patches": patches, "targets": draw.integers(0, 5, 3, np.int32), "weights": np.ones(3, np.float32)
+            }  # fmt: skip
+
+    assert_as_alone([
+        Images(optimised(VitTiny().plan(model, Setup(inputs, rows=3, seed=i)), optimiser, lr), lr, i)
+        for i, (optimiser, lr) in enumerate(ADAMW)
+    ])  # fmt: skip
+
+
+def lora_jobs(tmp_path, bases, dropout):
+    jobs = []
+    for i, base in enumerate(bases):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        model = write_base(folder / "base.gguf", "llama")
+        if base:  # another one of the same shapes
+            values = {t.name: t.init.draw(t.shape, 70 + base, t.name) for t in model.tensors()}
+            write_model(folder / "base.gguf", model, values, None)
+        recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
+        recipe.check()
+        made = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
+        jobs.append(Job(optimised(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
+    return jobs
+
+
+@pytest.mark.parametrize("bases", [(0, 0), (0, 1)], ids=["of one base", "of two bases"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
+    assert_as_alone(lora_jobs(tmp_path, bases, dropout))
+
+
+def test_a_base_that_runs_share_is_held_once(tmp_path):
+    sessions = ENGINE.realize_stack([job.plan for job in lora_jobs(tmp_path, (0, 0, 1), 0.0)])
+    frozen = [t.name for t in sessions[0].plan.tensors if not t.trainable and t.decays]
+    for name in frozen:
+        places = [session._tensors[name].data_ptr() for session in sessions]
+        assert places[0] == places[1] != places[2]
+    sessions[1].upload(frozen[0], np.ones(sessions[1].plan.tensor(frozen[0]).shape, np.float32))
+    assert (sessions[1].download(frozen[0]) == 1).all()
+    assert not (sessions[0].download(frozen[0]) == 1).any()
+
+
+# -- each with its own numbers ----------------------------------------------------------------------------------------
+
+
+def test_each_run_is_clipped_to_its_own_norm():
+    jobs = [jobs_of("llama", [(SGD(momentum=0.0), 0.1)], grad_clip=clip)[0] for clip in (0.0, 0.05, 100.0)]
+    assert_as_alone(jobs)
+    _, (free, clipped, _) = together(jobs, 3)
+    assert max(np.abs(free[n] - clipped[n]).max() for n in free) > 1e-3
+
+
+def test_both_modes_of_adamw_are_one_program():
+    modes = [(AdamWOptimiser(mode=mode).settled(mode), 0.003) for mode in ("lora", "from_scratch")]
+    assert unlike([job.plan for job in jobs_of("llama", modes)]) == ""
+    assert_as_alone(jobs_of("llama", modes))
+
+
+def test_a_run_that_breaks_touches_no_other():
+    jobs = jobs_of("gpt2", [(SGD(momentum=0.0), 0.01), (SGD(momentum=0.0), 1e9), (SGD(momentum=0.0), 0.02)])
+    found, kept = together(jobs, 8)
+    assert not np.isfinite(found[1]).all()
+    for i in (0, 2):
+        losses, expected = alone(jobs[i], 8)
+        np.testing.assert_allclose(found[i], losses, rtol=1e-5)
+        for name, values in expected.items():
+            np.testing.assert_allclose(kept[i][name], values, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("optimiser", [AdamWOptimiser(mode="lora"), SGD()], ids=["fused", "formula"])
+def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser):
+    jobs = jobs_of("llama", [(optimiser, 0.01)] * 3, skip_nonfinite=True)
+    jobs[2].plan = dataclasses.replace(jobs[2].plan, skip_nonfinite=False)
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    for session in sessions[1:]:
+        bad = session.snapshot()
+        bad["output_norm.weight"][:] = np.nan
+        session.restore(bad)
+    before = [session.snapshot() for session in sessions]
+    waits = [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]
+    assert [np.isfinite(wait()).all() for wait in waits] == [True, False, False]
+
+    def kept(i):
+        same = (np.array_equal(before[i][n], sessions[i].download(n), equal_nan=True) for n in names)
+        return list(same)
+
+    names = [t.name for t in jobs[0].plan.trainable]
+    assert not any(kept(0))
+    assert all(kept(1))
+    assert not all(kept(2))
+
+
+# -- each with its own life -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd_momentum"])
+def test_those_that_are_left_go_on_where_a_run_ends(name):
+    jobs = jobs_of("llama", [*OPTIMISERS[name], OPTIMISERS[name][0]])
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    lengths = {0: 12, 1: 4, len(jobs) - 1: 7} if len(jobs) > 2 else {0: 12, 1: 4}
+    losses = [[] for _ in jobs]
+    for step in range(12):
+        going = [i for i in range(len(jobs)) if step < lengths.get(i, 12)]
+        waits = [jobs[i].step(sessions[i], step) for i in going]
+        for i, wait in zip(going, waits, strict=True):
+            losses[i].append(wait())
+        for i in going:
+            if step + 1 == lengths.get(i):
+                theirs = alone(jobs[i], step + 1)[1]
+                for tensor, values in sessions[i].snapshot().items():
+                    np.testing.assert_allclose(values, theirs[tensor], atol=2e-6, err_msg=tensor)
+                sessions[i].close()
+    for job, ours, i in zip(jobs, losses, range(len(jobs)), strict=True):
+        theirs, _ = alone(job, lengths.get(i, 12))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_a_session_of_a_stack_sees_its_own_run():
+    jobs = jobs_of("llama", ADAMW)
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    waits = [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]
+    held_out = batches(3, 9).batch(0)
+    for job, session in zip(jobs, sessions, strict=True):  # nobody has waited yet: the step is taken all the same
+        with built([ENGINE.realize(job.plan)])[0] as other:
+            job.step(other, 0)()
+            assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-6)
+            np.testing.assert_allclose(session.logits(held_out), other.logits(held_out), atol=1e-5)
+            ids = held_out["tokens"][0]
+            np.testing.assert_allclose(session.decoder().feed(ids), other.decoder().feed(ids), atol=1e-5)
+            for name, gradient in other.gradients(held_out).items():
+                np.testing.assert_allclose(session.gradients(held_out)[name], gradient, atol=1e-6)
+    assert len({wait() for wait in waits}) == len(jobs)
+
+
+def test_a_run_goes_on_in_a_stack_from_where_it_was_alone():
+    jobs = jobs_of("llama", [(Muon(), 0.01), (Muon(momentum=0.9), 0.003)])
+    expected, _ = alone(jobs[1], 10)
+    _, kept = alone(jobs[1], 6)
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    sessions[1].restore(kept)
+    for step in range(4):  # at steps of their own
+        waits = [jobs[0].step(sessions[0], step), jobs[1].step(sessions[1], 6 + step)]
+        assert waits[1]().loss == pytest.approx(expected[6 + step, 0], rel=1e-5)
+    theirs = alone(jobs[0], 4)[1]
+    assert all(np.allclose(values, theirs[name], atol=1e-6) for name, values in sessions[0].snapshot().items())
+
+
+def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs_of("llama", ADAMW)]))
+    first = sessions[1].snapshot()
+    arrays = {name: first[name] for name in first}
+    again = sessions[1].snapshot(first)
+    assert all(again[name] is arrays[name] for name in arrays)
+    assert all(torch.from_numpy(x).untyped_storage().nbytes() == x.nbytes for x in arrays.values())
+
+
+def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs_of("llama", ADAMW)]))
+    job = jobs_of("llama", ADAMW)[0]
+    monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
+    waits = [job.step(session, 0) for session in sessions]
+    for wait in waits:
+        with pytest.raises(ZeroDivisionError):
+            wait()
+    monkeypatch.undo()
+    waits = [job.step(session, 0) for session in sessions]
+    assert all(np.isfinite(wait()).all() for wait in waits)
+
+
+# -- what is no stack -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (plan("llama"), plan("gpt2"), "model is Llama and GPT2"),
+        (plan("llama"), plan("llama_all"), "model.head_dim is 0 and 12"),
+        (plan("llama", rows=4), plan("llama", rows=2), "rows is 4 and 2"),
+        (plan("llama", rows=2), plan("llama", rows=2, accumulate=2), "accumulate is 1 and 2"),
+        (optimised(plan("llama"), SGD(), 0.1), optimised(plan("llama"), Lion(), 0.1), "another formula"),
+        (optimised(plan("llama"), SGD(), 0.1), optimised(plan("llama"), SGD(nesterov=True), 0.1), "another formula"),
+        (optimised(plan("llama"), Adafactor(), 0.1), optimised(plan("llama"), Adafactor(clip=2.0), 0.1), "another f"),
+        (optimised(plan("llama"), Muon(), 0.1), optimised(plan("llama"), AdamWOptimiser(mode="lora"), 0.1), "groups"),
+        (plan("llama"), optimised(plan("llama"), SGD(groups={"output*": {"frozen": True}}), 0.1), "tensors"),
+    ],
+)  # fmt: skip
+def test_plans_of_two_programs_are_refused_with_what_they_differ_in(first, second, why):
+    with pytest.raises(UserError, match=why):
+        ENGINE.realize_stack([first, second])
+
+
+@pytest.mark.parametrize("setting", [{"compile": True}, {"recompute": True}, {"packed": True}, {"dtype": "bfloat16"}])
+def test_engines_that_compute_one_run_in_their_own_way_are_refused(setting):
+    engine = dataclasses.replace(ENGINE, **setting)
+    with pytest.raises(UserError, match=f"engine.{next(iter(setting))}="):
+        engine.realize_stack([plan("llama"), plan("llama", seed=1)])
+
+
+def test_a_model_whose_numbers_decide_what_is_computed_is_refused():
+    class Deciding(Llama):
+        def forward(self, ops, p, batch):
+            x = super().forward(ops, p, batch)
+            return ops.scale(x, 2.0) if float(p["output_norm.weight"].sum()) > 0 else x
+
+    settings = vars(plan("llama").model)
+    deciding = dataclasses.replace(plan("llama"), model=Deciding(**settings))
+    with pytest.raises(UserError, match="model=llama: several runs of it cannot be computed at once"):
+        ENGINE.realize_stack([deciding, deciding])
+
+
+def test_an_engine_without_stacks_says_so():
+    with pytest.raises(UserError, match="engine=ggml: takes the steps of one run at a time"):
+        GGMLCPU().realize_stack([plan("llama")] * 2)

@@ -40,6 +40,14 @@ def in_bytes(n: int) -> str:
     return f"{n / size:.3g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 0.35 ms, 41 s, 12 min, 3.4 h, 2.1 days."""
+    for most, size, unit in ((1, 1e-3, "ms"), (100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:.3g} days"
+
+
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
     table = [row for row in rows if len(row) > 1]

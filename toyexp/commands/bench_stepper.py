@@ -58,25 +58,25 @@ class EngineStepper(Stepper):
     """An engine's session, driven as a run without callbacks that look drives it."""
 
     def __init__(self, prepared: Prepared):
-        self._session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
+        self.session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
         self._under_way: list[Callable[[], StepMetrics]] = []
-        facts = self._session.describe()
+        facts = self.session.describe()
         self.devices = facts.get("devices", 1)
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
         idle = [text for text in prepared.warnings if text.startswith("engine.")]
-        self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self._session.notes()))
+        self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
 
     def step(self, batch: Batch) -> None:
         """One step, with the numbers that the optimiser has for it."""
         numbers = self._plan.numbers(self._steps, self._lr)
         self._steps += 1
-        self._under_way.append(self._session.launch(batch, numbers))
-        if not self._session.runs_ahead or len(self._under_way) > 1:
+        self._under_way.append(self.session.launch(batch, numbers))
+        if not self.session.runs_ahead or len(self._under_way) > 1:
             self._under_way.pop(0)()
 
     def wait(self) -> None:
@@ -86,11 +86,11 @@ class EngineStepper(Stepper):
 
     def device_bytes(self) -> int | None:
         """The session's."""
-        return self._session.device_bytes()
+        return self.session.device_bytes()
 
     def close(self) -> None:
         """Closes the session."""
-        self._session.close()
+        self.session.close()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ SHORT = {
 # What a flag takes: None is nothing, () anything, and otherwise one of these words.
 FLAGS: dict[str, tuple[str, ...] | None] = {
     "--multirun": None,
+    "--dry-run": None,
+    "--json": None,
     "--cfg": ("job", "hydra", "all"),
     "--resolve": None,
     "--package": (),
@@ -96,6 +98,10 @@ def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
         if flag in flags and "--cfg" not in flags:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
     showing = sorted(flags.keys() & SHOWING)
+    if showing and "--dry-run" in flags:
+        showing.append("--dry-run")
+    if "--json" in flags and "--dry-run" not in flags:
+        raise UserError("--json: goes with --dry-run, or behind a command; a run writes events.jsonl and result.json")
     if len(showing) > 1:
         raise UserError(f"{' '.join(showing)}: show one thing at a time; leave out all but one")
     if showing and "--multirun" in flags:

@@ -17,6 +17,7 @@ HEAD = """\
 usage: toyexp [key=value ...]        run one experiment
        toyexp -m key=v1,v2 ...       sweep over values
        toyexp sweep.resume=DIR       go on with a sweep
+       toyexp ... --dry-run          what any of these would do, and how long
        toyexp COMMAND ...            see toyexp COMMAND --help
 """
 EXAMPLES = """

@@ -29,7 +29,8 @@ from toyexp.training.verdict import print_result
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
     from toyexp.config.request import Request
-    from toyexp.training.parts import Result
+    from toyexp.training.parts import Prepared, Result
+    from toyexp.training.resume import Resumed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,18 +107,50 @@ def run(words: Sequence[str]) -> int:
     if flags.keys() & SHOWING:
         status("")
         return inspect(flags, request)
+    if "--dry-run" in flags and started_ranks().count > 1:
+        raise UserError("--dry-run: is done by one process; torchrun starts the ranks of a run")
     if "--multirun" in flags or "sweep.resume" in request.values:
         if started_ranks().count > 1:
             raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
         return sweep(flags, request)
     _require_one_run(request)
+    if "--dry-run" in flags:
+        return _dry_run(flags, request, resume)
     if started_ranks().rank:
         return _follow(request, resume)
     if resume == "auto":
         return _go_on_with_the_newest(request)
-    result = experiment(request.compose()) if resume is None else _go_on(request, Path(resume))
-    print_result(result)
+    if resume is None:
+        print_result(experiment(request.compose()))
+    else:
+        of_run = _of_run(request, Path(resume))
+        print_result(experiment(of_run.compose(), resume=Path(resume).absolute()))
     return 0
+
+
+def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> int:
+    """Says what a run would be; its errors are the run's."""
+    from toyexp.base.memory import running_out
+    from toyexp.commands.dry_run import foresee
+    from toyexp.contract.command import Arguments
+    from toyexp.training.resume import Complete
+
+    found = None if resume in (None, "auto") else Path(str(resume))
+    request = _of_run(request, found) if found else request
+    composed = request.compose()
+    found = _newest(composed)[0] if resume == "auto" else found and found.absolute()
+    try:
+        prepared, where, resumed = _ready(composed, resume=found)
+    except Complete as error:
+        if resume != "auto":
+            raise
+        say(f"{error}, or without resume=auto for a new run")
+        return 0
+    status("taking a few steps")
+    with running_out():
+        answer = foresee(request, composed, prepared, where, resumed)
+    status("")
+    return answer.show(Arguments(set(flags), {}, [], []))
 
 
 def _require_one_run(request: Request) -> None:
@@ -143,25 +176,23 @@ def _follow(request: Request, resume: str | None) -> int:
     return 0
 
 
-def _go_on(request: Request, run: Path) -> Result:
-    """Goes on with a run in its directory."""
+def _of_run(request: Request, run: Path) -> Request:
+    """What going on with a run is asked of, in its directory."""
     from toyexp.training.resume import require_run
 
     require_run(run, "resume")
     for override in request.settings:
         if override.key_or_group == "hydra.run.dir":
             raise UserError(f"{override.input_line}: resume={run} goes on in that directory; leave it out")
-    return experiment(request.of_run(run).compose(), resume=run.absolute())
+    return request.of_run(run)
 
 
 def _go_on_with_the_newest(request: Request) -> int:
     """resume=auto: goes on with the newest run of the name, if there is one, or else begins it."""
-    from toyexp.training.resume import Complete, OtherExperiment, find_newest
+    from toyexp.training.resume import Complete, OtherExperiment
 
     composed = request.compose()
-    composed.settle()
-    parent, name = composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
-    found = find_newest(parent, name)
+    found, parent, name = _newest(composed)
     nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
     say(f"resume  {short(found) if found else nothing}")
     try:
@@ -173,12 +204,31 @@ def _go_on_with_the_newest(request: Request) -> int:
     return 0
 
 
+def _newest(composed: Composed) -> tuple[Path | None, Path, str]:
+    """The run that resume=auto goes on with, if there is one, where it was looked for, and by what name."""
+    from toyexp.training.resume import find_newest
+
+    composed.settle()
+    parent, name = composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
+    return find_newest(parent, name), parent, name
+
+
 @of_a_part(_parts)  # each job of a sweep by itself
 def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
     """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
+    from toyexp.training.experiment import execute
+
+    prepared, where, resumed = _ready(composed, directory, resume)
+    return execute(prepared, where, say, resumed)
+
+
+def _ready(
+    composed: Composed, directory: Path | None = None, resume: Path | None = None
+) -> tuple[Prepared, Path, Resumed | None]:
+    """A run that is built and checked, where it goes, and what it goes on from; nothing is written yet."""
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
-    from toyexp.training.experiment import execute, prepare
+    from toyexp.training.experiment import prepare
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
 
@@ -197,8 +247,7 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
         except UserError:
             with composed.placed():
                 raise
-        resumed = load_run(where, prepared) if resume else None
-    return execute(prepared, where, say, resumed)
+        return prepared, where, load_run(where, prepared) if resume else None
 
 
 def sweep(flags: dict[str, str], request: Request) -> int:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.base.ranks import lonely_ranks, started_ranks
+from toyexp.base.words import typed as plain
 from toyexp.config.base import base_of, by_key
 from toyexp.config.build import parts_of, resolved, typed
 from toyexp.config.chosen import check_files, placed
@@ -32,6 +33,7 @@ from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.registry import Registry
 from toyexp.training.parts import Config
+from toyexp.training.resume import differences
 
 
 def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:
@@ -106,6 +108,12 @@ class Composed:
         with open_dict(self.cfg):
             self.cfg.model = dict(base.settings)
         return base.model, self.every.of_config(self.cfg)
+
+    def unlike(self, usual: Composed) -> list[str]:
+        """The settings, beside Hydra's own, that are others than in a usual configuration."""
+        then, now = (OmegaConf.to_container(OmegaConf.masked_copy(c.cfg, [str(k) for k in c.cfg if k != "hydra"]))
+                     for c in (usual, self))  # fmt: skip
+        return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
 
     def look_over(self) -> None:
         """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""

@@ -51,7 +51,11 @@ def sweep(asked: Asked) -> int:
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     memory = {"flags": flags, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd())}
     of_jobs = replace(request, settings=fixed)
-    return Runner(asked, of_jobs, _settings(of_jobs, own), jobs, memory, values).run(jobs)
+    return _done(Runner(asked, of_jobs, _settings(of_jobs, own), jobs, memory, values), jobs)
+
+
+def _done(runner: Runner, jobs: Sequence[Job]) -> int:
+    return runner.foresee(jobs) if "--dry-run" in runner.asked.flags else runner.run(jobs)
 
 
 def _go_on(asked: Asked, path: Path) -> int:
@@ -77,10 +81,10 @@ def _go_on(asked: Asked, path: Path) -> int:
     except BaseException:
         folder.close()
         raise
-    if memory["cwd"] != str(Path.cwd()):
+    if memory["cwd"] != str(Path.cwd()) and "--json" not in asked.flags:
         say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
     runner = Runner(asked, request, settings, folder.jobs, memory, {}, folder)
-    return runner.run(runner.unfinished())
+    return _done(runner, runner.unfinished())
 
 
 def _is_own(override: Any) -> bool:

@@ -61,7 +61,7 @@ class Runner:
         from toyexp.sweep.lookahead import Lookahead  # deferred, as Hydra is everywhere here
 
         self._ahead = Lookahead(request, values)
-        self._asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
+        self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
         self._printing = threading.Lock()
@@ -165,14 +165,34 @@ class Runner:
             if self._folder:
                 self._folder.close()
 
+    def foresee(self, jobs: Sequence[Job]) -> int:
+        """Says what these jobs would be; returns the exit code, which is not 0 where one of them cannot be."""
+        from toyexp.sweep.foresight import Foresight
+
+        try:
+            left = self._checked(jobs)
+            folder, gpus = self._folder, self._most_gpus
+            whole = Foresight(self._ahead, self._settings, self._limit, self._cores, gpus, self._memory, folder)
+            return whole.show(left, "--json" in self.asked.flags) or (2 if len(left) < len(jobs) else 0)
+        finally:
+            if self._folder:
+                self._folder.close()
+
     def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs to run. Each value is looked at before the first one starts, and what is wrong is told."""
+        """The jobs to run, of which the first says where all of them are."""
+        left = self._checked(jobs)
+        while left and self._folder is None and not self._placed(left[0]):
+            left.pop(0)
+        return left
+
+    def _checked(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs that can be. Each value is looked at before the first one starts, and what is wrong is told."""
         from toyexp.sweep.lookahead import first_look, require_directories
 
         new = [job for job in jobs if job.directory is None]
         if not new:
             return list(jobs)
-        if len(new) > MANY:
+        if len(new) > MANY and "--json" not in self.asked.flags:
             say(f"sweep   {len(new)} jobs; their settings are checked, each value once")
         status("checking the settings of the jobs")
         wrong = first_look(new, self._ahead)
@@ -181,10 +201,7 @@ class Runner:
         for job in new:
             if job.number in wrong:
                 self._end(job, _failure(wrong[job.number]))
-        left = [job for job in jobs if job.number not in wrong]
-        while left and self._folder is None and not self._placed(left[0]):  # the first says where all of them are
-            left.pop(0)
-        return left
+        return [job for job in jobs if job.number not in wrong]
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -265,10 +282,10 @@ class Runner:
             with contained():
                 say(f"\n[{job.number}] {job.label}".rstrip())
                 if job.attempts > 1:
-                    self._asked.run(self._order(job).words())
+                    self.asked.run(self._order(job).words())
                     return Ended(0)
                 cfg = self._request.compose(*job.overrides, f"hydra.job.num={job.number}")
-                print_result(self._asked.experiment(cfg, self._folder.run(job)))
+                print_result(self.asked.experiment(cfg, self._folder.run(job)))
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             self._stop.number, self._stop.requested = code - 128, True

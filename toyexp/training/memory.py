@@ -20,7 +20,7 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     device with memory of its own: the largest of them, which passes through the machine's). Activations come on top,
     of which engine.recompute holds fewer.
     """
-    batch, weights = _least(plan, engine)
+    batch, weights = least(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
         rows = plan.rows * plan.accumulate
@@ -35,7 +35,7 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     A run with checkpoints keeps one such copy in the machine's memory, whatever the engine, and makes a second one
     only where there is room: see training/keeper.py.
     """
-    needed, left = sum(_least(plan, engine)) + snapshot_bytes(plan), available_bytes()
+    needed, left = sum(least(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if left is not None and needed > left:
         copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"
         raise UserError(
@@ -48,7 +48,7 @@ def snapshot_bytes(plan: Plan) -> int:
     return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
 
 
-def _least(plan: Plan, engine: Engine) -> tuple[int, int]:
+def least(plan: Plan, engine: Engine) -> tuple[int, int]:
     """Bytes of a step's batch, and of what trains."""
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -106,6 +107,22 @@ class RunDir:
         os.close(self._lock)
 
 
+def require_writable(path: Path, key: str = "hydra.run.dir", continued: bool = False) -> None:
+    """Raises UserError where RunDir would, as far as that is seen without writing anything."""
+    import fcntl
+
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
+        raise UserError(f"{path}: cannot be written ({why}); choose: {key}=...")
+    if continued and (path / LOCK).exists():
+        with open(path / LOCK, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _owned(path, file.read(100)) from None
+
+
 class LogFile(logging.FileHandler):
     """log.txt. What cannot be written there is told once and lost: no line of a log is worth a step."""
 
@@ -139,13 +156,18 @@ def lock(path: Path) -> int:
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
     except BlockingIOError:
-        owner = printable(os.read(file, 100).decode(errors="replace").strip()) or "another process"
+        owner = os.read(file, 100)
         os.close(file)
-        raise UserError(f"{path}: is being written by process {owner}; wait for it, or stop it") from None
+        raise _owned(path, owner) from None
     except OSError:
         os.close(file)
         raise
     return file
+
+
+def _owned(path: Path, owner: bytes) -> UserError:
+    name = printable(owner.decode(errors="replace").strip()) or "another process"
+    return UserError(f"{path}: is being written by process {name}; wait for it, or stop it")
 
 
 def runnable(config: Mapping[str, Any]) -> str:

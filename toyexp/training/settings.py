@@ -60,6 +60,13 @@ class Interval:
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 
+def evaluations(begins: int, steps: int, every: int) -> int:
+    """How many evaluations a run has: at the step that it begins at, every so many steps, and after the last one."""
+    if not every:
+        return 0
+    return steps // every - -(-begins // every) + 1 + (steps % every != 0)
+
+
 @dataclass
 class Settings:
     """The keys at the top, but for the parts. conf/config.yaml shows them as they stand here."""

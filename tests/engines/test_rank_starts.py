@@ -11,6 +11,7 @@ import pytest
 from faults import TEXT, environment, python
 from several import ON_TWO, PLUGIN, RANKS, RUN, free_port
 
+import toyexp.base.ending
 from toyexp import UserError
 from toyexp.base import started_ranks
 from toyexp.base.signals import ending
@@ -155,3 +156,19 @@ def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, 
         monkeypatch.setenv(name, value)
     assert main(given) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["stepz=3"], ["plugins"], [*RUN, "data.path=missing.txt"]])
+def test_of_bad_input_the_first_of_torchruns_ranks_speaks_alone(book, given):
+    started = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "toyexp"]
+    done = subprocess.run(python(*started, *given), env=environment(book), capture_output=True, text=True, timeout=120)
+    told = [line for line in done.stderr.splitlines() if line.startswith("toyexp: ")]
+    assert (done.returncode, len(told), told[0][:15]) == (1, 1, "toyexp: error: "), done.stderr
+
+
+def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch, capsys):
+    for name, value in zip((*RANKS, "TORCHELASTIC_RUN_ID"), ("1", "2", "127.0.0.1", "1", "none"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(toyexp.base.ending, "GRACE", 0.0)
+    assert main(["engine=cpu", "stepz=3"]) == 2
+    assert re.match(r"toyexp: error: rank 1 \(on .*\): .*stepz", capsys.readouterr().err)

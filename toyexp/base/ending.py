@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+import time
 from collections.abc import Callable
 
-from toyexp.base.errors import RunFailed, ToyexpError
+from toyexp.base.errors import RunFailed, ToyexpError, UserError
+from toyexp.base.ranks import rank_of_torchrun
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, status
+
+GRACE = 5.0  # seconds in which torchrun ends the other ranks when one has failed
 
 
 def exit_code_of(work: Callable[[], int]) -> int:
@@ -34,6 +39,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
         told = _told(error)
         if told is None:
             raise
+        if isinstance(error, UserError) and (rank := rank_of_torchrun()):
+            time.sleep(GRACE)  # torchrun ends this process where the first rank has said the same
+            told = f"rank {rank} (on {platform.node()}): {told}"
         complain(f"error: {told}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
     finally:
@@ -41,7 +49,8 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
-    complain(str(error) or "interrupted")
+    if not rank_of_torchrun():  # whose first rank says so for all
+        complain(str(error) or "interrupted")
     return end_process(getattr(error, "exit_code", 130))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import toyexp
 from toyexp.base.blame import blamed, of_a_part
 from toyexp.base.ending import exit_code_of
-from toyexp.base.errors import PluginFailed, RunFailed, Unavailable, UserError, printable
+from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.files import working_directory
 from toyexp.base.home import with_home, with_quotes
 from toyexp.base.ranks import started_ranks
@@ -165,14 +165,9 @@ def _require_one_run(request: Request) -> None:
 
 
 def _follow(request: Request, resume: str | None) -> int:
-    """As another rank than the first: the engine takes part in that one's run, which also tells what is wrong."""
+    """As another rank than the first: the engine takes part in that one's run."""
     of_run = request if resume in (None, "auto") else request.of_run(Path(resume))
-    try:
-        of_run.parts().engine.follow()
-    except Unavailable:  # on this host
-        raise
-    except UserError as error:
-        return error.exit_code
+    of_run.parts().engine.follow()
     return 0
 
 

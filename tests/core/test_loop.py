@@ -12,7 +12,7 @@ from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp.training.driver import Evaluate, Step
+from toyexp.training.driver import Evaluate, Step, drive_together
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
 from toyexp.training.outcome import Outcome, Saver
 
@@ -42,6 +42,12 @@ class Queued(Scripted):
     def do_launch(self, micros, numbers):
         self.heard.append("launch")
         return lambda: self.do_step(micros, numbers)
+
+
+class Launched(Queued):
+    """Takes a step when it is waited for, and has no second one launched before."""
+
+    runs_ahead = False
 
 
 @dataclass(eq=False)
@@ -442,6 +448,41 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
     assert order[-3:] == [(True, Evaluate), (True, Step), (True, Evaluate)]
     assert (long.training.outcome.steps, short.training.outcome.steps) == (5, 2)
     assert short.recorder.metrics[1]["loss"] == 2.5
+
+
+def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
+    """Whatever one has to evaluate in between; one that ends leaves."""
+    heard = []
+    recorders = [Recorder(looked_at=(), heard=heard) for _ in range(3)]
+    runs = [
+        stage(steps, recorder=r, kind=Launched, eval_every=every)
+        for r, steps, every in zip(recorders, (4, 2, 4), (0, 0, 2), strict=True)
+    ]
+    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+    assert [end.steps for end in ends] == [4, 2, 4]
+    work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "on_step")]
+    assert work == 2 * (3 * ["launch"] + 3 * ["on_step"]) + 2 * (2 * ["launch"] + 2 * ["on_step"])
+
+
+def test_a_loop_that_fails_ends_no_other(stage):
+    runs = [stage(4), stage(4, [GOOD, BAD]), stage(4), stage(2)]
+    runs[2].session.do_loss = lambda micro: 1 / 0
+    runs[2].training.eval_every = 2
+    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+    assert [getattr(end, "reason", type(end)) for end in ends] == ["completed", RunFailed, PluginFailed, "completed"]
+    assert "step 2" in str(ends[1]) and "no finite" not in str(ends[2])
+    assert [len(run.session.hps) for run in runs] == [4, 2, 0, 2]
+
+
+def test_a_signal_that_ends_the_process_ends_all_loops(stage):
+    runs = [stage(4), stage(4)]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    runs[0].session.do_step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        drive_together([run.training.asks() for run in runs], [run.session for run in runs])
 
 
 def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):

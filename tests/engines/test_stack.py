@@ -5,12 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny import batches, plan, weighted, write_base
+from tiny import VOCAB, batches, plan, weighted, write_base
 
-from toyexp import InputSpec, Setup, UserError, unlike
+from toyexp import Bus, Callback, InputSpec, Run, RunFailed, Setup, UserError, hookimpl, unlike
 from toyexp.contract.plan import optimised
 from toyexp.datasets.dropout import Dropout
 from toyexp.formats.gguf.write import write_model
+from toyexp.testing import token_dataset
+from toyexp.training.driver import drive_together
+from toyexp.training.loop import Training
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
@@ -22,6 +25,7 @@ from toyexp_optimisers.sgd import SGD
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.vit_tiny import VitTiny
 from toyexp_torch.engines import TorchCPU
+from toyexp_torch.stack_step import StackedStep
 
 ENGINE = TorchCPU(threads=1)
 EXACT = TorchCPU(threads=1, dtype="float64")  # in which sums of another order are the same to some 1e-15
@@ -298,6 +302,70 @@ def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):
     monkeypatch.undo()
     waits = [job.step(session, 0) for session in sessions]
     assert all(np.isfinite(wait()).all() for wait in waits)
+
+
+# -- each in its own loop ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Watch(Callback):
+    """Notes what it hears, and stops its run after a step."""
+
+    name = "watch"
+    stops_at: int = 0
+    steps: list = dataclasses.field(default_factory=list)
+    evals: list = dataclasses.field(default_factory=list)
+
+    @hookimpl
+    def on_step(self, step, metrics):
+        self.steps.append((step, metrics["loss"], metrics["lr"], metrics["grad_norm"]))
+
+    @hookimpl
+    def on_eval(self, step, metrics):
+        self.evals.append((step, metrics["loss"]))
+
+    @hookimpl
+    def stop_reason(self, step):
+        return "enough" if step == self.stops_at else None
+
+
+def training(job, session, folder, steps, eval_every, stops_at):
+    watch = Watch(stops_at=stops_at)
+    bus = Bus({"watch": watch})
+    dataset = token_dataset(VOCAB, count=2000, seed=5)
+    run = Run("stacked", folder, 0, steps, job.lr, {}, "cpu", job.plan, session, dataset, {}, bus)
+    return watch, Training(run, bus, batches(3, job.data), eval_every)
+
+
+def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
+    """One breaks, one is stopped, one has fewer steps and others evaluate more often: each as alone."""
+    jobs = jobs_of("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
+    how = [(9, 3, 0), (9, 0, 0), (9, 4, 5), (4, 2, 0), (9, 0, 0)]
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    taken, step = [], StackedStep.__call__
+
+    def counted(self, micros, numbers):
+        taken.append(len(numbers[0]))
+        return step(self, micros, numbers)
+
+    monkeypatch.setattr(StackedStep, "__call__", counted)
+    stacked = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
+    ends = drive_together([it.asks() for _, it in stacked], sessions)
+    assert isinstance(ends[1], RunFailed)
+    assert [getattr(end, "reason", None) for end in ends] == ["completed", None, "aborted", "completed", "completed"]
+    broke = len(stacked[1][0].steps)
+    assert taken == [sum(n >= i for n in (9, broke, 5, 4, 9)) for i in range(1, 10)]
+    for job, of, (ours, _), end in zip(jobs, how, stacked, ends, strict=True):
+        with built([ENGINE.realize(job.plan)])[0] as session:
+            theirs, it = training(job, session, tmp_path, *of)
+            if isinstance(end, RunFailed):
+                with pytest.raises(RunFailed) as error:
+                    it.train()
+                assert str(error.value) == str(end)
+            else:
+                it.train()
+        np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-5)
+        np.testing.assert_allclose(np.reshape(ours.evals, (-1, 2)), np.reshape(theirs.evals, (-1, 2)), rtol=1e-5)
 
 
 # -- what is no stack -------------------------------------------------------------------------------------------------

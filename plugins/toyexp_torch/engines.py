@@ -305,8 +305,6 @@ class TorchMPS(TorchEngine):
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
         if (ranks := started_ranks().count) > 1:
             raise Unavailable(f"Apple silicon has one GPU, and torchrun has started {ranks} ranks; use engine=cpu")
-        if self.devices not in ("1", "all"):
-            raise UserError(f"engine.devices={printable(self.devices)}: Apple silicon has one GPU; leave it out")
         if platform.system() != "Darwin":
             raise Unavailable(f"MPS needs macOS on Apple silicon; this is {platform.system()}. Use engine=cpu")
         torch = import_torch()

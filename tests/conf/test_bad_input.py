@@ -16,11 +16,13 @@ import pytest
 
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
+from toyexp.commands.variants import ALONE
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse
 from toyexp.contract.plugins import load
 from toyexp.training.checkpoint import MANIFEST, STATE
+from toyexp_ggml.engines import GGMLCUDA, GGMLGPU, GGMLVulkan
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
@@ -962,3 +964,26 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
 )
 def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, words, told):
     refused(words, told)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "own"), [("parity", "vulkan", "half=true"), ("bench", "ggml_cuda", "tf32=true")]
+)
+def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(
+    refused, monkeypatch, command, name, own
+):
+    monkeypatch.setattr(GGMLGPU, "check", lambda self: "ggml on a GPU")
+    monkeypatch.setattr(GGMLVulkan, "_claimed", None)
+    monkeypatch.setattr(GGMLCUDA, "_was_allowed", False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
+    words = [command, f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
+    refused(words, "once in a process", f"engine={name}:{own} beside engines like cpu")
+
+
+def test_parity_tells_which_settings_of_a_run_it_refuses(refused, capsys):
+    assert main(["parity", "--help"]) == 0
+    told = capsys.readouterr().out
+    for key in sorted(ALONE - {"sweep", "hydra"}):
+        assert key in told
+        refused(["parity", f"{key}=1"], f"{key}=1: is of no effect in parity")

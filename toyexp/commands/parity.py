@@ -308,8 +308,8 @@ usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.
 engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false, or
 engine=cuda,cuda:capture=false.
-All other settings are those of a run, but for what is about its evaluations and its directory: eval_every,
-checkpoint_every, resume, ...; steps={STEPS} unless given. Nothing is written.
+All other settings are those of a run; steps={STEPS} unless given. Nothing is evaluated or written: refused are
+{", ".join(sorted(ALONE))}.
 An experiment that sweeps, such as parity_all, is compared job by job.
 An optimiser that goes by signs, such as optim=lion, makes a whole step of a gradient that is nothing but rounding: its
 weights differ where gradients are near 0, and only gradient tells whether the engines agree; --weights X allows for it.

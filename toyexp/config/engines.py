@@ -19,7 +19,7 @@ from toyexp.contract.registry import Registry
 def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
     """The engine of `name:key=value:...` and its own settings; the UserError tells what was `asked`."""
     name, *own = label.split(":")
-    if not name:
+    if own and not name:
         raise UserError(f"{asked}: the engine's name is missing before the ':', such as ggml:threads=1")
     if len(own) == 1 and own[0].isdecimal():
         return label, {}  # cuda:0, which the registry knows no engine of, and has words for

@@ -109,6 +109,10 @@ def summary(path):
         return list(csv.DictReader(file))
 
 
+def by_number(path):
+    return sorted(summary(path), key=lambda row: int(row["job"]))
+
+
 def steps_of(run):
     """The steps that a run's events record."""
     lines = (Path(run) / "events.jsonl").read_text().splitlines()
@@ -143,10 +147,10 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     for job in jobs("sweeps/s"):
         seen = Path("sweeps/s", job["directory"] or "none", "seen.csv")
         if seen.exists():
-            before = [row["status"] for row in summary(seen)]
+            before = [row["status"] for row in by_number(seen)]
             assert before[: job["number"]] == expected[: job["number"]]
             assert set(before[job["number"] + 1 :]) <= {"waiting", "refused"}
-    table = summary("sweeps/s/summary.csv")
+    table = by_number("sweeps/s/summary.csv")
     assert [row["steps"] for row in table] == list(map(str, values))
     assert [row["steps taken"] for row in table if row["status"] == "completed"] == [
         str(n) for n, status in zip(values, expected, strict=True) if status == "completed"
@@ -154,7 +158,7 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     assert "callbacks.mishap failed at step 5: ZeroDivisionError: on purpose" in table[1]["error"]
     assert table[0]["run"] == str(tmp_path / "sweeps/s/0-scratch-llama")
     markdown = Path("sweeps/s/summary.md").read_text().splitlines()
-    assert len(markdown) == 8 and markdown[6].startswith("| 4 | 9 | killed |")
+    assert len(markdown) == 8 and any(line.startswith("| 4 | 9 | killed |") for line in markdown)
 
     untouched = {p: p.read_bytes() for p in Path("sweeps/s").glob("[!4]-*/*") if p.is_file()}
     assert main(["sweep.resume=sweeps/s", MODULES]) == 1  # two are still failed

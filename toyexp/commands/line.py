@@ -23,7 +23,7 @@ from toyexp.commands.flags import SHOWING, read
 from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
-from toyexp.sweep.combinations import follow_the_sweep
+from toyexp.sweep.combinations import follow_the_sweep, is_a_job
 from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
@@ -214,7 +214,12 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
     from toyexp.training.experiment import execute
 
     prepared, where, resumed = _ready(composed, directory, resume)
-    return execute(prepared, where, say, resumed)
+    if resumed is None or is_a_job():  # whose sweep sees to it
+        return execute(prepared, where, say, resumed)
+    from toyexp.sweep.directory import kept_up
+
+    with kept_up(where):
+        return execute(prepared, where, say, resumed)
 
 
 def _ready(

@@ -68,6 +68,14 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
         yield f"{override.get_key_element()}={text}", plain
 
 
+_follows = False
+
+
+def is_a_job() -> bool:
+    """Whether a sweep started this process."""
+    return _follows
+
+
 def follow_the_sweep() -> None:
     """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
 
@@ -75,6 +83,8 @@ def follow_the_sweep() -> None:
     """
     if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
         return
+    global _follows
+    _follows = True
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster sends it to all; the launcher on its node answers
 
     def wait() -> None:

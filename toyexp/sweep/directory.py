@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -20,12 +21,14 @@ from toyexp.base.ownership import SWEEP, require_empty
 from toyexp.base.terminal import say
 from toyexp.base.words import columns, short
 from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.training.checkpoint import conforms, read_json, rebuilt, result_of
-from toyexp.training.rundir import lock
+from toyexp.training.rundir import Owned, lock
 
 log = logging.getLogger("toyexp")
 
 FORMAT = 1
+SPREAD = "mean ± standard deviation (over n-1) of the seeds that completed"
 
 
 class Status(StrEnum):
@@ -163,14 +166,19 @@ class SweepDir:
         """What a job's processes printed."""
         return self.path / "logs" / f"{job.number}.log"
 
+    def ranking(self) -> Ranking[Job]:
+        """The jobs by what they came to, the best first."""
+        return ranked(self.jobs, self.asked["sweep"])
+
     def save(self) -> None:
         """Writes sweep.json and the summaries, each in one piece; what cannot be written is told once."""
         state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
-        table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "")
+        ranking = self.ranking()
+        table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
             SWEEP: lambda: dump_json(state, indent=1) + "\n",
             "summary.csv": lambda: _csv(table),
-            "summary.md": lambda: _markdown(table),
+            "summary.md": lambda: _summary(table, ranking),
         }
         with self._writing:
             try:
@@ -211,36 +219,86 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
     return job
 
 
+@contextlib.contextmanager
+def kept_up(run: Path) -> Iterator[None]:
+    """What becomes of a job that goes on by itself stands in its sweep's files too, unless that sweep is running."""
+    ended = Ended(0)
+    try:
+        yield
+    except BaseException as error:
+        ended = Ended(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
+        raise
+    finally:
+        if ended.code != 2:  # it was refused, and nothing happened
+            _take_down(run.resolve(), ended)
+
+
+def _take_down(run: Path, ended: Ended) -> None:
+    path = next((folder for folder in run.parents if (folder / SWEEP).is_file()), None)
+    if path is None:
+        return
+    try:
+        folder = SweepDir.open(path)
+    except Owned:  # which will look for itself
+        return
+    except UserError as error:
+        log.warning("%s; its summary is left as it was", error)
+        return
+    try:
+        for job in folder.jobs:
+            if job.directory == str(run.relative_to(path)):
+                job.attempts += 1
+                job.end(ended, run)
+                folder.save()
+                say(f"sweep   {short(path)}: its summary is up to date")
+    finally:
+        folder.close()
+
+
 # -- the summary ----------------------------------------------------------------------------------------------------
 
 
-def rows(jobs: Sequence[Job], where: Callable[[Job], str]) -> list[list[str]]:
-    """A head and a line for each job: what was varied, what came out, where it is."""
+def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
+    """A head and a line for each job, the best first: what was varied, what came out, where it is, and beside it.
+
+    The last columns are of all jobs that differ from it in the seed alone: how many completed, mean and standard
+    deviation (over n-1) of the metric, and whether they are the best.
+    """
     varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
     names = scores(jobs)
     table = [["job", *varied, "status", "steps taken", "train loss", "held-out loss", *(f"held-out {n}" for n in names),
-              "seconds", "run", "error"]]  # fmt: skip
-    for job in jobs:
+              "seconds", "run", "error", "seeds", f"{ranking.column} mean", f"{ranking.column} std",
+              "best"]]  # fmt: skip
+    for job, point in ranking.jobs():
         values = {_key(word): word.partition("=")[2] for word in job.overrides}
         table.append([str(job.number), *(values.get(key, "") for key in varied), job.status, *numbers(job, names, ""),
-                      _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or ""])  # fmt: skip
+                      _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
+                      str(len(point.values)), _number(point.mean if point.values else None, ".6f", ""),
+                      _number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """The same for the person who watches: one line a job, which says why where it is not completed."""
+    """The same for the person who watches: one line a job, the best first, and why where it is not completed."""
     names = scores(jobs)
     heads = ["steps", "train loss", "held-out loss", *(f"held-out {name}" for name in names)]
     table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
-    for job in jobs:
+    ranking = folder.ranking() if folder else ranked(jobs)
+    best = ranking.best
+    for job, _ in ranking.jobs():
         why = job.error or ""
         end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
         if job.status == Status.COMPLETED:
             end = short(folder.run(job)) if folder and job.directory else ""
+            end += "  best" if best and job is best.jobs[0] else ""
         table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
     say("")
     for line in columns(table, right={0, *range(2, len(table[0]) - 1)}):
         say(line)
+    if ranking.seeds:
+        say(f"\n{SPREAD}")
+        for line in columns(ranking.table(), right={1}):
+            say(line)
 
 
 def scores(jobs: Sequence[Job]) -> list[str]:
@@ -267,6 +325,12 @@ def _csv(table: Sequence[Sequence[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table)
     return text.getvalue()
+
+
+def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
+    """The jobs, and before them what several seeds came to, where there are several."""
+    over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds else ""
+    return over_seeds + _markdown(table)
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

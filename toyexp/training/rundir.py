@@ -123,6 +123,10 @@ def require_writable(path: Path, key: str = "hydra.run.dir", continued: bool = F
                 raise _owned(path, file.read(100)) from None
 
 
+class Owned(UserError):
+    """Another process writes there."""
+
+
 class LogFile(logging.FileHandler):
     """log.txt. What cannot be written there is told once and lost: no line of a log is worth a step."""
 
@@ -165,9 +169,9 @@ def lock(path: Path) -> int:
     return file
 
 
-def _owned(path: Path, owner: bytes) -> UserError:
+def _owned(path: Path, owner: bytes) -> Owned:
     name = printable(owner.decode(errors="replace").strip()) or "another process"
-    return UserError(f"{path}: is being written by process {name}; wait for it, or stop it")
+    return Owned(f"{path}: is being written by process {name}; wait for it, or stop it")
 
 
 def runnable(config: Mapping[str, Any]) -> str:

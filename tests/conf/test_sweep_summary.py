@@ -1,0 +1,123 @@
+"""The summary of a sweep has the best first, means over seeds, and what a job came to that went on alone."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toyexp.commands.line import main
+from toyexp.sweep.directory import Job, Status, SweepDir
+from toyexp.sweep.ranking import ranked
+from toyexp.training.rundir import lock
+
+SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
+         "eval_every=2", "callbacks=[events]"]  # fmt: skip
+
+
+def job(number, words, status=Status.COMPLETED, **result):
+    return Job(number, words.split(), f"{number}", status, 1, 0, None, result)
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_points_stand_by_their_mean_with_the_deviation_of_a_sample():
+    losses = {"lr=1": [3.0, 1.0, 2.0], "lr=2": [1.4, 1.7], "lr=3": [0.9]}
+    jobs = [job(i, f"{lr} seed={i}", eval_loss=loss) for i, (lr, loss) in
+            enumerate((lr, loss) for lr, some in losses.items() for loss in some)]  # fmt: skip
+    jobs.append(job(6, "lr=3 seed=6", Status.KILLED, eval_loss=0.0))
+    jobs.append(job(7, "lr=4 seed=0", eval_loss=math.nan))
+    found = ranked(jobs)
+    assert [point.label for point in found.points] == ["lr=3", "lr=2", "lr=1", "lr=4"]
+    for point in found.points[:3]:
+        assert point.mean == pytest.approx(np.mean(losses[point.label]))
+        some = losses[point.label]
+        assert point.deviation == (pytest.approx(np.std(some, ddof=1)) if len(some) > 1 else None)
+    assert [job.number for job, _ in found.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
+    assert found.best is found.points[0] and found.seeds
+
+
+def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back():
+    jobs = [job(i, f"lr={i}", eval_loss=loss, train_loss=9 - i, eval_scores={"accuracy": score})
+            for i, (loss, score) in enumerate([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5)])]  # fmt: skip
+    assert [j.number for j, _ in ranked(jobs, ["sweep.metric=accuracy"]).jobs()] == [1, 2, 0]
+    assert [j.number for j, _ in ranked(jobs, ["sweep.metric=unknown"]).jobs()] == [0, 1, 2]
+    for one in jobs:
+        one.result["eval_loss"] = None
+    trained = ranked(jobs)
+    assert trained.column == "train loss" and [j.number for j, _ in trained.jobs()] == [2, 1, 0]
+    assert ranked([job(0, "lr=1", Status.FAILED)]).best is None
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two rates of which one is far too high, with three seeds each, in one process."""
+    here = tmp_path_factory.mktemp("sweep")
+    before = Path.cwd()
+    os.chdir(here)
+    try:
+        words = ["-m", *SMALL, "lr=5,1e-2", "seed=0,1,2", "steps=4", "hydra.sweep.dir=s", "sweep.isolate=false"]
+        assert main(words) == 0
+    finally:
+        os.chdir(before)
+    return here
+
+
+def test_the_files_of_a_sweep_have_the_best_first(swept):
+    rows = table(swept / "s/summary.csv")
+    assert list(rows[0])[:9] == ["job", "lr", "seed", "status", "steps taken", "train loss", "held-out loss", "seconds",
+                                 "run"]  # fmt: skip
+    assert [row["lr"] for row in rows] == ["0.01"] * 3 + ["5"] * 3
+    assert [row["best"] for row in rows] == ["best"] * 3 + [""] * 3
+    losses = [json.loads((Path(row["run"]) / "result.json").read_text())["eval_loss"] for row in rows[:3]]
+    assert losses == sorted(losses)
+    assert {(row["seeds"], row["held-out loss mean"], row["held-out loss std"]) for row in rows[:3]} == {
+        ("3", f"{np.mean(losses):.6f}", f"{np.std(losses, ddof=1):.6f}")
+    }
+    text = (swept / "s/summary.md").read_text()
+    assert f"| lr=0.01 | 3 | {np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} | best |" in text
+    assert "n-1" in text.splitlines()[0]
+
+
+def test_a_job_that_goes_on_alone_brings_the_summary_up_to_date(swept):
+    def toyexp(*words):
+        command = [sys.executable, "-m", "toyexp", *words]
+        return subprocess.run(command, cwd=swept, capture_output=True, text=True)
+
+    files = [swept / "s" / name for name in ("sweep.json", "summary.csv", "summary.md")]
+    before = [path.read_bytes() for path in files]
+    assert toyexp("resume=s/4-scratch-llama").returncode == 2  # it is complete
+    assert [path.read_bytes() for path in files] == before
+    held = lock(swept / "s")  # as a sweep that runs has it
+    try:
+        done = toyexp("resume=s/3-scratch-llama", "steps=6")
+        assert done.returncode == 0, done.stderr
+    finally:
+        os.close(held)
+    assert [path.read_bytes() for path in files] == before
+    done = toyexp("resume=s/4-scratch-llama", "steps=8")
+    assert done.returncode == 0 and "s: its summary is up to date" in done.stdout
+    row = next(row for row in table(files[1]) if row["job"] == "4")
+    result = json.loads((swept / "s/4-scratch-llama/result.json").read_text())
+    assert row["steps taken"] == "8" and row["held-out loss"] == f"{result['eval_loss']:.4f}"
+    folder = SweepDir.open(swept / "s")
+    folder.close()
+    assert folder.jobs[4].attempts == 2 and folder.jobs[4].status == Status.COMPLETED
+
+
+def test_the_table_at_the_end_marks_the_best(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", *SMALL, "lr=5,1e-2", "seed=0,1", "steps=3", "hydra.sweep.dir=s", "sweep.isolate=false"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("job"))
+    assert lines[head + 1].split()[1] == "lr=0.01" and lines[head + 1].endswith("best")
+    assert sum(line.endswith("best") for line in lines[head:]) == 2  # the job, and its point
+    assert any(line.startswith("lr=0.01") and "±" in line and line.endswith("best") for line in lines)

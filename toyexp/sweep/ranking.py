@@ -1,0 +1,112 @@
+"""Which jobs of a sweep did best: points, which are jobs that differ in their seed alone, in the order of a metric."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from toyexp.contract.model import lower_is_better
+
+METRIC = "sweep.metric="
+TRAIN = "train loss"  # what decides where nothing is held out
+
+
+class Scored(Protocol):
+    """What is asked of a job."""
+
+    number: int
+    overrides: list[str]
+    status: Any
+    result: dict[str, Any]
+
+
+J = TypeVar("J", bound=Scored)
+
+
+@dataclass
+class Point(Generic[J]):
+    """The jobs of one choice of values."""
+
+    label: str
+    jobs: list[J] = field(default_factory=list)  # those that completed come first, the best at the head
+    values: list[float] = field(default_factory=list)  # of those that completed
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds; NaN where none has completed."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of a sample, over n-1; None for fewer than two seeds."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def __str__(self) -> str:
+        spread = "" if self.deviation is None else f" ± {self.deviation:.4f}"
+        return f"{self.mean:.4f}{spread}" if self.values else "-"
+
+
+@dataclass
+class Ranking(Generic[J]):
+    """The points of a sweep, the best first; those without a number at the end, in their order."""
+
+    column: str  # of the summary: held-out loss, held-out accuracy, train loss
+    points: list[Point[J]]
+
+    @property
+    def best(self) -> Point[J] | None:
+        """The first one, where it has a number."""
+        return self.points[0] if self.points and self.points[0].values else None
+
+    @property
+    def seeds(self) -> bool:
+        """Whether a mean is one of several."""
+        return any(len(point.values) > 1 for point in self.points)
+
+    def jobs(self) -> list[tuple[J, Point[J]]]:
+        """All jobs in that order, each with its point; what has not completed comes last, by number."""
+        pairs = [(job, point) for point in self.points for job in point.jobs]
+        done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
+        numbers = {job.number for job, _ in done}
+        return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A head, and a row for each point."""
+        rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
+        for point in self.points:
+            mark = "best" if point is self.best else ""
+            rows.append((point.label or "-", str(len(point.values)), str(point), mark))
+        return rows
+
+
+def ranked(jobs: Iterable[J], own: Sequence[str] = ()) -> Ranking[J]:
+    """Jobs in the order of the metric among the sweep's `own` settings, by default their held-out loss."""
+    jobs = list(jobs)
+    metric = next((word.removeprefix(METRIC) for word in reversed(own) if word.startswith(METRIC)), "loss")
+    column = "held-out loss" if metric == "ppl" else f"held-out {metric}"
+    if all(_value(job, column) is None for job in jobs):
+        metric, column = "loss", "held-out loss"
+    if all(_value(job, column) is None for job in jobs):
+        column = TRAIN
+    sign = 1 if lower_is_better(metric) else -1
+    found: dict[tuple[str, ...], Point[J]] = {}
+    for job in jobs:
+        words = [word for word in job.overrides if word.partition("=")[0] != "seed"]
+        found.setdefault(tuple(words), Point(" ".join(words))).jobs.append(job)
+    for point in found.values():
+        known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
+        point.jobs.sort(key=lambda job: (job.number not in known, sign * known.get(job.number, 0.0)))
+        point.values = list(known.values())
+    return Ranking(column, sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0)))
+
+
+def _value(job: Scored, column: str) -> float | None:
+    """What a job that completed has in a column, where that is a number."""
+    result: Mapping[str, Any] = job.result if job.status == "completed" else {}
+    name = column.removeprefix("held-out ")
+    found = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
+    value = found.get(name)
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -13,6 +13,7 @@ import numpy as np
 
 from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed, printable, unlike
 from toyexp.base import (
+    CORES,
     MOST,
     available_cores,
     calm_threads,
@@ -203,28 +204,34 @@ class TorchCPU(TorchEngine):
         """The version and the number of cores."""
         require_words("engine", self, dtype=DTYPES)
         check_threads(self.threads)
-        count = self.check_devices()
-        ranks = f"{count} processes on " if count > 1 else ""
-        return f"torch {import_torch().__version__}, {ranks}{counted(self.threads or available_cores())}"
+        each = counted(self._share())
+        ranks = f"{count} processes, {each} each" if (count := self.check_devices()) > 1 else each
+        return f"torch {import_torch().__version__}, {ranks}"
 
     def there(self) -> tuple[int, str]:
         """Each is a process, and has a core at least."""
-        cores = machine_cores()
-        return cores, f"{cores} core{'' if cores == 1 else 's'}"
+        cores, all_there = available_cores(), machine_cores()
+        fewer = f" of {all_there} ({CORES}={cores})" if cores < all_there else ""
+        return cores, f"{counted(cores, 'core')}{fewer}"
 
     def processes(self) -> int:
         """As many as it has devices."""
         if self.devices == "all":
-            return machine_cores()
+            return available_cores()
         return int(self.devices) if is_whole(self.devices, 1, MOST) else 1
 
     def _wanted(self, title: str) -> Wanted:
+        return replace(super()._wanted(title), threads=self._share())
+
+    def _share(self) -> int:
+        """Threads of each of its processes on this machine."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
-        return replace(super()._wanted(title), threads=max((self.threads or available_cores()) // here, 1))
+        return max((self.threads or available_cores()) // here, 1)
 
     def advice(self) -> list[str]:
-        """Whether its threads have to share their cores."""
-        return [line for line in (crowding(self.threads or available_cores()),) if line]
+        """Whether its threads have to share their cores. Where it is several processes, those are the busy ones."""
+        line = crowding(self.threads or available_cores(), watched=self.count() == 1)
+        return [line] if line else []
 
 
 @dataclass

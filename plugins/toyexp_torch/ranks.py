@@ -352,9 +352,10 @@ class LeadSession(Session):
         return self._own.device_bytes()
 
     def describe(self) -> dict[str, Any]:
-        """As of one device, and who the ranks are."""
+        """As of one device, but for the threads, which are those of all, and who the ranks are."""
+        own, count = self._own.describe(), self._place.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]
-        return self._own.describe() | {"devices": self._place.count, "shard": self._place.shard, "ranks": ranks}
+        return own | {"threads": own["threads"] * count, "devices": count, "shard": self._place.shard, "ranks": ranks}
 
     def notes(self) -> Iterable[str]:
         """What the first rank has to say, which computes as the others do."""

@@ -672,21 +672,23 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "at_once"),
+    ("words", "at_once", "cores"),
     [
-        (["engine.devices=1"], 8),
-        (["engine.devices=2"], 4),
-        (["engine.devices=1,3"], 2),
-        (["engine.devices=9"], 1),
-        (["engine.devices=2", "sweep.jobs=5"], 5),
+        (["engine.devices=1"], 8, 1),
+        (["engine.devices=2"], 4, 2),
+        (["engine.devices=1,3"], 2, 4),
+        (["engine.devices=9"], 1, 8),
+        (["engine.devices=2", "sweep.jobs=5"], 5, 2),
     ],
 )
-def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once):
+def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
     seen = []
     monkeypatch.setattr(runner, "available_cores", lambda: 8)
     monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    share = runner.Runner._share
+    monkeypatch.setattr(runner.Runner, "_share", lambda self: seen.append(share(self)) or seen[-1])
     main(["-m", "engine=cpu", "data=random", "seed=0,1", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
-    assert seen == [at_once]
+    assert seen == [(at_once, cores), at_once]
 
 
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):

@@ -17,6 +17,7 @@ from toyexp.base import started_ranks
 from toyexp.base.signals import ending
 from toyexp.commands.line import main
 from toyexp.config.request import Request
+from toyexp_torch.engines import TorchCPU
 from toyexp_torch.group import torchruns_store
 from toyexp_torch.party import patience
 
@@ -172,3 +173,23 @@ def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch
     monkeypatch.setattr(toyexp.base.ending, "GRACE", 0.0)
     assert main(["engine=cpu", "stepz=3"]) == 2
     assert re.match(r"toyexp: error: rank 1 \(on .*\): .*stepz", capsys.readouterr().err)
+
+
+def test_threads_are_counted_once_whoever_has_them(monkeypatch):
+    """Where fewer were asked for than there are processes, each has one."""
+    monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
+    monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
+    monkeypatch.setattr("toyexp.base.threads._running", lambda: 4)
+    for threads, told in ((0, "2 processes, 2 threads each"), (1, "2 processes, 1 thread each")):
+        engine = TorchCPU(devices="2", threads=threads)
+        assert engine.check().endswith(told) and engine.advice() == []
+    assert TorchCPU(devices="2", threads=8).advice() == ["8 threads share 4 cores; engine.threads=4 is faster"]
+
+
+def test_a_run_has_no_more_devices_than_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
+    monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
+    monkeypatch.setenv("TOYEXP_CORES", "1")
+    with pytest.raises(UserError, match=r"engine.devices=2: there is 1 core of 4 \(TOYEXP_CORES=1\) here"):
+        TorchCPU(devices="2").check()
+    assert (TorchCPU(devices="all").count(), TorchCPU(devices="all").processes()) == (1, 1)

@@ -317,7 +317,7 @@ def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
     assert Trace.of(Path("begun")).files == Trace.of(Path("whole")).files
     assert [e["loss"] for e in events("begun", "step")] == [e["loss"] for e in events("whole", "step")]
     (start,) = events("whole", "run_start")
-    assert (start["backend"]["devices"], len(start["backend"]["ranks"])) == (2, 2)
+    assert (start["backend"]["devices"], len(start["backend"]["ranks"]), start["backend"]["threads"]) == (2, 2, 2)
     assert main([*RUN, "hydra.run.dir=one"]) == 0
     for kind in ("step", "eval"):
         found, wanted = ([e["loss"] for e in events(run, kind)] for run in ("whole", "one"))
@@ -378,7 +378,8 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
     words = ["--rounds=1", "--steps=2", "--no-memory", "--no-peak", "--json"]
     assert main(["bench", *small, "engine=cpu:devices=2,cpu", *words]) == 0
     two, one = json.loads(capsys.readouterr().out)["engines"]
-    assert "2 processes" in two["note"] and "processes" not in one["note"]
+    assert "2 processes, 1 thread each" in two["note"] and "processes" not in one["note"]
+    assert two["note"].count("thread") == 1 and "busy" not in two["note"], two["note"]
     assert two["tokens_per_second"] * two["seconds_per_step"] == pytest.approx(16), "of the whole batch"
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from toyexp.base.signals import interruptible
     from toyexp.base.terminal import complain, drop_output, say, status
     from toyexp.base.threads import (
+        CORES,
         MOST_THREADS,
         available_cores,
         calm_threads,

@@ -52,15 +52,17 @@ def check_threads(threads: int) -> None:
         raise UserError(f"engine.threads={threads}: must be from 0 (all cores) to {MOST_THREADS}")
 
 
-def crowding(threads: int) -> str:
+def crowding(threads: int, watched: bool = True) -> str:
     """A short remark when so many threads would share their cores, with each other or with other processes; else empty.
+
+    Not `watched`, others do not count.
 
     ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
     """
     cores = machine_cores()
     if threads > cores:
         return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
-    busy = cores
+    busy = cores if watched else 0
     for _ in range(3):  # one moment says little: only what goes on is a crowd
         busy = min(busy, _running())
         if threads == 1 or threads + busy <= cores:

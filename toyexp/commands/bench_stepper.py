@@ -65,7 +65,7 @@ class EngineStepper(Stepper):
         facts = self.session.describe()
         self.devices = facts.get("devices", 1)
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
-        threads = [counted(facts["threads"])] if "threads" in facts else []
+        threads = [counted(facts["threads"])] if "threads" in facts and self.devices == 1 else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
         idle = [text for text in prepared.warnings if text.startswith("engine.")]

@@ -84,7 +84,7 @@ class Runner:
         at_once = self._gpus.at_once(self._most_gpus)
         if at_once and (self._most_gpus > 1 or not self._settings.jobs):
             limit = min(limit, at_once)
-        return limit, max(available_cores() // limit, 1)
+        return limit, max(available_cores() // limit, min(most, available_cores()))  # where more were asked for at once
 
     def _takes_gpus(self) -> int:
         """How many GPUs the job takes that takes the most, as far as that is known before one runs."""

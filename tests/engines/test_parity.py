@@ -92,6 +92,15 @@ def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
     assert report["losses"] == [e["loss"] for e in events if e["kind"] == "step"]
 
 
+def test_a_note_stands_below_the_engine_that_it_is_of(monkeypatch, capsys):
+    monkeypatch.setattr("toyexp_ggml.engines.GGMLCPU.advice", lambda self: [f"about recompute={self.recompute}"])
+    code, (out, _) = parity(capsys, "engine=ggml,ggml:recompute=true", "steps=1")
+    lines = out.splitlines()
+    for i, label in enumerate(("ggml: ", "ggml:recompute=true: ")):
+        (at,) = [k for k, line in enumerate(lines) if line.startswith(f"engine  {label}")]
+        assert (code, lines[at + 1]) == (0, f"note    about recompute={bool(i)}")
+
+
 def test_warm_tensors_start_from_the_same_bytes(capsys):
     warm = ["recipe=warm", "data.tokenizer=auto", "steps=2"]
     code, (out, _) = parity(capsys, *warm, "engine=ggml,metal:emulate=true")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from toyexp.base.blame import sentences
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.terminal import say
 from toyexp.base.words import columns
@@ -132,11 +133,13 @@ def compare(runs: Mapping[str, Prepared], limits: Limits, watch: Callable[[str],
     plans = {label: [(t.name, t.shape, t.trainable) for t in run.plan.tensors] for label, run in runs.items()}
     rounds = {label: precision(run.config.engine) for label, run in runs.items()}
     (first, prepared), *others = runs.items()
-    for line in [*introduction(prepared)[1:], f"engine  {first}: {notes[first]}"]:
+    for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # whose notes are of that engine
         watch(line)
     reference, engines = measure(prepared, prepared.batches), []
     for label, run in others:
         watch(f"engine  {label}: {notes[label]}")
+        for line in sentences(run.config.engine.advice):
+            watch(f"note    {line}")
         if plans[label] != plans[first]:
             raise RunFailed(f"{label}: its plan has other tensors than that of {first}")
         measured = measure(run, prepared.batches)

@@ -198,7 +198,7 @@ class TorchCPU(TorchEngine):
     device: ClassVar[str] = "cpu"
     priority: ClassVar[int] = 20
 
-    threads: int = 0  # cores to use; 0: all that this process may use
+    threads: int = 0  # cores to use, shared by its devices; 0: all that this process may use
 
     def check(self) -> str:
         """The version and the number of cores."""

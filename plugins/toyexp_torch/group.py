@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toyexp import RunFailed, UserError
+from toyexp import RunFailed, UserError, printable
 from toyexp.base import interruptible, started_ranks
 from toyexp_torch.party import START
 
@@ -117,7 +117,7 @@ def open_store(count: int) -> tuple[dist.Store, int]:
 def torchruns_store() -> dist.Store:
     """The one that all ranks share which `torchrun` has started: its own, or else the first rank's.
 
-    UserError where that cannot be opened; RunFailed for another rank that does not reach it.
+    UserError for an unknown host, and where that cannot be opened; RunFailed for another rank that does not reach it.
     """
     ranks, limit = started_ranks(), timedelta(seconds=START)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -126,6 +126,12 @@ def torchruns_store() -> dist.Store:
     def found() -> dist.Store:
         return dist.TCPStore(host, port, ranks.count, serves, limit, wait_for_workers=False)
 
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR={printable(host)}: no host of that name is known here ({error.strerror})"
+        ) from None
     try:
         return interruptible(found)  # it waits in native code
     except (RuntimeError, OSError) as error:

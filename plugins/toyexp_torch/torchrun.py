@@ -38,7 +38,6 @@ def _meeting() -> Party:
     count, token = started_ranks().count, secrets.token_hex(16)
     address = os.environ["MASTER_ADDR"]
     with closing(socket.create_server(("", 0), backlog=count)) as server:
-        torchruns_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
         peers: list[Peer] = []
         until = time.monotonic() + START
 
@@ -46,6 +45,7 @@ def _meeting() -> Party:
             return _named({*range(1, count)} - {peer.rank for peer in peers})
 
         with telling(missing):
+            torchruns_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
             while len(peers) < count - 1:
                 if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
                     raise RunFailed(f"{missing()} did not come within {START:.0f} s")

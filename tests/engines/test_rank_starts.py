@@ -95,7 +95,7 @@ def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatc
     [
         (
             {"WORLD_SIZE": "2"},
-            "WORLD_SIZE=2: .* without RANK and MASTER_ADDR and MASTER_PORT this",
+            "WORLD_SIZE=2: .* without RANK, MASTER_ADDR, MASTER_PORT this",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE=2: .* without MASTER_ADDR this"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
@@ -122,12 +122,15 @@ def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
     assert f"MASTER_PORT={port}: takes a port from 1 to 65535" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told(monkeypatch):
+def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot be opened here"):
+            torchruns_store.__wrapped__()
+        monkeypatch.setenv("MASTER_ADDR", "nohost.invalid")
+        with pytest.raises(UserError, match=r"^MASTER_ADDR=nohost.invalid: no host of that name is known here \("):
             torchruns_store.__wrapped__()
 
 

@@ -53,7 +53,7 @@ def lonely_ranks() -> list[str]:
     missing = [name for name in SET if name not in told]
     if asked and missing:
         one_of = f"a rank has {', '.join(SET[:-1])} and {SET[-1]}, as torchrun sets them"
-        return [f"{', '.join(asked)}: {one_of}; without {' and '.join(missing)} this process trains alone"]
+        return [f"{', '.join(asked)}: {one_of}; without {', '.join(missing)} this process trains alone"]
     name = next(filter(os.environ.get, TASKS), "")
     if not is_whole(count := os.environ.get(name, ""), 2, MOST):
         return []

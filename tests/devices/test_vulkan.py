@@ -197,7 +197,9 @@ def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatc
 def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
     found["Vulkan0"] = "NVIDIA H200"
     assert GGMLVulkan(half=True).check().endswith("products in float16")
-    with pytest.raises(UserError, match=r"^engine\.half=false: .* once in a process.* process of its own$"):
+    with pytest.raises(
+        UserError, match=r"^engine\.half=false: .* once in a process; .* engine=vulkan:half=true beside"
+    ):
         GGMLVulkan().check()
     assert "emulated" in GGMLVulkan(emulate=True).check()
     assert GGMLVulkan(half=True).rounds_to() == "float16"

@@ -180,11 +180,10 @@ class Update:
             return
         size = max(stretch.stop - stretch.start, 1) if stretch.kernel.whole else self._chunk
         for start in range(stretch.start, stretch.stop, size):
-            here = slice(start, min(start + size, stretch.stop))
-            own = _moved(here, stretch.origin)
-            state = {slot: v[..., own] for slot, v in stretch.state.items()}
-            rounded = None if self._rounded is None else self._rounded[here]
-            yield self._flat[..., here], self._grad[..., here], state, rounded
+            length = min(size, stretch.stop - start)
+            state = {slot: v.narrow(-1, start - stretch.origin, length) for slot, v in stretch.state.items()}
+            rounded = None if self._rounded is None else self._rounded[start : start + length]
+            yield self._flat.narrow(-1, start, length), self._grad.narrow(-1, start, length), state, rounded
 
 
 def _between(place: slice, begin: int, end: int) -> slice:
@@ -199,7 +198,7 @@ def _moved(place: slice, origin: int) -> slice:
 
 def part_of(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
     """What stands in a vector at that place, or in each row of a matrix, in that shape."""
-    return vectors[..., place].view((*vectors.shape[:-1], *shape))
+    return vectors.narrow(-1, place.start, place.stop - place.start).view((*vectors.shape[:-1], *shape))
 
 
 def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:

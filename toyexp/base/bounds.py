@@ -7,12 +7,10 @@ import math
 from collections.abc import Callable, Collection
 from operator import ge, gt, le, lt
 
-import numpy as np
-
 from toyexp.base.errors import UserError, choose
 
 MOST = 2**31 - 1  # of anything that is counted
-SMALLEST, LARGEST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of float32; a start waits for no numpy here
 
 
 def require_float32(key: str, value: float) -> None:

@@ -19,7 +19,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import SWEEP, require_empty
 from toyexp.base.terminal import say
-from toyexp.base.words import columns, short
+from toyexp.base.words import columns, duration, short
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.training.checkpoint import conforms, read_json, rebuilt, result_of
@@ -299,6 +299,16 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         say(f"\n{SPREAD}")
         for line in columns(ranking.table(), right={1}):
             say(line)
+
+
+def outcome(job: Job) -> str:
+    """A line of a job that completed."""
+    names = scores([job])
+    heads = ("train loss", "held-out loss", *(f"held-out {name}" for name in names))
+    steps, *values = numbers(job, names, "-")
+    told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
+    seconds = job.result.get("seconds")
+    return "  ".join([f"completed after {steps} steps", *told, *([] if seconds is None else [duration(seconds)])])
 
 
 def scores(jobs: Sequence[Job]) -> list[str]:

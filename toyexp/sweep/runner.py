@@ -22,9 +22,11 @@ from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, print_table
+from toyexp.sweep.board import Board, board_for
+from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.process import Order, Stop, on_cluster, run_process, side_by_side
+from toyexp.sweep.ranking import ranked
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
@@ -65,6 +67,7 @@ class Runner:
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
         self._printing = threading.Lock()
+        self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
         self._gpus, self._most_gpus = Gpus(visible()), 0
         self._limit, self._cores = self._share()
 
@@ -157,13 +160,29 @@ class Runner:
         """Runs these jobs; returns the exit code of the sweep."""
         try:
             jobs = self._look_ahead(jobs)
+            self._board = self._watched()
             with self._signals():
                 for job, ended in self._launch(self._waiting(jobs)):
                     self._end(job, ended)
+            self._unwatched()
             return self._report()
         finally:
+            self._unwatched()
             if self._folder:
                 self._folder.close()
+
+    def _watched(self) -> Board | None:
+        return board_for(
+            lambda: self._jobs,
+            lambda: self._folder.ranking() if self._folder else ranked(self._jobs),
+            self._limit,
+            self._settings.launcher,
+        )
+
+    def _unwatched(self) -> None:
+        if self._board:
+            self._board.clear()
+        self._board = None
 
     def foresee(self, jobs: Sequence[Job]) -> int:
         """Says what these jobs would be; returns the exit code, which is not 0 where one of them cannot be."""
@@ -257,19 +276,32 @@ class Runner:
 
     def _process(self, job: Job) -> Ended:
         """Runs a job in a process of its own, with its output before us."""
-        alone = self._limit == 1
+        alone, board = self._limit == 1, self._board
 
         def show(line: str, stream: IO[str]) -> None:
-            self._say_it(line if alone else f"[{job.number}] {line}", stream)
+            if board is None:
+                self._say_it(line if alone else f"[{job.number}] {line}", stream)
+                return
+            with self._printing:
+                board.hear(job, line)
 
         head = f"[{job.number}] {job.label}".rstrip()
-        self._say_it(f"\n{head}" if alone else f"{head}  begins")
+        if board is None:
+            self._say_it(f"\n{head}" if alone else f"{head}  begins")
         with self._gpus.some(self._most_gpus if self._settings.launcher == "joblib" else 0) as gpus:
             order = replace(self._order(job), gpus=gpus)
-            return run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty())
+            with self._printing:
+                if board:
+                    board.begin(job)
+            ended = run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty())
+            with self._printing:
+                if board:
+                    board.leave(job)
+            return ended
 
     def _say_it(self, line: str, stream: IO[str] | None = None) -> None:
-        with self._printing, contextlib.suppress(OSError):  # a reader, or a terminal, that is gone
+        board = self._board.away() if self._board else contextlib.nullcontext()
+        with self._printing, contextlib.suppress(OSError), board:  # a reader, or a terminal, that is gone
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)
             else:
@@ -302,6 +334,11 @@ class Runner:
         job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
         if self._folder:
             self._folder.save()
+        if self._board:
+            with self._printing:
+                self._board.ended(job)
+            if job.status == Status.COMPLETED:
+                self._say_it(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
         if job.status == Status.COMPLETED and self._settings.launcher == "submitit":  # it printed elsewhere
             self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
         if job.status in FAILURES:

@@ -1,0 +1,94 @@
+"""Before a terminal jobs side by side stand in a picture that is drawn anew, and nothing is left of it at the end."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+
+from toyexp.sweep.board import MOST, Board
+from toyexp.sweep.directory import Job, Status
+from toyexp.sweep.ranking import ranked
+
+SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
+         "eval_every=5", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
+
+
+def on_a_terminal(words, folder):
+    """Everything that a process writes to a terminal."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toyexp", *words], cwd=folder, env=environment, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    chunks = []
+
+    def read():
+        try:
+            while chunk := os.read(ours, 1 << 16):
+                chunks.append(chunk)
+        except OSError:  # the other end is closed
+            return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    code = process.wait(120)
+    reader.join(10)
+    os.close(ours)
+    return code, b"".join(chunks).decode()
+
+
+def screen(text):
+    """The lines that stand there at the end: `up n lines, and away with what follows` is done."""
+    lines = [""]
+    for part in re.split(r"(\x1b\[\d+A\r\x1b\[J)", text.replace("\r\n", "\n")):
+        if up := re.match(r"\x1b\[(\d+)A", part):
+            assert lines[-1] == "", "it is drawn from the beginning of a line"
+            del lines[len(lines) - 1 - int(up[1]) :]
+            lines.append("")
+        else:
+            first, *more = part.split("\n")
+            lines[-1] += first
+            lines += more
+    return [line.rpartition("\r")[2] for line in lines]
+
+
+def test_a_sweep_before_a_terminal_is_a_picture_and_leaves_whole_lines(tmp_path):
+    code, text = on_a_terminal(["-m", *SMALL, "steps=20", "lr=1e-2,1e-3,1e30"], tmp_path)
+    assert code == 1
+    assert "2 running · 0 of 3 done" in text and "best so far lr=0." in text and "[1] lr=0.001  begins" in text
+    left = screen(text)
+    assert not any(" running · " in line or line.startswith("best so far") for line in left)
+    for number, label in enumerate(("lr=0.01", "lr=0.001")):
+        assert sum(line.startswith(f"[{number}] {label}  completed after 20 steps") for line in left) == 1
+    errors = [line for line in left if line.startswith("toyexp: error in job 2:")]
+    assert len(errors) == 1 and "lower lr" in errors[0] and "log.txt" in errors[0]
+    assert not any(line.startswith("[0] engine") for line in left)  # which the log has
+    assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
+    assert any(line.startswith("job  overrides") for line in left)
+
+
+def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsys):
+    jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(40)]
+    jobs += [Job(40, ["lr=40"], "40", Status.COMPLETED, result={"eval_loss": 2.5}), Job(41, ["lr=41"])]
+    jobs.append(Job(42, ["lr=42"], "42", Status.KILLED))
+    board = Board(lambda: jobs, lambda: ranked(jobs), 40)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "12")
+    for job in jobs[:40]:
+        board.begin(job)
+    board.begin(jobs[40])
+    board.leave(jobs[40])
+    board.ended(jobs[40])
+    board.hear(jobs[0], "x\x1b[2J" * 50)
+    lines = board.lines()
+    assert lines[0].startswith("40 running · 1 of 43 done · 1 failed · about")
+    assert lines[1] == "best so far lr=40: held-out loss 2.5000"
+    assert lines[-1] == f"... and {40 - MOST} more"
+    capsys.readouterr()
+    board.draw()
+    drawn = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()
+    assert len(drawn) == 12 - 4 and max(map(len, drawn)) < 60
+    assert "\x1b" not in "".join(drawn)

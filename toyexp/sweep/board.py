@@ -1,0 +1,112 @@
+"""A sweep as it stands, in the last lines of a terminal: what runs, what is done, how long yet, what is best."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from toyexp.base.errors import for_terminal
+from toyexp.base.terminal import write_text
+from toyexp.base.words import duration
+from toyexp.sweep.directory import FAILURES, Job, Status
+from toyexp.sweep.ranking import Ranking
+
+REDRAW = 0.2  # seconds between two pictures
+ROOM = 4  # lines of the terminal that are left to what stands above
+MOST = 16  # jobs with a line of their own
+
+
+@dataclass
+class Board:
+    """What a person sees of jobs that run side by side; whoever calls holds the lock of what is printed."""
+
+    jobs: Callable[[], Sequence[Job]]
+    ranking: Callable[[], Ranking[Job]]
+    at_once: int
+    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # since when, and the last line
+    _walls: dict[int, float] = field(default_factory=dict)  # seconds of processes that have ended
+    _took: list[float] = field(default_factory=list)  # and those of the jobs that completed
+    _best: str = ""
+    _height: int = 0  # lines that stand there
+    _drawn: float = 0.0
+
+    def begin(self, job: Job) -> None:
+        """A job starts."""
+        self._running[job.number] = (job, time.monotonic(), "begins")
+        self.draw()
+
+    def hear(self, job: Job, line: str) -> None:
+        """What a job printed takes the place of what it printed before."""
+        if line.strip() and job.number in self._running:
+            self._running[job.number] = (job, self._running[job.number][1], line.strip())
+        self.draw(soon=True)
+
+    def leave(self, job: Job) -> None:
+        """The process of a job has ended."""
+        _, since, _ = self._running.pop(job.number)
+        self._walls[job.number] = time.monotonic() - since
+
+    def ended(self, job: Job) -> None:
+        """It is known what became of a job."""
+        seconds = self._walls.pop(job.number, None)
+        if job.status == Status.COMPLETED and seconds is not None:
+            self._took.append(seconds)
+        ranking = self.ranking()
+        if best := ranking.best:
+            self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
+
+    def lines(self) -> list[str]:
+        """A line of counts, one of the best, and one for each job that runs."""
+        statuses = [job.status for job in self.jobs()]
+        done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
+        failed = sum(status in FAILURES for status in statuses)
+        counts = [f"{len(self._running)} running", f"{done} of {len(statuses)} done"]
+        counts += [f"{failed} failed"] if failed else []
+        if self._took:  # as far as those that are left are like those that were
+            each, now = statistics.mean(self._took), time.monotonic()
+            left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
+            counts.append(f"about {duration(left / self.at_once)} left")
+        entries = list(self._running.values())
+        rows = [f"[{job.number}] {job.label}".rstrip() + f"  {line}" for job, _, line in entries[:MOST]]
+        rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
+        return [" · ".join(counts), *([self._best] if self._best else []), *rows]
+
+    def draw(self, soon: bool = False) -> None:
+        """Draws it anew; `soon`: unless that was a moment ago."""
+        if soon and time.monotonic() - self._drawn < REDRAW:
+            return
+        size = shutil.get_terminal_size()
+        shown = [for_terminal(line)[: size.columns - 1] for line in self.lines()[: max(size.lines - ROOM, 1)]]
+        with contextlib.suppress(OSError):
+            write_text(self._up() + "".join(line + "\n" for line in shown))
+        self._height, self._drawn = len(shown), time.monotonic()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """It stands below what is printed meanwhile."""
+        self.clear()
+        yield
+        self.draw()
+
+    def clear(self) -> None:
+        """Takes it off the terminal."""
+        with contextlib.suppress(OSError):
+            write_text(self._up())
+        self._height = 0
+
+    def _up(self) -> str:
+        """Back to where it begins, with nothing from there on."""
+        return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
+
+
+def board_for(
+    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, launcher: str
+) -> Board | None:
+    """A board where jobs run side by side before a person's terminal; else each line is printed as it comes."""
+    watched = bool(sys.stdout and sys.stdout.isatty())
+    return Board(jobs, ranking, at_once) if watched and launcher == "joblib" and at_once > 1 else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import sys
 import time
 from collections.abc import Callable
 
 from toyexp.base.errors import RunFailed, ToyexpError, UserError
-from toyexp.base.ranks import rank_of_torchrun
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, status
 
@@ -39,8 +40,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
         told = _told(error)
         if told is None:
             raise
-        if isinstance(error, UserError) and (rank := rank_of_torchrun()):
-            time.sleep(GRACE)  # torchrun ends this process where the first rank has said the same
+        if isinstance(error, UserError) and (rank := _rank_of_torchrun()):
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(GRACE)  # torchrun ends this process where the first rank has said the same
             told = f"rank {rank} (on {platform.node()}): {told}"
         complain(f"error: {told}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
@@ -48,8 +50,15 @@ def exit_code_of(work: Callable[[], int]) -> int:
         status("")
 
 
+def _rank_of_torchrun() -> int:
+    """The number of this process, where `torchrun` watches over it and it is not the first; else 0."""
+    # Without toyexp.base.ranks, which needs numpy: that may be what cannot be loaded.
+    given = os.environ.get("RANK", "")
+    return int(given) if "TORCHELASTIC_RUN_ID" in os.environ and given.isascii() and given.isdecimal() else 0
+
+
 def _interrupted(error: KeyboardInterrupt) -> int:
-    if not rank_of_torchrun():  # whose first rank says so for all
+    if not _rank_of_torchrun():  # whose first rank says so for all
         complain(str(error) or "interrupted")
     return end_process(getattr(error, "exit_code", 130))
 

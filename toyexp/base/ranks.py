@@ -35,14 +35,6 @@ def started_ranks() -> Ranks:
     return Ranks(int(told["RANK"]), int(count))
 
 
-def rank_of_torchrun() -> int:
-    """The number of this one, where `torchrun` watches over it and it is not the first; else 0."""
-    try:
-        return started_ranks().rank if "TORCHELASTIC_RUN_ID" in os.environ else 0
-    except UserError:
-        return 0
-
-
 def lonely_ranks() -> list[str]:
     """A sentence where the environment speaks of several processes, and not so that they could train together."""
     if started_ranks().count > 1:

@@ -232,6 +232,7 @@ FAKES = {
     "jinja2": "import markupsafe_of_old",
     "joblib": "raise AttributeError('numpy.bool')",
     "submitit": "import cloudpickle_of_old",
+    "optuna": "import sqlalchemy_of_old",
     "xllamacpp": "import os; os.abort()",
     "llama_cpp": f"raise {LIBRARY}",
     "tokenizers": f"raise {LIBRARY}",
@@ -294,6 +295,7 @@ def test_doctor_has_a_line_about_everything_that_is_broken(beside):
         r"  callbacks\.wandb: wandb is installed but .*no attribute 'init'",
         r"  sweep\.launcher=joblib: joblib is installed but .*numpy\.bool",
         r"  sweep\.launcher=submitit: submitit is installed but .*cloudpickle_of_old",
+        r"  sweep\.search=cmaes: optuna is installed but .*sqlalchemy_of_old",
         r"  the chat template of a GGUF: jinja2 is installed but .*markupsafe_of_old",
         r"  --engine llama\.cpp: xllamacpp is installed but .*ended with -6.*llama_cpp is installed but .*libnothing",
     ):

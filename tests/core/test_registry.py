@@ -487,7 +487,7 @@ def test_finding_the_shipped_plugins_imports_nothing_heavy():
 
 # Where core may import which framework: at the head of the file, or only inside a function.
 CONFIG = {f"config/{path.name}" for path in (CORE / "config").glob("*.py")}
-CONFIG |= {"sweep/lookahead.py", "sweep/combinations.py", "commands/inspect.py"}
+CONFIG |= {"sweep/lookahead.py", "sweep/combinations.py", "sweep/space.py", "commands/inspect.py"}
 AT_HEAD = {
     "pluggy": {"contract/hooks.py", "training/bus.py"},
     "hydra": CONFIG,
@@ -505,6 +505,8 @@ INSIDE_FUNCTIONS = {
     "llama_cpp",
     "joblib",
     "submitit",
+    "optuna",
+    "cmaes",
 }
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}

@@ -228,6 +228,7 @@ def _ready(
     """A run that is built and checked, where it goes, and what it goes on from; nothing is written yet."""
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
+    from toyexp.sweep.pruning import taken
     from toyexp.training.experiment import prepare
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
@@ -235,6 +236,7 @@ def _ready(
     status("starting the engine")
     with running_out():
         built = composed.parts()
+        built.callbacks.update(taken())
         built.engine.follow()  # the first rank, which has the others come
         if resume:
             recall(resume, built.data)

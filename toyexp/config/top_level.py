@@ -15,6 +15,10 @@ from toyexp.training.settings import Settings
 PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 LAUNCHERS = ("serial", "joblib", "submitit")
+SEARCHES = ("random", "tpe", "cmaes", "grid")
+PRUNERS = ("asha", "median")
+OF_A_SEARCH = ("trials", "metric", "repeats", "prune")
+COMPARED = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # what makes the points of a search alike
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
 # What other tools call our settings, where the value means the same.
@@ -48,6 +52,11 @@ class Sweep:
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
     retry: bool = False  # with resume: jobs that failed, too
+    search: str | None = None  # random | tpe | cmaes | grid choose the points; null: every combination is run
+    trials: int | None = None  # with search: how many points; null: all of a grid
+    metric: str = "loss"  # with search: loss or ppl, which should fall; or a score of the model's that should rise
+    repeats: int = 1  # with search: runs of each point, with seeds seed, seed+1, ...; their mean is its score
+    prune: str | None = None  # with search: asha | median stop a run at an eval that is bad beside other points'
     submitit: Submitit = field(default_factory=Submitit)  # what a job asks the cluster for
 
     def check(self) -> None:
@@ -60,6 +69,7 @@ class Sweep:
             raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
+        self._check_search()
         asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
         if asked and self.launcher != "submitit":
             raise UserError(
@@ -67,6 +77,25 @@ class Sweep:
             )
         limits = {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
         require_within("sweep.submitit", self.submitit, **{name: f"[{low},{MOST}]" for name, low in limits.items()})
+
+    def _check_search(self) -> None:
+        words = {"search": SEARCHES, "prune": PRUNERS}
+        require_words("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
+        require_within("sweep", self, trials=f"[1,{MOST}]", repeats=f"[1,{MOST}]")
+        if self.search is None:
+            for name in (name for name in OF_A_SEARCH if changed(self, name)):
+                given = f"sweep.{name}={getattr(self, name)}"
+                raise UserError(f"{given}: goes with a search, such as sweep.search=tpe sweep.trials=20")
+            return
+        if self.trials is None and self.search != "grid":
+            raise UserError(f"sweep.search={self.search}: takes as many points as it is told to: sweep.trials=20")
+        if self.launcher == "submitit" and not self.jobs and self.search in ("tpe", "cmaes"):
+            raise UserError(
+                f"sweep.search={self.search}: learns from the runs before; say how many are in the queue at once: "
+                "sweep.jobs=4"
+            )
+        if self.retry:
+            raise UserError("sweep.retry=true: a search has learned from what failed; more points are sweep.trials=...")
 
 
 def in_our_words(key: str, value: str) -> str | None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.ownership import SWEEP
 from toyexp.base.terminal import say
 from toyexp.contract.command import modules_in
 from toyexp.sweep.combinations import combinations, own_sweep, swept
 from toyexp.sweep.directory import Job, SweepDir
 from toyexp.sweep.process import require
 from toyexp.sweep.runner import Asked, Runner
+from toyexp.sweep.space import space
 
 if TYPE_CHECKING:
     from toyexp.config.request import Request
@@ -47,11 +49,18 @@ def sweep(asked: Asked) -> int:
     fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
     own = [o for o in request.settings if _is_own(o)]
     flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}
+    memory = {"flags": flags, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd()), "space": []}
+    of_jobs = replace(request, settings=fixed)
+    settings = _settings(of_jobs, own)
+    if settings.search is not None:
+        _require_no_foresight(asked, settings)
+        from toyexp.sweep.search import Searcher
+
+        memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
+        return Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)).run([])
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
-    memory = {"flags": flags, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd())}
-    of_jobs = replace(request, settings=fixed)
-    return _done(Runner(asked, of_jobs, _settings(of_jobs, own), jobs, memory, values), jobs)
+    return _done(Runner(asked, of_jobs, settings, jobs, memory, values), jobs)
 
 
 def _done(runner: Runner, jobs: Sequence[Job]) -> int:
@@ -77,14 +86,41 @@ def _go_on(asked: Asked, path: Path) -> int:
             )
         source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
         request = replace(asked.request, settings=parse(memory["settings"]), source=source)
-        settings = _settings(request, [*parse(memory["sweep"]), *filter(_is_own, typed)])
+        own = [o for o in typed if _is_own(o)]
+        settings = _settings(request, [*parse(memory["sweep"]), *own])
+        runner = _runner(asked, request, settings, folder, [o.key_or_group for o in own])
     except BaseException:
         folder.close()
         raise
     if memory["cwd"] != str(Path.cwd()) and "--json" not in asked.flags:
         say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
-    runner = Runner(asked, request, settings, folder.jobs, memory, {}, folder)
     return _done(runner, runner.unfinished())
+
+
+def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, own: Sequence[str]) -> Runner:
+    """What goes on with the jobs of a directory."""
+    from toyexp.config.top_level import COMPARED
+    from toyexp.config.words import parse
+
+    if fixed := [key for key in own if key in COMPARED]:
+        what = "search is what it began as, but for sweep.trials" if settings.search else "sweep is no search"
+        raise UserError(f"{fixed[0]}: this {what}")
+    memory = folder.asked
+    if settings.search is None:
+        return Runner(asked, request, settings, folder.jobs, memory, {}, folder)
+    from toyexp.sweep.search import Searcher
+
+    _require_no_foresight(asked, settings)
+    if any(job.trial is None for job in folder.jobs):
+        raise UserError(f"{folder.path / SWEEP}: is damaged: a job of a search has no trial")
+    keys = space(settings.search, parse(memory["space"]))
+    return Searcher(asked, request, settings, folder.jobs, memory, keys, folder)
+
+
+def _require_no_foresight(asked: Asked, settings: Sweep) -> None:
+    if "--dry-run" in asked.flags:
+        told = "chooses its points as it goes; --dry-run without -m shows what a run at one of them would be"
+        raise UserError(f"sweep.search={settings.search}: {told}")
 
 
 def _is_own(override: Any) -> bool:

@@ -48,7 +48,10 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
 
     line = override.input_line
     if override.is_interval_sweep():
-        raise UserError(f"{line}: an interval has no end of values; use range(...) or a list")
+        raise UserError(
+            f"{line}: an interval has no end of values; use range(...), a list, or a search: "
+            "sweep.search=tpe sweep.trials=20"
+        )
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         raise UserError(f"{line}: a sweep takes no glob; name the values: {override.get_key_element()}=a,b")
     try:

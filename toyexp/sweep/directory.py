@@ -41,10 +41,12 @@ class Status(StrEnum):
     REFUSED = "refused"  # bad input
     KILLED = "killed"
     INTERRUPTED = "interrupted"
+    PRUNED = "pruned"  # a search stopped it: other points were better
 
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
+PRUNES = "sweep.prune="  # how a run that a search has stopped says why
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
 MEANING = {
@@ -86,6 +88,7 @@ class Job:
     directory: str | None = None  # below the sweep's; unknown until its configuration was composed
     status: Status = Status.WAITING
     attempts: int = 0  # how often it was begun
+    trial: int | None = None  # of a search: which point
     code: int | None = None
     error: str | None = None
     result: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +106,8 @@ class Job:
         if self.status == Status.COMPLETED:
             self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
             self.status = Status.COMPLETED if found else Status.FAILED
+            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNES):
+                self.status, self.error = Status.PRUNED, str(found["why"])
 
 
 def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +117,8 @@ def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
 class SweepDir:
     """A directory that belongs to one sweep alone: sweep.json, summary.csv, summary.md, logs/, and a run for each job.
 
-    `asked` is what it takes to go on: flags, settings, sweep (its own settings) and where it was typed.
+    `asked` is what it takes to go on: flags, settings, sweep (its own settings), where it was typed, and of a search
+    the values that it has to choose from (space).
     """
 
     def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any]):
@@ -146,12 +152,12 @@ class SweepDir:
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
-        state = read_json(path / SWEEP)
+        state = {"space": [], **read_json(path / SWEEP)}
         try:
             jobs = _check(state)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
-        return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd")})
+        return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")})
 
     def close(self) -> None:
         """Lets others have the directory."""
@@ -195,19 +201,23 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
     """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError or ValueError."""
     if state["format"] != FORMAT:
         raise ValueError(f"has format {state['format']}; this toyexp reads {FORMAT}")
-    asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "jobs": list[Any]}
+    asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
+             "jobs": list[Any]}  # fmt: skip
     for name, hint in asked.items():
         if not conforms(state[name], hint):
             raise ValueError(f"{name} is {state[name]}")
     jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
-    if any(text.startswith("-") for text in (*state["settings"], *(o for job in jobs for o in job.overrides))):
+    if any(
+        text.startswith("-")
+        for text in (*state["settings"], *state["space"], *(o for job in jobs for o in job.overrides))
+    ):
         raise ValueError("a setting looks like a flag")
     return jobs
 
 
 def _job(number: int, entry: Mapping[str, Any]) -> Job:
     try:
-        job = rebuilt(Job, {**entry, "status": Status(entry["status"])})
+        job = rebuilt(Job, {"trial": None, **entry, "status": Status(entry["status"])})
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
     job.result = _numbers_of(job.result)

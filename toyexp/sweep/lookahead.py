@@ -25,6 +25,7 @@ from toyexp.config.schema import AUTO, Root, class_of
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 from toyexp.contract.engine import Engine
+from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe
 from toyexp.sweep.directory import Job
 
@@ -86,6 +87,12 @@ class Lookahead:
             return cast("Engine", made(cls, typed(cls, node, "engine")))
         except UserError:
             return ""
+
+    def model(self, job: Job) -> Model:
+        """The model of a job; UserError for one that cannot be."""
+        cfg = self._settled(self.config(job)).cfg
+        cls = class_of("model", cfg.model, self.request.registry)
+        return cast("Model", made(cls, typed(cls, cfg.model, "model")))
 
     def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ class Order:
     goes_on: bool  # it was begun before
     cores: int = 0  # its share of the machine; 0: all
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
+    environment: Mapping[str, str] = field(default_factory=dict)  # what its process alone is told
 
     def words(self) -> Sequence[str]:
         """What its process is told. What a process left that ended before its first checkpoint is set aside."""
@@ -142,7 +143,7 @@ def _run(
     order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool
 ) -> Ended:
     words = order.words()
-    environment = {**os.environ, LIFELINE: "1"}
+    environment = {**os.environ, **order.environment, LIFELINE: "1"}
     if order.cores:
         given = {name: environment.get(name, str(order.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
         environment |= {CORES: str(order.cores), **given}

@@ -234,7 +234,7 @@ class Runner:
         except KeyboardInterrupt as error:  # between two jobs
             self._stop.number = getattr(error, "exit_code", 130) - 128
 
-    def _waiting(self, jobs: Sequence[Job]) -> Iterator[Job]:
+    def _waiting(self, jobs: Iterable[Job]) -> Iterator[Job]:
         for job in jobs:
             if self._stop.requested:
                 return
@@ -331,7 +331,7 @@ class Runner:
 
     def _end(self, job: Job, ended: Ended) -> None:
         """Takes down how a job ended, and tells of a failure at once."""
-        job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
+        self._take_down(job, ended)
         if self._folder:
             self._folder.save()
         if self._board:
@@ -345,6 +345,9 @@ class Runner:
             self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
             if self._settings.fail_fast:
                 self._stop.end()
+
+    def _take_down(self, job: Job, ended: Ended) -> None:
+        job.end(ended, self._folder.run(job) if self._folder and job.directory else None)
 
     def _details(self, job: Job) -> str:
         """The exit code of a job's process, and where the rest of what it said is."""
@@ -363,14 +366,13 @@ class Runner:
         statuses = {job.status for job in jobs}
         if len(jobs) > 1:
             print_table(jobs, folder)
-        left = sum(job.status in UNFINISHED for job in jobs)
+        done, left = self._standing()
         command = ""
         if left and folder:
             from toyexp.config.words import setting
 
             plugins = [f"plugins=[{','.join(self._request.modules)}]"] if self._request.modules else []
             command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *plugins])
-        done = f"{sum(job.status == Status.COMPLETED for job in jobs)} of {len(jobs)} jobs are completed"
         if number := self._stop.number:
             from signal import Signals
 
@@ -378,9 +380,14 @@ class Runner:
             return 128 + number
         if command:
             say(f"{done}; go on: {command}")
-        if statuses == {Status.COMPLETED}:
+        if statuses <= {Status.COMPLETED, Status.PRUNED}:
             return 0
-        return 2 if statuses <= {Status.COMPLETED, Status.REFUSED, Status.WAITING} else 1
+        return 2 if statuses <= {Status.COMPLETED, Status.PRUNED, Status.REFUSED, Status.WAITING} else 1
+
+    def _standing(self) -> tuple[str, bool]:
+        """How much is done, in words, and whether something is left."""
+        done = sum(job.status == Status.COMPLETED for job in self._jobs)
+        return f"{done} of {len(self._jobs)} jobs are completed", any(job.status in UNFINISHED for job in self._jobs)
 
 
 def _failure(error: BaseException) -> Ended:

@@ -1,0 +1,363 @@
+"""Searches: what Optuna chose reaches the runs, bad runs are stopped, and a search that goes on runs nothing twice."""
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toyexp.base.errors import UserError
+from toyexp.commands.line import main
+from toyexp.config.words import parse
+from toyexp.sweep.space import space
+from toyexp.sweep.study import Study
+from toyexp.training.rundir import lock
+
+optuna = pytest.importorskip("optuna")
+
+SLOW = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from toyexp import Callback, hookimpl
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Slow)
+
+
+@dataclass(eq=False)
+class Slow(Callback):
+    "Takes its time until a file is there; fails at some learning rates."
+
+    name: ClassVar[str] = "slow"
+    wait: float = 0.0
+    fails_above: float = 1e9
+
+    @hookimpl
+    def on_step(self, run):
+        assert run.lr <= self.fails_above
+        if not Path("mended").exists():
+            time.sleep(self.wait)
+"""
+TINY = ["data=random", "data.vocab=32", "model.n_layers=1", "model.d_model=16", "model.context=8", "model.d_ff=24",
+        "batch_size=2", "steps=8", "eval_every=2"]  # fmt: skip
+CPU = [*TINY, "engine=cpu", "engine.threads=1", "callbacks=[]", "checkpoint_every=0"]
+NOOP = [*TINY, "plugins=[toyexp.testing.null,slow]", "engine=noop", "callbacks=[events,slow]", "checkpoint_every=1"]
+HERE = "sweep.isolate=false"
+LOG = "lr=tag(log, interval(1e-4, 1e-1))"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.delitem(sys.modules, "slow", raising=False)
+
+
+def jobs(folder="s"):
+    return json.loads(Path(folder, "sweep.json").read_text())["jobs"]
+
+
+def found(folder="s"):
+    return json.loads(Path(folder, "search.json").read_text())
+
+
+def trials(folder="s"):
+    """As Optuna itself opens what was stored."""
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(Path(folder, "study.log"))))
+    return optuna.load_study(study_name=None, storage=storage).trials
+
+
+def result(job, folder="s"):
+    return json.loads(Path(folder, job["directory"], "result.json").read_text())
+
+
+def steps_of(job, folder="s"):
+    lines = Path(folder, job["directory"], "events.jsonl").read_text().splitlines()
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("search", ["random", "tpe", "cmaes"])
+def test_what_is_chosen_reaches_the_runs_and_the_best_is_kept_with_what_repeats_it(search, capsys):
+    more = [] if search == "cmaes" else ["optim.weight_decay=0,0.1", "recipe.init=choice(default,toy)"]
+    keys = [LOG, "seed=int(interval(1, 9))", "optim.beta1=range(0.5,0.85,0.1)", *more]
+    asked = [f"sweep.search={search}", "sweep.trials=7", "hydra.sweep.dir=s", HERE]
+    assert main(["-m", *CPU, *keys, *asked]) == 0
+    out = capsys.readouterr().out
+    scores = {}
+    for job, trial in zip(jobs(), trials(), strict=True):
+        config = yaml.safe_load(Path("s", job["directory"], "config.yaml").read_text())
+        params = trial.params
+        assert (config["lr"], config["seed"]) == (params["lr"], params["seed"])
+        assert config["optim"]["beta1"] == pytest.approx(params["optim.beta1"], abs=1e-12)
+        assert config["optim"]["beta1"] in (0.5, 0.6, 0.7, 0.8)
+        if more:
+            assert str(config["optim"]["weight_decay"]).removesuffix(".0") == params["optim.weight_decay"]
+            assert config["recipe"]["init"] == params["recipe.init"]
+        assert 1e-4 <= params["lr"] <= 1e-1 and float(f"{params['lr']:.4g}") == params["lr"]
+        assert trial.value == result(job)["eval_loss"]
+        assert trial.state == optuna.trial.TrialState.COMPLETE
+        scores[job["number"]] = trial.value
+    assert len({trial.params["lr"] for trial in trials()}) == 7
+    kept = found()
+    assert kept["best"]["score"] == min(scores.values()) == scores[kept["best"]["jobs"][0]]
+    assert (
+        sum(kept["importances"].values()) == pytest.approx(1)
+        and kept["importances"].keys() == trials()[0].params.keys()
+    )
+    assert f"again   {kept['best']['command']}" in out and "optuna-dashboard s/study.log" in out
+    assert main([*shlex.split(kept["best"]["command"])[1:], "hydra.run.dir=again"]) == 0
+    assert json.loads(Path("again/result.json").read_text())["eval_loss"] == kept["best"]["score"]
+
+
+def test_a_metric_that_should_rise_is_made_large_and_ppl_is_of_the_loss():
+    words = ["model=vit", "data=digits", "recipe=scratch", "engine=cpu", "engine.threads=1", "callbacks=[]"]
+    words += ["checkpoint_every=0", "model.n_layers=1", "model.d_model=16", "steps=2", "eval_every=2", "seed=0,1"]
+    assert main(["-m", *words, "sweep.search=grid", "sweep.metric=accuracy", HERE, "hydra.sweep.dir=s"]) == 0
+    scores = [result(job)["eval_scores"]["accuracy"] for job in jobs()]
+    assert [trial.value for trial in trials()] == scores and found()["best"]["score"] == max(scores)
+    assert main(["-m", *CPU, "seed=0,1", "sweep.search=grid", "sweep.metric=ppl", HERE, "hydra.sweep.dir=t"]) == 0
+    assert found("t")["best"]["score"] == pytest.approx(
+        math.exp(min(result(job, "t")["eval_loss"] for job in jobs("t")))
+    )
+
+
+def test_a_bad_run_is_stopped_at_an_eval_and_counts_as_pruned():
+    sweep = [*CPU, "lr=0.01,30,0.02", "sweep.search=grid", "sweep.prune=asha", "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 0
+    first, second, third = jobs()
+    assert third["status"] in ("completed", "pruned")
+    assert (first["status"], second["status"], second["code"]) == ("completed", "pruned", 0)
+    assert second["error"].startswith("sweep.prune=asha: the held-out loss ") and "after step 2" in second["error"]
+    assert (result(second)["reason"], result(second)["steps"], result(first)["steps"]) == ("aborted", 2, 8)
+    assert second["error"] in Path("s/summary.csv").read_text()
+    good, bad, _ = trials()
+    assert bad.state == optuna.trial.TrialState.PRUNED and bad.intermediate_values == {2: result(second)["eval_loss"]}
+    assert list(good.intermediate_values) == [2, 4, 6, 8]  # and not step 0, at which nobody has learned anything
+    config = yaml.safe_load(Path("s", second["directory"], "config.yaml").read_text())
+    assert "sweep" not in config and not config["callbacks"]  # a run knows nothing of the search it is of
+
+
+def test_the_score_of_a_point_is_the_mean_over_its_seeds(capsys):
+    sweep = [*CPU, "seed=4", "lr=0.01,0.001", "sweep.search=grid", "sweep.repeats=3", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 0
+    assert [job["overrides"] for job in jobs()] == [
+        [f"lr={lr}", f"seed={seed}"] for lr in ("0.01", "0.001") for seed in (4, 5, 6)
+    ]
+    losses = [[result(job)["eval_loss"] for job in jobs() if job["trial"] == trial] for trial in (0, 1)]
+    assert [trial.value for trial in trials()] == [pytest.approx(statistics.fmean(each)) for each in losses]
+    best = found()["best"]
+    assert best["score"] == pytest.approx(min(map(statistics.fmean, losses)))
+    assert best["deviation"] == pytest.approx(statistics.stdev(losses[best["trial"]]))
+    assert "over 3 seeds" in capsys.readouterr().out
+
+
+def test_with_pruning_the_first_seed_decides_over_the_others():
+    sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 0
+    assert [(job["trial"], job["status"]) for job in jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
+
+
+def test_a_point_whose_run_fails_has_no_score_and_the_search_goes_on(capsys):
+    sweep = [*NOOP, "lr=0.1,5,0.2", "callbacks.slow.fails_above=1", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 1
+    assert [job["status"] for job in jobs()] == ["completed", "failed", "completed"]
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED", "COMPLETE"]
+    assert "error in job 1: callbacks.slow failed" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def started(*words):
+    """A sweep of its own process, which ends with the test."""
+    command = [sys.executable, "-m", "toyexp", *words]
+    with open("said.txt", "wb") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition, process):
+    until = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < until and process.poll() is None, Path("said.txt").read_text()
+        time.sleep(0.05)
+
+
+def test_a_worker_that_is_free_gets_the_next_point_at_once():
+    sweep = [
+        *NOOP,
+        "checkpoint_every=0",
+        "steps=9000,3,4,5",
+        "callbacks.slow.wait=0.01",
+        "sweep.search=grid",
+        "hydra.sweep.dir=s",
+    ]
+    with started("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2") as process:
+        wait_for(
+            lambda: (
+                Path("s/sweep.json").exists() and [job["status"] for job in jobs()] == ["running", *["completed"] * 3]
+            ),
+            process,
+        )
+        Path("mended").touch()
+        assert process.wait(100) == 0, Path("said.txt").read_text()
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 4
+
+
+def test_a_search_killed_in_the_middle_goes_on_and_runs_nothing_twice(capsys):
+    sweep = [*NOOP, "steps=300", "checkpoint_every=20", "eval_every=100", LOG, "callbacks.slow.wait=0.01",
+             "sweep.search=tpe", "sweep.trials=4", "sweep.prune=median", "hydra.sweep.dir=s"]  # fmt: skip
+    with started("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2") as process:
+        wait_for(lambda: any(Path().glob("s/[23]-*/checkpoints/step-*")), process)
+    before = jobs()
+    done = [job["number"] for job in before if job["status"] == "completed"]
+    untouched = {path: path.read_bytes() for n in done for path in Path("s").glob(f"{n}-*/[!r]*") if path.is_file()}
+    Path("mended").touch()
+    for job in before:  # what the sweep started saves and ends by itself
+        until = time.monotonic() + 60
+        while not is_free(Path("s", job["directory"])):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    again = ["sweep.resume=s", "plugins=[toyexp.testing.null,slow]"]
+    assert main([*again, "sweep.prune=asha"]) == 2
+    assert "sweep.prune: this search is what it began as, but for sweep.trials" in capsys.readouterr().err
+    assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE]) == 0
+    assert [job["overrides"] for job in jobs()][: len(before)] == [job["overrides"] for job in before]
+    assert [job["trial"] for job in jobs()] == [0, 1, 2, 3]
+    assert [job["attempts"] for job in jobs()][:2] == [1, 1] and sum(job["attempts"] for job in jobs()) <= 6
+    assert all(steps_of(job) == list(range(1, 301)) for job in jobs())
+    assert {path: path.read_bytes() for path in untouched} == untouched and done
+    assert "resumed from step" in capsys.readouterr().out
+    assert [(t.state.name, list(t.intermediate_values)) for t in trials()] == [("COMPLETE", [100, 200, 300])] * 4
+    assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE, "sweep.trials=5"]) == 0  # one more
+    assert len(jobs()) == 5 and [job["attempts"] for job in jobs()][4] == 1
+    assert {path: path.read_bytes() for path in untouched} == untouched
+
+
+def is_free(run):
+    try:
+        os.close(lock(run))
+    except UserError:
+        return False
+    return True
+
+
+KEYS = [LOG, "a=range(1,9,2)", "b=x,y"]
+
+
+@pytest.mark.parametrize("search", ["random", "tpe"])
+def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, search):
+    keys = space(search, parse(KEYS))
+    study = Study(tmp_path, search, "loss", keys, 0)
+    chosen = [study.ask(0), study.ask(1)]
+    study.tell(0, 1.0)
+    study.tell(0, 2.0)  # is told once
+    later = Study(tmp_path, search, "loss", keys, 0)
+    assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
+    assert len(trials(tmp_path)) == 2 and trials(tmp_path)[0].value == 1.0
+    assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
+    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, and the sweep has begun 4"):
+        later.require(4)
+
+
+def test_a_grid_takes_each_combination_once_and_the_last_key_varies_fastest(tmp_path):
+    keys = space("grid", parse(KEYS[1:]))
+    study = Study(tmp_path, "grid", "loss", keys, 0)
+    assert [study.ask(n) for n in range(8)] == [[f"a={a}", f"b={b}"] for a in (1, 3, 5, 7) for b in "xy"]
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("broken-in",))
+
+
+def test_a_journal_from_a_stranger_runs_no_code(tmp_path):
+    import pickle
+
+    keys = space("cmaes", parse([LOG, "a=interval(0, 1)"]))
+    study = Study(tmp_path, "cmaes", "loss", keys, 0)
+    for number in range(14):  # two generations, whose state Optuna keeps
+        study.ask(number)
+        study.tell(number, float(number))
+    Study(tmp_path, "cmaes", "loss", keys, 0).ask(14)  # its own is read
+    states = [trial for trial in trials(tmp_path) if any("optimizer" in key for key in trial.system_attrs)]
+    assert states
+    storage = study._study._storage
+    number = study._study.ask()._trial_id
+    storage.set_trial_system_attr(number, "cma:optimizer:0", pickle.dumps(Evil()).hex())
+    with pytest.raises(UserError, match=r"study\.log: is damaged: UnpicklingError: names posix\.mkdir"):
+        Study(tmp_path, "cmaes", "loss", keys, 0)
+    (tmp_path / "study.log").write_text("{}\nno line of a journal\n")
+    with pytest.raises(UserError, match=r"study\.log: is damaged"):
+        Study(tmp_path, "tpe", "loss", keys, 0)
+    assert not Path("broken-in").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([LOG], ["an interval has no end of values", "sweep.search=tpe sweep.trials=20"]),
+        ([LOG, "sweep.search=tpe"], ["sweep.search=tpe", "sweep.trials=20"]),
+        ([LOG, "sweep.search=tpe", "sweep.trials=0"], ["sweep.trials=0: must be at least 1"]),
+        ([LOG, "sweep.search=tep", "sweep.trials=3"], ["sweep.search=tep", "did you mean tpe?"]),
+        ([LOG, "sweep.search=grid"], ["interval(1e-4, 1e-1)): an interval has no end", "sweep.search=grid"]),
+        ([LOG, "sweep.search=cmaes", "sweep.trials=3"], ["takes two keys or more"]),
+        ([LOG, "seed=1,2", "sweep.search=cmaes", "sweep.trials=3"], ["seed=1,2", "takes intervals and ranges"]),
+        (["lr=interval(0.2,0.1)", "sweep.search=tpe", "sweep.trials=3"], ["from a number to a higher one"]),
+        (["lr=tag(log,interval(0,1))", "sweep.search=tpe", "sweep.trials=3"], ["with log an interval begins above 0"]),
+        (["lr=tag(lgo,interval(0,1))", "sweep.search=tpe", "sweep.trials=3"], ["tag lgo is not known"]),
+        (["lr=interval(-1,1)", "sweep.search=tpe", "sweep.trials=3"], ["lr=-1.0: must be"]),
+        (["optim.beta1=0.5,2", "sweep.search=grid"], ["optim.beta1=2"]),
+        (
+            ["model.d_model=interval(8,16)", "sweep.search=tpe", "sweep.trials=3"],
+            ["model.d_model=8.0: must be a whole"],
+        ),
+        (["sweep.search=tpe", "sweep.trials=3"], ["no key has several values"]),
+        (["lr=0.1", "seed=1,2", "sweep.trials=3"], ["sweep.trials=3: goes with a search"]),
+        (["seed=1,2", "sweep.prune=asha"], ["sweep.prune=asha: goes with a search"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.prune=ahsa"], ["did you mean asha?"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.repeats=0"], ["sweep.repeats=0: must be at least 1"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.repeats=2"], ["sweep.repeats=2", "leave out seed"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.metric=acuracy"], ["sweep.metric=acuracy", "loss, ppl"]),
+        (["seed=1,2", "sweep.search=grid", "eval_every=0"], ["sweep.metric=loss: needs evals"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=0"], ["sweep.prune=asha: needs evals"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"], ["no eval comes before the last step"]),
+        (["--dry-run", "seed=1,2", "sweep.search=grid"], ["sweep.search=grid: chooses its points as it goes"]),
+        ([LOG, "sweep.search=tpe", "sweep.trials=9", "sweep.launcher=submitit"], ["sweep.jobs=4"]),
+    ],
+)
+def test_a_search_that_cannot_be_is_told_in_a_line_and_leaves_nothing(words, told, capsys):
+    assert main(["-m", *CPU, *words, "hydra.sweep.dir=s"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) <= 2 and "Traceback" not in err
+    for word in told:
+        assert word in err
+    assert not Path("s").exists()
+
+
+def test_what_is_missing_for_a_search_is_told_with_what_to_type(monkeypatch, capsys):
+    for package, search in (("optuna", "tpe"), ("cmaes", "cmaes")):
+        monkeypatch.setitem(sys.modules, package, None)
+        words = [LOG, "seed=range(1,9)", f"sweep.search={search}", "sweep.trials=3", "hydra.sweep.dir=s"]
+        assert main(["-m", *CPU, *words]) == 2
+        told = f"sweep.search={search}: {package} is not installed: pip install 'toyexp[search]'"
+        assert told in capsys.readouterr().err
+        monkeypatch.undo()
+    assert not Path("s").exists()

@@ -1,0 +1,236 @@
+"""A search: a sweep whose points are chosen one by one, each by what came of those before."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import statistics
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.terminal import say, status
+from toyexp.base.words import counted, short
+from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
+from toyexp.sweep.lookahead import first_look, require_directories
+from toyexp.sweep.process import Order
+from toyexp.sweep.pruning import TRIAL, ordered
+from toyexp.sweep.runner import Asked, Runner
+from toyexp.sweep.space import Key, grid, probes
+from toyexp.sweep.study import Study, require
+
+if TYPE_CHECKING:
+    from toyexp.config.request import Request
+    from toyexp.config.top_level import Sweep
+
+BAD = (Status.FAILED, Status.REFUSED, Status.PRUNED)  # ends of a run after which its point has no score
+
+
+class Searcher(Runner):
+    """A search that runs. A point is a trial of Optuna's, and `sweep.repeats` jobs, made when their turn comes."""
+
+    def __init__(
+        self, asked: Asked, request: Request, settings: Sweep, jobs: list[Job], memory: Mapping[str, Any],
+        keys: Sequence[Key], folder: SweepDir | None = None,
+    ):  # fmt: skip
+        require(str(settings.search))
+        self._keys, self._probes = keys, probes(keys)
+        self._study: Study | None = None  # in the sweep's directory, once there is one
+        self._points = grid(keys) if settings.search == "grid" else settings.trials or 0
+        self._points = min(self._points, settings.trials or self._points)
+        super().__init__(asked, request, settings, self._probes, memory, {}, folder)
+        self._jobs = jobs
+        if settings.launcher == "submitit" and not settings.jobs:
+            self._limit = self._points * settings.repeats
+        self._turn = threading.Lock()  # of who asks for a job, or tells of one
+
+    # -- before the first job --
+
+    def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
+        """Looks at every value, and has the directory and the study."""
+        status("checking the values of the search")
+        first = self._probes[0]
+        for error in first_look(self._probes, self._ahead).values():
+            raise error
+        self._check_metric()
+        cfg = self._ahead.config(first).cfg
+        self._seed = int(cfg.seed)
+        if self._folder is None:
+            require_directories(self._probes, self._ahead)
+            root, _ = self._ahead.directory(first, None)
+            self._folder = SweepDir.create(root, self._jobs, self._memory)
+        settings = self._settings
+        study = Study(self._folder.path, str(settings.search), settings.metric, self._keys, self._seed)
+        study.require(len(self._by_trial()))
+        self._study = study
+        for job in self._jobs:
+            self._tell(job)
+        many = f" of {counted(self._settings.repeats, 'run')}" if self._settings.repeats > 1 else ""
+        told = f"{self._settings.search} over {', '.join(key.key for key in self._keys)}"
+        say(f"sweep   {short(self._folder.path)}, {counted(self._points, 'point')}{many}: {told}")
+        return list(jobs)
+
+    def _check_metric(self) -> None:
+        """Raises UserError where a run has no such score, or none to be stopped by."""
+        settings, first = self._settings, self._probes[0]
+        cfg = self._ahead.config(first).cfg
+        asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
+        if not cfg.eval_every:
+            raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
+        if settings.prune and cfg.eval_every >= cfg.steps:
+            raise UserError(
+                f"{asked}: no eval comes before the last step: eval_every={cfg.eval_every}, steps={cfg.steps}"
+            )
+        self._ahead.model(first).require_metric("sweep.metric", settings.metric)
+        if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
+            raise UserError(f"sweep.repeats={settings.repeats}: gives each point seeds of its own; leave out seed=...")
+
+    # -- which job is next --
+
+    def _waiting(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        return super()._waiting(self._turns(jobs))
+
+    def _turns(self, unfinished: Iterable[Job]) -> Iterator[Job]:
+        yield from unfinished
+        while (job := self._next()) is not None:
+            yield job
+
+    def _next(self) -> Job | None:
+        """Another run of a point, or the first of a new one.
+
+        With pruning the first run of a point decides over the others, which wait for it while there are new points.
+        """
+        with self._turn:
+            return self._again(bool(self._settings.prune)) or self._new() or self._again(False)
+
+    def _again(self, decided: bool) -> Job | None:
+        for trial, jobs in self._by_trial().items():
+            bad = any(job.status in BAD for job in jobs) or (decided and jobs[0].status != Status.COMPLETED)
+            if len(jobs) < self._settings.repeats and not bad and jobs[0].status != Status.KILLED:
+                return self._add(trial, [word for word in jobs[0].overrides if not word.startswith("seed=")], len(jobs))
+        return None
+
+    def _new(self) -> Job | None:
+        trial = len(self._by_trial())
+        assert self._study is not None
+        return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
+
+    def _add(self, trial: int, words: list[str], repeat: int) -> Job:
+        seed = [f"seed={self._seed + repeat}"] if self._settings.repeats > 1 else []
+        self._jobs.append(Job(len(self._jobs), [*words, *seed], trial=trial))
+        return self._jobs[-1]
+
+    def _by_trial(self) -> dict[int, list[Job]]:
+        found: dict[int, list[Job]] = {}
+        for job in self._jobs:
+            assert job.trial is not None
+            found.setdefault(job.trial, []).append(job)
+        return found
+
+    # -- one job --
+
+    def _order(self, job: Job) -> Order:
+        return replace(super()._order(job), environment=self._environment(job))
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        """Of the run that decides over its point."""
+        assert self._study is not None and job.trial is not None
+        if not self._settings.prune or self._by_trial()[job.trial][0] is not job:
+            return {}
+        return ordered(self._study.path, job.trial, self._settings.prune, self._settings.metric)
+
+    def _process(self, job: Job) -> Ended:
+        ended = super()._process(job)
+        self._take_down(job, ended)  # in its own thread, and so before the next point is chosen
+        return ended
+
+    def _here(self, job: Job) -> Ended:
+        os.environ.update(self._environment(job))
+        try:
+            return super()._here(job)
+        finally:
+            os.environ.pop(TRIAL, None)
+
+    def _take_down(self, job: Job, ended: Ended) -> None:
+        super()._take_down(job, ended)
+        self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        """Tells the study what came of a point, where this job decides that."""
+        assert self._study is not None and job.trial is not None
+        if job.status == Status.COMPLETED and self._score(job) is None:
+            known = ("loss", "ppl", *(job.result.get("eval_scores") or {}))
+            job.status = Status.FAILED
+            job.error = f"sweep.metric={self._settings.metric}: {choose(self._settings.metric, known)}"
+        with self._turn:
+            jobs = self._by_trial()[job.trial]
+            if any(job.status in BAD for job in jobs):
+                self._study.tell(job.trial, None)
+            elif len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs):
+                self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
+
+    def _score(self, job: Job) -> float | None:
+        """The metric, as the run ended."""
+        metric, loss = self._settings.metric, job.result.get("eval_loss")
+        found = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
+        if found is None or not math.isfinite(found):
+            return None
+        return math.exp(min(found, 700)) if metric == "ppl" else float(found)
+
+    def _scores(self, jobs: Sequence[Job]) -> list[float]:
+        return [score for score in map(self._score, jobs) if score is not None]
+
+    # -- what came out --
+
+    def _standing(self) -> tuple[str, bool]:
+        ended = [jobs for jobs in self._by_trial().values() if self._is_done(jobs)]
+        bad = sum(any(job.status in BAD for job in jobs) for jobs in ended)
+        without = f", {bad} of them without a score" if bad else ""
+        left = len(ended) < self._points or any(job.status in UNFINISHED for job in self._jobs)
+        return f"{len(ended)} of {self._points} points are done{without}", left
+
+    def _is_done(self, jobs: Sequence[Job]) -> bool:
+        whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
+        return whole or any(job.status in BAD for job in jobs)
+
+    def _report(self) -> int:
+        code = super()._report()
+        if self._study is not None and (best := self._study.best()) is not None:
+            self._tell_best(best)
+        return code
+
+    def _tell_best(self, best: int) -> None:
+        """Prints the best point, what matters and what to type, and keeps it with all points in search.json."""
+        assert self._study is not None and self._folder is not None
+        settings, jobs = self._settings, self._by_trial()[best]
+        scores, importances = self._scores(jobs), self._study.importances()
+        words = [word for word in jobs[0].overrides if settings.repeats == 1 or not word.startswith("seed=")]
+        mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
+        over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
+        command = shlex.join(self._command(jobs[0]))
+        say(f"best    {' '.join(words)}: held-out {settings.metric} {mean:.4f}{over}")
+        if importances:
+            say(f"keys    what matters: {', '.join(f'{key} {share:.0%}' for key, share in importances.items())}")
+        say(f"again   {command}")
+        say(f"study   optuna-dashboard {shlex.quote(short(self._study.path))}")
+        kept = {
+            "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
+            "best": {"trial": best, "settings": words, "score": mean, "deviation": spread, "command": command,
+                     "jobs": [job.number for job in jobs]},
+            "importances": importances, "trials": list(self._study.outcomes()),
+        }  # fmt: skip
+        try:
+            with in_one_piece(self._folder.path / "search.json") as place:
+                place.write_text(dump_json(kept, indent=1) + "\n")
+        except OSError as error:
+            say(f"search.json: not written ({error.strerror})")
+
+    def _command(self, job: Job) -> list[str]:
+        """What is typed for the same run alone."""
+        flags = [word for flag in self._memory["flags"].items() for word in flag]
+        fixed = [word for word in self._memory["settings"] if not word.startswith("hydra.sweep.")]
+        return ["toyexp", *flags, *fixed, *job.overrides]

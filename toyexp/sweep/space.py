@@ -1,0 +1,140 @@
+"""What a search chooses from: the keys with several values of a command line, as intervals, ranges and lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toyexp.base.errors import UserError
+from toyexp.base.words import typed
+from toyexp.sweep.combinations import MOST_JOBS, swept
+from toyexp.sweep.directory import Job
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every number from `low` to `high`."""
+
+    key: str
+    line: str  # as it was typed
+    low: float
+    high: float
+    log: bool  # orders of magnitude are alike
+    whole: bool
+
+    def words(self) -> list[str]:
+        """The settings that show both of its ends."""
+        return [f"{self.key}={typed(self.low)}", f"{self.key}={typed(self.high)}"]
+
+    def chosen(self, trial: Any) -> str:
+        """What an Optuna trial takes, as a setting."""
+        suggest = trial.suggest_int if self.whole else trial.suggest_float
+        return f"{self.key}={typed(suggest(self.key, self.low, self.high, log=self.log))}"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Values that can be counted."""
+
+    key: str
+    line: str  # as it was typed
+    settings: Sequence[str]  # a setting for each; numbers of a range rise
+    numbers: Sequence[float]  # of a range, whose neighbours are alike; else none
+
+    def words(self) -> list[str]:
+        """A setting for each value."""
+        return list(self.settings)
+
+    def chosen(self, trial: Any) -> str:
+        """What an Optuna trial takes, as a setting."""
+        if not self.numbers:
+            texts = [word.partition("=")[2] for word in self.settings]
+            return f"{self.key}={trial.suggest_categorical(self.key, texts)}"
+        low, high = self.numbers[0], self.numbers[-1]
+        whole = all(isinstance(number, int) for number in self.numbers)
+        suggest = trial.suggest_int if whole else trial.suggest_float
+        step = self.numbers[1] - low if whole else float(f"{self.numbers[1] - low:.12g}")
+        found = suggest(self.key, low, high, step=step)
+        return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - found))[1]
+
+
+Key = Interval | Listed
+
+
+def space(search: str, parsed: Sequence[Override]) -> list[Key]:
+    """The keys that a search has to find values for; UserError where it cannot."""
+    keys = [_key(override) for override in parsed if override.is_sweep_override()]
+    if not keys:
+        raise UserError(
+            f"sweep.search={search}: no key has several values, such as 'lr=tag(log, interval(1e-4, 1e-1))'"
+        )
+    intervals = [key for key in keys if isinstance(key, Interval)]
+    if search == "grid" and intervals:
+        raise UserError(
+            f"{intervals[0].line}: an interval has no end of values, and sweep.search=grid takes them all; "
+            "name them, or search by random, tpe or cmaes"
+        )
+    if search == "cmaes":
+        named = [key for key in keys if isinstance(key, Listed) and not key.numbers]
+        if named:
+            raise UserError(
+                f"{named[0].line}: sweep.search=cmaes takes intervals and ranges of numbers alone; tpe takes lists"
+            )
+        if len(keys) < 2:
+            raise UserError(f"{keys[0].line}: sweep.search=cmaes takes two keys or more; tpe takes one")
+    return keys
+
+
+def _key(override: Override) -> Key:
+    key, line = override.get_key_element(), str(override.input_line)
+    value: Any = override.value()  # a sweep of one of three kinds
+    tags: set[str] = value.tags
+    log = "log" in tags and override.is_interval_sweep()
+    if wrong := sorted(tags - {"log"} if override.is_interval_sweep() else tags):
+        raise UserError(
+            f"{line}: tag {wrong[0]} is not known here; an interval takes log: tag(log, interval(1e-4, 1e-1))"
+        )
+    if override.is_interval_sweep():
+        low, high = value.start, value.end
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise UserError(f"{line}: an interval goes from a number to a higher one: interval(0.1, 0.5)")
+        if log and low <= 0:
+            raise UserError(f"{line}: with log an interval begins above 0")
+        return Interval(key, line, low, high, log, isinstance(low, int) and isinstance(high, int))
+    found = list(swept(override))
+    is_range = override.is_range_sweep() and len(found) > 1
+    if is_range:
+        found.sort(key=lambda pair: pair[1])
+    return Listed(key, line, [word for word, _ in found], [number for _, number in found] if is_range else ())
+
+
+def probes(keys: Sequence[Key]) -> list[Job]:
+    """Jobs that show each value once, and the ends of each interval: what is wrong with one is told before a run."""
+    lists = [key.words() for key in keys]
+    first = [words[0] for words in lists]
+    shown = [first]
+    for place, words in enumerate(lists):
+        shown += [[*first[:place], word, *first[place + 1 :]] for word in words[1:]]
+    return [Job(number, words) for number, words in enumerate(shown)]
+
+
+def grid(keys: Sequence[Key]) -> int:
+    """How many combinations lists have; UserError for more than a sweep may have jobs."""
+    if (count := math.prod(len(key.words()) for key in keys)) > MOST_JOBS:
+        raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
+    return count
+
+
+def grid_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
+    """The values of one of them, by key, as Optuna has them; the last key varies fastest."""
+    point: dict[str, Any] = {}
+    for key in reversed(keys):
+        assert isinstance(key, Listed)
+        number, place = divmod(number, len(key.settings))
+        point[key.key] = key.numbers[place] if key.numbers else key.settings[place].partition("=")[2]
+    return point

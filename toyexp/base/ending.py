@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from toyexp.base.errors import RunFailed, ToyexpError, UserError
+from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, status
 
@@ -52,9 +53,10 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 def _rank_of_torchrun() -> int:
     """The number of this process, where `torchrun` watches over it and it is not the first; else 0."""
-    # Without toyexp.base.ranks, which needs numpy: that may be what cannot be loaded.
-    given = os.environ.get("RANK", "")
-    return int(given) if "TORCHELASTIC_RUN_ID" in os.environ and given.isascii() and given.isdecimal() else 0
+    try:
+        return started_ranks().rank if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    except UserError:
+        return 0
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:

@@ -310,6 +310,26 @@ def test_a_journal_from_a_stranger_runs_no_code(tmp_path):
     assert not Path("broken-in").exists()
 
 
+def test_a_state_from_a_stranger_is_refused(capsys):
+    assert main(["-m", *CPU, "steps=2", "lr=0.1,0.2", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
+    whole = Path("s/sweep.json").read_text()
+    state = json.loads(whole)
+    for part, told in (
+        ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: its jobs are of trials [-1]"),
+        ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: its jobs are of trials [5]"),
+        ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs are of trials [None]"),
+        ({"space": ["plugins=[a],[b]"]}, "what is loaded is the same for all points"),
+        ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 names plugins"),
+        ({"space": 3}, "is damaged: space is 3"),
+    ):
+        Path("s/sweep.json").write_text(json.dumps(state | part))
+        capsys.readouterr()
+        assert main(["sweep.resume=s"]) == 2
+        assert told in capsys.readouterr().err
+    Path("s/sweep.json").write_text(whole)
+    assert main(["sweep.resume=s"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, printable
 from toyexp.base.ownership import SWEEP
 from toyexp.base.terminal import say
 from toyexp.contract.command import modules_in
@@ -111,8 +111,9 @@ def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, o
     from toyexp.sweep.search import Searcher
 
     _require_no_foresight(asked, settings)
-    if any(job.trial is None for job in folder.jobs):
-        raise UserError(f"{folder.path / SWEEP}: is damaged: a job of a search has no trial")
+    trials = list(dict.fromkeys(job.trial for job in folder.jobs))
+    if trials != list(range(len(trials))):
+        raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
     keys = space(settings.search, parse(memory["space"]))
     return Searcher(asked, request, settings, folder.jobs, memory, keys, folder)
 

@@ -207,6 +207,9 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
         if not conforms(state[name], hint):
             raise ValueError(f"{name} is {state[name]}")
     jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
+    for job in jobs:
+        if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
+            raise ValueError(f"job {job.number} names plugins, which the command line alone does")
     if any(
         text.startswith("-")
         for text in (*state["settings"], *state["space"], *(o for job in jobs for o in job.overrides))

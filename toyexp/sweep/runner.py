@@ -173,11 +173,15 @@ class Runner:
 
     def _watched(self) -> Board | None:
         return board_for(
-            lambda: self._jobs,
+            self._in_sight,
             lambda: self._folder.ranking() if self._folder else ranked(self._jobs),
             self._limit,
             self._settings.launcher,
         )
+
+    def _in_sight(self) -> list[Job]:
+        """The jobs that there are, and will be."""
+        return self._jobs
 
     def _unwatched(self) -> None:
         if self._board:

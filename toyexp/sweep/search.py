@@ -126,7 +126,7 @@ class Searcher(Runner):
 
     def _by_trial(self) -> dict[int, list[Job]]:
         found: dict[int, list[Job]] = {}
-        for job in self._jobs:
+        for job in list(self._jobs):  # another thread may add one
             assert job.trial is not None
             found.setdefault(job.trial, []).append(job)
         return found
@@ -185,6 +185,12 @@ class Searcher(Runner):
         return [score for score in map(self._score, jobs) if score is not None]
 
     # -- what came out --
+
+    def _in_sight(self) -> list[Job]:
+        by_trial = self._by_trial()
+        more = sum(self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_done(jobs))
+        more += (self._points - len(by_trial)) * self._settings.repeats
+        return [*self._jobs, *(Job(len(self._jobs) + number, []) for number in range(more))]
 
     def _standing(self) -> tuple[str, bool]:
         ended = [jobs for jobs in self._by_trial().values() if self._is_done(jobs)]

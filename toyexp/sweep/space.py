@@ -73,6 +73,8 @@ def space(search: str, parsed: Sequence[Override]) -> list[Key]:
         raise UserError(
             f"sweep.search={search}: no key has several values, such as 'lr=tag(log, interval(1e-4, 1e-1))'"
         )
+    if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
+        raise UserError(f"{loads[0]}: what is loaded is the same for all points: plugins=[a,b]")
     intervals = [key for key in keys if isinstance(key, Interval)]
     if search == "grid" and intervals:
         raise UserError(

@@ -46,7 +46,7 @@ def lonely_ranks() -> list[str]:
     if asked and missing:
         one_of = f"a rank has {', '.join(SET[:-1])} and {SET[-1]}, as torchrun sets them"
         return [f"{', '.join(asked)}: {one_of}; without {', '.join(missing)} this process trains alone"]
-    name = next(filter(os.environ.get, TASKS), "")
-    if not is_whole(count := os.environ.get(name, ""), 2, MOST):
+    name = next(filter(os.environ.get, TASKS), None)
+    if name is None or not is_whole(count := os.environ[name], 2, MOST):
         return []
     return [f"{name}={count}: each of these processes trains alone; torchrun starts those that train one run"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import shlex
 import shutil
 import sys
@@ -15,18 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
+from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.process import Order, Stop, on_cluster, run_process, side_by_side
-from toyexp.sweep.ranking import ranked
+from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("toyexp")
 
 MANY = 100  # jobs that it takes a moment to look at
-READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
 
 
 @dataclass(frozen=True)
@@ -172,12 +169,10 @@ class Runner:
                 self._folder.close()
 
     def _watched(self) -> Board | None:
-        return board_for(
-            self._in_sight,
-            lambda: self._folder.ranking() if self._folder else ranked(self._jobs),
-            self._limit,
-            self._settings.launcher,
-        )
+        def ranking() -> Ranking[Job]:
+            return self._folder.ranking() if self._folder else ranked(self._jobs)
+
+        return board_for(self._in_sight, ranking, self._limit, self._settings.launcher)
 
     def _in_sight(self) -> list[Job]:
         """The jobs that there are, and will be."""
@@ -254,15 +249,9 @@ class Runner:
             return side_by_side(jobs, self._process, self._limit)
         if settings.launcher == "submitit" and self._folder is not None:
             return on_cluster(
-                jobs,
-                self._order,
-                self._folder.path,
-                settings.submitit,
-                self._limit,
-                self._stop,
-                self._say_it,
+                jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it,
                 self._most_gpus,
-            )
+            )  # fmt: skip
         return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
 
     def _order(self, job: Job) -> Order:
@@ -408,28 +397,3 @@ def _being_written(directory: Path) -> str | None:
     except OSError:  # there is no such run
         return None
     return None
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
-    torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
-    seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
-    environment, here = dict(os.environ), Path.cwd()
-    loggers = [(logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), log)]
-    try:
-        yield
-    finally:
-        random.setstate(seeds[0])
-        np.random.set_state(seeds[1])
-        if torch := sys.modules.get("torch"):
-            torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
-        for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
-            del os.environ[name]
-        os.environ.update(environment)
-        os.chdir(here)
-        for logger, handlers, level in loggers:
-            logger.setLevel(level)
-            for handler in [h for h in logger.handlers if h not in handlers]:
-                logger.removeHandler(handler)
-                handler.close()

@@ -1,0 +1,43 @@
+"""A job in the process of its sweep leaves nothing behind there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
+    torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
+    seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    environment, here = dict(os.environ), Path.cwd()
+    loggers = [
+        (logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), logging.getLogger("toyexp"))
+    ]
+    try:
+        yield
+    finally:
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
+        if torch := sys.modules.get("torch"):
+            torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
+        for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(here)
+        for logger, handlers, level in loggers:
+            logger.setLevel(level)
+            for handler in [h for h in logger.handlers if h not in handlers]:
+                logger.removeHandler(handler)
+                handler.close()

@@ -249,7 +249,7 @@ def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
     assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 0
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
-    assert "seed=4 model.n_layers=2" in capsys.readouterr().out.splitlines()[-1]
+    assert "  3  seed=4 model.n_layers=2 " in capsys.readouterr().out
 
 
 def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):

@@ -21,6 +21,7 @@ from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.values import Values
 
 LOOK_UP = Params.__getitem__.__code__  # of a tensor by its name
+LARGEST_HEAD = 1 << 16  # numbers of a head whose frequencies are worked out
 MOST_OPS = 1_000_000  # primitives of one forward pass; a block has some 30, and a model at most 10,000 blocks
 
 
@@ -203,7 +204,8 @@ class OpShapes(Ops):
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self._take("rope", x)
         self._require(len(x.shape) == 4 and isinstance(rotary, Rotary), "rope", x, rotary)
-        rotary.frequencies(x.shape[3])
+        if x.shape[3] <= LARGEST_HEAD:  # a wider one is refused for the memory that its weights take
+            rotary.frequencies(x.shape[3])
         return Shaped(x.shape)
 
     def attention(self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True) -> Shaped:

@@ -88,10 +88,10 @@ class Job:
     directory: str | None = None  # below the sweep's; unknown until its configuration was composed
     status: Status = Status.WAITING
     attempts: int = 0  # how often it was begun
-    trial: int | None = None  # of a search: which point
     code: int | None = None
     error: str | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    trial: int | None = None  # of a search: which point
 
     @property
     def label(self) -> str:

@@ -37,8 +37,7 @@ def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
     for name, node in plain["callbacks"].items():
         plain["callbacks"][name] = typed(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
     parts = {kind: made(classes[kind], plain[kind]) for kind in PARTS if kind != "engine"}
-    given = {name: _of_fields(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
-    callbacks = {name: classes[f"callbacks.{name}"](**own) for name, own in given.items()}
+    callbacks = {name: made(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
     settings = made(Settings, plain)
     named = {f"{kind}={plain[kind]['name']}": part for kind, part in parts.items()}
     check_parts({"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}})
@@ -109,8 +108,4 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def made(cls: type, node: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its settings."""
-    return cls(**_of_fields(cls, node))
-
-
-def _of_fields(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
-    return {f.name: node[f.name] for f in dataclasses.fields(cls)}
+    return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})

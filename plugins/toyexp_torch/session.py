@@ -187,7 +187,9 @@ class TorchSession(Session):
         return self._loss_ops.cross_entropy(logits, batch["targets"], batch["weights"])
 
     def do_reset_state(self) -> None:
-        self._update.reset()
+        for state in self._update.state.values():
+            for values in state.values():
+                values.zero_()
 
     @property
     def runs_ahead(self) -> bool:

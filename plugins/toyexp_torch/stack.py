@@ -141,12 +141,6 @@ class _Own:
     def __init__(self, update: StackedUpdate, row: int):
         self.state = {n: {slot: x[row] for slot, x in state.items()} for n, state in update.state.items()}
 
-    def reset(self) -> None:
-        """Sets the state to zeros."""
-        for state in self.state.values():
-            for values in state.values():
-                values.zero_()
-
 
 class StackedSession(TorchSession):
     """One run of a stack. A step that it launches is taken once one of the runs waits for its own."""

@@ -130,12 +130,6 @@ class Update:
         later = [place.start for place in self._places.values() if place.start >= self._places[group.tensors[-1]].stop]
         return min(later, default=self._flat.shape[-1])
 
-    def reset(self) -> None:
-        """Sets the state to zeros."""
-        for state in self.state.values():
-            for values in state.values():
-                values.zero_()
-
     def sizes(self) -> list[int]:
         """How many numbers a step has for each group."""
         return [len(stretch.group.rule.names()) for stretch in self._stretches]

@@ -23,7 +23,7 @@ from toyexp.commands.flags import SHOWING, read
 from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
-from toyexp.sweep.combinations import follow_the_sweep, is_a_job
+from toyexp.sweep.combinations import TRIAL, follow_the_sweep, is_a_job
 from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
@@ -228,7 +228,6 @@ def _ready(
     """A run that is built and checked, where it goes, and what it goes on from; nothing is written yet."""
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
-    from toyexp.sweep.pruning import taken
     from toyexp.training.experiment import prepare
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
@@ -236,7 +235,10 @@ def _ready(
     status("starting the engine")
     with running_out():
         built = composed.parts()
-        built.callbacks.update(taken())
+        if TRIAL in os.environ:
+            from toyexp.sweep.pruning import taken  # deferred: a run of no search need not load what a search does
+
+            built.callbacks.update(taken())
         built.engine.follow()  # the first rank, which has the others come
         if resume:
             recall(resume, built.data)

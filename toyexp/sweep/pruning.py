@@ -15,12 +15,11 @@ from toyexp.base.words import typed
 from toyexp.contract.callback import Callback
 from toyexp.contract.hooks import hookimpl
 from toyexp.contract.run import Run
+from toyexp.sweep.combinations import TRIAL
 from toyexp.sweep.directory import PRUNES
 from toyexp.sweep.study import Judge
 
 log = logging.getLogger("toyexp")
-
-TRIAL = "TOYEXP_TRIAL"  # is set for the process of a run that may be stopped
 
 
 def ordered(journal: Path, trial: int, prune: str, metric: str) -> dict[str, str]:
@@ -29,10 +28,8 @@ def ordered(journal: Path, trial: int, prune: str, metric: str) -> dict[str, str
 
 
 def taken() -> dict[str, Callback]:
-    """The callback that this process was told to have, by its name, if it was; it is no setting of the run."""
-    if (told := os.environ.pop(TRIAL, None)) is None:  # nor is it handed on to this process's children
-        return {}
-    asked = json.loads(told)
+    """The callback that this process was told to have, by its name; it is no setting of the run."""
+    asked = json.loads(os.environ.pop(TRIAL))  # nor is it handed on to this process's children
     return {Pruning.name: Pruning(Path(asked["journal"]), asked["trial"], asked["prune"], asked["metric"])}
 
 

@@ -15,10 +15,11 @@ from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import say, status
 from toyexp.base.words import counted, short
 from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.sweep.combinations import TRIAL
 from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import first_look, require_directories
 from toyexp.sweep.process import Order
-from toyexp.sweep.pruning import TRIAL, ordered
+from toyexp.sweep.pruning import ordered
 from toyexp.sweep.runner import Asked, Runner
 from toyexp.sweep.space import Key, grid, probes
 from toyexp.sweep.study import Study, require

@@ -1,5 +1,6 @@
 """The training loop alone, on an engine that computes nothing and reports what a test has written down."""
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,8 @@ from toyexp.contract.batch import batch_digest
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp.training.driver import Evaluate, Step, drive_together
+from toyexp.training import driver
+from toyexp.training.driver import Evaluate, Step, drive, drive_together
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
 from toyexp.training.outcome import Outcome, Saver
 
@@ -483,6 +485,27 @@ def test_a_signal_that_ends_the_process_ends_all_loops(stage):
     runs[0].session.do_step = interrupted
     with pytest.raises(KeyboardInterrupt):
         drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+
+
+def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage, monkeypatch):
+    """A driver that is interrupted itself has the run end as it ends of a signal in the middle of a step."""
+    it = stage(5)
+    answered, count = driver._answered, itertools.count(1)
+
+    def interrupted(*asked):
+        if next(count) == 3:
+            raise KeyboardInterrupt("now")
+        return answered(*asked)
+
+    def run():
+        try:
+            yield from it.training.asks()
+        except KeyboardInterrupt as error:
+            return str(error), it.training.outcome.steps
+        return None
+
+    monkeypatch.setattr(driver, "_answered", interrupted)
+    assert drive(run(), it.session) == ("now", 2)
 
 
 def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):

@@ -96,10 +96,17 @@ def start(
     log = directory / "log.txt" if directory else None
     with blamed(f"engine.{engine.name}", "while it realized the plan", log, **plan.parts):
         session = engine.realize(plan).opened()
+    return warmed(recipe, engine, session, state, log)
+
+
+def warmed(
+    recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
+) -> Session:
+    """The same from an open session on."""
     try:
         with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)
-        with blamed(f"engine.{engine.name}", "while it built the training step", log, **plan.parts):
+        with blamed(f"engine.{engine.name}", "while it built the training step", log, **session.plan.parts):
             session.build()
         if state is not None:
             with blamed(f"engine.{engine.name}", "while it took the checkpoint", log):

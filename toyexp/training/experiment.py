@@ -20,7 +20,7 @@ from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.plan import Plan, optimised
 from toyexp.contract.planned import Planned
-from toyexp.contract.recipe import Setup, start
+from toyexp.contract.recipe import Setup, warmed
 from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
@@ -28,6 +28,7 @@ from toyexp.datasets.dropout import Dropout
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
+from toyexp.training.driver import Asks, Realize, drive
 from toyexp.training.introduction import facts, introduction
 from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
@@ -139,33 +140,39 @@ def execute(
     prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None, resumed: Resumed | None = None
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
-    config, bus = prepared.config, prepared.bus
+    with stop_signals() as signals:
+        return drive(run(prepared, directory, signals, say, resumed))
+
+
+def run(
+    prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: Resumed | None
+) -> Asks[Result]:
+    """The same, asking for its session and then for its steps: several runs may be answered in turns."""
+    config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
     bus.tell = say
     if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
         check_snapshot(prepared.plan, config.engine)
-    with stop_signals() as signals:
-        run_dir = RunDir(directory, config.plain, continued=resumed is not None)
-        try:
-            for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
-                log.info(line)
-                say(line)
-            state = resumed.checkpoint.arrays if resumed else None
-            with (
-                of_a_part(lambda: PARTS, directory / "log.txt"),
-                running_out(),
-                start(config.recipe, config.engine, prepared.plan, state, directory) as session,
-            ):
+    run_dir = RunDir(directory, config.plain, continued=resumed is not None)
+    try:
+        for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
+            log.info(line)
+            say(line)
+        state = resumed.checkpoint.arrays if resumed else None
+        with of_a_part(lambda: PARTS, log_file), running_out():
+            with blamed(f"engine.{config.engine.name}", "while it realized the plan", log_file, **prepared.plan.parts):
+                opened: Session = yield Realize(config.engine, prepared.plan)
+            with warmed(config.recipe, config.engine, opened, state, log_file) as session:
                 for line in sentences(session.notes):
                     log.info("note    %s", line)
                     say(f"note    {line}")
-                run = _run(prepared, run_dir, session, signals, resumed)
-                outcome, failures = _live(prepared, run, signals, resumed, say)
-            return judged(prepared, run_dir, outcome, failures, signals)
-        except BaseException as error:
-            judge_failure(prepared, run_dir, error)
-            raise
-        finally:
-            run_dir.close()
+                about = _run(prepared, run_dir, session, signals, resumed)
+                outcome, failures = yield from _live(prepared, about, signals, resumed, say)
+        return judged(prepared, run_dir, outcome, failures, signals)
+    except BaseException as error:
+        judge_failure(prepared, run_dir, error)
+        raise
+    finally:
+        run_dir.close()
 
 
 def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
@@ -191,7 +198,7 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
 
 def _live(
     prepared: Prepared, run: Run, signals: Signals, resumed: Resumed | None, say: Callable[[str], None]
-) -> tuple[Outcome, list[Exception]]:
+) -> Asks[tuple[Outcome, list[Exception]]]:
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
@@ -209,10 +216,10 @@ def _live(
                 say(inexact)
         for text in prepared.warnings:
             run.emit("warning", text=text)
-        outcome = Training(
+        outcome = yield from Training(
             run, bus, prepared.batches, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
-        ).train()  # fmt: skip
+        ).asks()  # fmt: skip
         reason, bad = outcome.reason, bad_end(run, outcome)
     except BaseException as caught:
         error, reason = caught, reason_of(caught)

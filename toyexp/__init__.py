@@ -1,7 +1,7 @@
 """toyexp: one experiment, any engine, and a GGUF at the end.
 
 This is what plugin authors import. Each name is loaded when it is first asked for, so that a command can put something
-on the screen before numpy is there. It loads numpy and pluggy, and no framework.
+on the screen at once: what lists plugins loads no numpy, and nothing here loads a framework.
 """
 
 import toyexp.base.searchpath  # isort: skip - before anything else is looked for

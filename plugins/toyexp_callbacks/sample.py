@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
+import toyexp
 from toyexp import (
     Callback,
     Dataset,
     Planned,
     Run,
-    Sampling,
-    Tokenizer,
     UserError,
     changed,
-    endless,
     hookimpl,
     printable,
 )
@@ -94,10 +92,10 @@ class Sample(Callback):
         prompt = tokenizer.decode(self._prompt) if self.prompt is None else self.prompt
         run.emit("sample", step=self._step, prompt=prompt, text=self._write(run, self._step, tokenizer))
 
-    def _write(self, run: Run, step: int, tokenizer: Tokenizer) -> str:
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+    def _write(self, run: Run, step: int, tokenizer: toyexp.Tokenizer) -> str:
+        sampling = toyexp.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         words, last = stream(run.seed, "sample", step), tokenizer.ends
-        drawn = endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
+        drawn = toyexp.endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
         began = time.monotonic()
 
         def goes_on(token: int) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, changed, hookimpl, rebuilt
+import toyexp
+from toyexp import Callback, Planned, Run, changed, hookimpl
 from toyexp.base import require_within
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
@@ -86,7 +87,7 @@ class Watch(Callback):
         """Takes it back."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
-        self._training, self._held_out = rebuilt(Climb, state["training"]), rebuilt(Climb, state["held_out"])
+        self._training, self._held_out = (toyexp.rebuilt(Climb, state[part]) for part in ("training", "held_out"))
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base import cache_dir
+
+if TYPE_CHECKING:
+    import numpy as np
 
 HEADER = 512  # bytes in front of the ids
 BLOCK = 1 << 20  # bytes of ids that one checksum is of
@@ -149,6 +150,8 @@ def _mapped(file: IO[bytes]) -> memoryview:
 
 def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) -> None:
     """Writes a header, the ids one after another, and the checksums of their blocks."""
+    import numpy as np
+
     digest, counts = hashlib.sha256(), []
     with _disk():
         file.write(bytes(HEADER))
@@ -179,6 +182,8 @@ def _open(path: Path) -> Packed | None:
 
 def _parts(view: memoryview) -> Packed:
     """The ids in a file of the cache; ValueError, LookupError or TypeError for one that is damaged."""
+    import numpy as np
+
     head = bytes(view[:HEADER]).rstrip()
     if f"{zlib.crc32(head[8:]):08x}".encode() != head[:8]:
         raise ValueError

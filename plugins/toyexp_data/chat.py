@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+from toyexp import UserError, printable
 
-from toyexp import Tokenizer, UserError, printable
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp import Tokenizer
 
 # What `plain` does, for those who run the exported model.
 PLAIN_TEMPLATE = (
@@ -105,6 +108,8 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
     are learned too. Raises UserError for text the tokenizer cannot take, BadExample where nothing of it is learned.
     """
+    import numpy as np
+
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     learned = [False] * len(ids)
     split = 0

@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from toyexp import UserError
 from toyexp.base import START, cause, made_up, not_text, open_file, status
 from toyexp_data.cache import recall, remember
@@ -195,6 +193,8 @@ def _stat(path: Path) -> Stat:
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:
     """All characters of the texts in code-point order."""
+    import numpy as np
+
     seen = np.zeros(0x110000, bool)
     for text in itertools.chain.from_iterable(texts):
         seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True

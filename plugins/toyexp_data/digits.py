@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
-from toyexp import AUGMENTATIONS, IMAGES, ImageDataset, Kind, Unavailable
+import toyexp
+from toyexp import IMAGES, Kind, Unavailable
 from toyexp.base import broken, require_words
 from toyexp_data.held_out import SplitData
 
@@ -31,7 +30,7 @@ class Digits(SplitData):
     def check(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""
         super().check()
-        require_words("data", self, augment=AUGMENTATIONS)
+        require_words("data", self, augment=toyexp.AUGMENTATIONS)
         self._file()
 
     def _file(self) -> Path:
@@ -44,12 +43,14 @@ class Digits(SplitData):
             raise broken("scikit-learn", f"there is no {path}")
         return path
 
-    def open(self, vocabulary: Path | None) -> ImageDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """All digits, stretched from 0..16 to 8-bit pixels."""
+        import numpy as np
+
         with gzip.open(self._file(), "rt") as lines:
             table = np.loadtxt(lines, delimiter=",")
         images = np.round(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
         labels, names = table[:, 64].astype(np.int32), [str(digit) for digit in range(10)]
-        return ImageDataset(
+        return toyexp.ImageDataset(
             images, labels, names, self.val_fraction, augment=self.augment, eval_images=self.eval_images
         )

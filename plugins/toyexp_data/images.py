@@ -11,23 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from toyexp import (
-    AUGMENTATIONS,
-    IMAGES,
-    NORMALISATIONS,
-    ImageDataset,
-    Kind,
-    Tokenizer,
-    UserError,
-    needed,
-    printable,
-)
+import toyexp
+from toyexp import IMAGES, Kind, UserError, needed, printable
 from toyexp.base import read_text, require, require_folder, require_within, require_words
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -66,7 +56,7 @@ class Images(SplitData):
         return 2 if any(f.suffix.lower() in SUFFIXES for f in below) else 0
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """As the model was trained to see them."""
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
@@ -84,10 +74,10 @@ class Images(SplitData):
             raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
         require_within("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
-        require_words("data", self, on_error=ON_ERROR, normalise=NORMALISATIONS, augment=AUGMENTATIONS)
+        require_words("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS, augment=toyexp.AUGMENTATIONS)
         require_within("data", self, max_mb="(0,inf)")
 
-    def open(self, vocabulary: Path | None) -> ImageDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
         listed, names = self._listed() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
@@ -96,6 +86,8 @@ class Images(SplitData):
                 f"data.path={self.path}: {len(listed)} images of {self.image_size} x {self.image_size} pixels are more "
                 f"than data.max_mb={self.max_mb:g}; give fewer, a smaller data.image_size, or allow more"
             )
+        import numpy as np
+
         images = np.empty((len(listed), *shape), np.uint8)
         labels: list[int] = []
         skipped: list[str] = []
@@ -115,7 +107,7 @@ class Images(SplitData):
             what = f"class {printable(names[missing[0]])} has no image" if missing else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:NAMED]}
-        return ImageDataset(
+        return toyexp.ImageDataset(
             images[: len(labels)], np.array(labels, np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
             self._left_out({file for file, _ in listed}, skipped),
@@ -179,6 +171,7 @@ class Images(SplitData):
 
 def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
     """An image file as 8-bit pixels [size, size, 3 or 1]; raises BadImage for what cannot be read, or is too large."""
+    import numpy as np
     from PIL import Image, ImageOps
 
     try:

@@ -10,19 +10,21 @@ from datetime import date, datetime, time
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import numpy as np
-
-from toyexp import Planned, Tokenizer, UserError, changed, choose, printable
+import toyexp.formats
+import toyexp.text
+from toyexp import Planned, UserError, changed, choose, printable
 from toyexp.base import interruptible, read_file, require, require_words
-from toyexp.formats import opened, read_chat_template, read_tokenizer
-from toyexp.text import BPE, Characters
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
-from toyexp_data.examples import ExampleDataset
 from toyexp_data.held_out import NAMED, ON_ERROR
-from toyexp_data.template import ChatTemplate
 from toyexp_data.text import TokenizedData, named
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp_data.examples import ExampleDataset
+    from toyexp_data.template import ChatTemplate
 
 FORMS = (("prompt", "completion"), ("messages",), ("text",))
 EXPECTED = "expected prompt and completion, or messages, or text"
@@ -79,6 +81,8 @@ class Jsonl(TokenizedData):
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""
+        from toyexp_data.examples import ExampleDataset
+
         skipped: list[str] = []
         values = self._usable(self._lines(), parse, skipped)
         chats, now = sum("messages" in value for _, value in values), self._now()
@@ -112,17 +116,17 @@ class Jsonl(TokenizedData):
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 
-    def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> Tokenizer:
+    def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
         """The tokenizer for the examples; one that learns merges learns them from those that are not held out."""
         texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
         if self.tokenizer == "char":
-            return Characters.of(texts)
+            return toyexp.text.Characters.of(texts)
         if self.tokenizer == "bpe":
-            return interruptible(lambda: BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
+            return interruptible(lambda: toyexp.text.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
         return self.read_tokenizer(vocabulary)
 
     def _tokenized(
-        self, examples: Iterable[tuple[int, Rows]], tokenizer: Tokenizer, skipped: list[str]
+        self, examples: Iterable[tuple[int, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
         """The rows of these examples as ids."""
 
@@ -171,9 +175,11 @@ class Jsonl(TokenizedData):
         source = self.source(vocabulary)
         if source is None or self.template == "plain":
             return None
-        file = opened(str(source))
-        template = read_chat_template(file)
-        return ChatTemplate(template, read_tokenizer(file), source, now) if template else None
+        from toyexp_data.template import ChatTemplate
+
+        file = toyexp.formats.opened(str(source))
+        template = toyexp.formats.read_chat_template(file)
+        return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, now) if template else None
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -269,6 +275,8 @@ def rows_of(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], 
 
 def spread(count: int, fraction: float) -> np.ndarray:
     """Which of `count` examples are held out: `fraction` of them, evenly spread, at least one and never all."""
+    import numpy as np
+
     held_out = min(max(round(count * fraction), 1), count - 1)
     mask = np.zeros(count, bool)
     mask[np.arange(1, held_out + 1) * count // held_out - 1] = True

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
-from toyexp import TOKENS, Data, Kind, TokenDataset
+import toyexp
+from toyexp import TOKENS, Data, Kind
 from toyexp.base import MOST, generator, require_within
 
 COUNT = 1_000_000
@@ -29,7 +28,9 @@ class Random(Data):
         """Raises UserError for a vocabulary that cannot be."""
         require_within("data", self, vocab=f"[1,{MOST}]")
 
-    def open(self, vocabulary: Path | None) -> TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
-        ids = generator(0, "data=random").integers(0, self.vocab, COUNT, dtype=np.int32)
-        return TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, EVAL_BATCHES, {"vocab": self.vocab})
+        ids = generator(0, "data=random").integers(0, self.vocab, COUNT, dtype="int32")
+        return toyexp.TokenDataset(
+            ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, EVAL_BATCHES, {"vocab": self.vocab}
+        )

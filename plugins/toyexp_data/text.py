@@ -10,18 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from toyexp import TOKENS, Kind, Planned, TokenDataset, Tokenizer, UserError, changed, choose
+import toyexp.formats
+import toyexp.text
+from toyexp import TOKENS, Kind, Planned, UserError, changed, choose
 from toyexp.base import UnknownCharacter, complain, interruptible, require, require_within, require_words
-from toyexp.formats import opened, read_tokenizer
-from toyexp.text import BPE, PRE_TOKENIZERS, Bytes, Characters, check_bpe_vocab, cut_up, encoded
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, spread
 from toyexp_data.found import Found, find, meant
 from toyexp_data.held_out import ON_ERROR, SplitData
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KINDS = ("auto", "byte", "char", "bpe")
 SMALL = 2000  # tokens of a vocabulary that may lack characters, and a text with many of them:
@@ -48,7 +49,7 @@ class TokenizedData(SplitData):
         if self.tokenizer.endswith(".gguf"):
             require(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe":
-            check_bpe_vocab(self.bpe_vocab)
+            toyexp.text.check_bpe_vocab(self.bpe_vocab)
         super().check()
 
     def warnings(self, planned: Planned) -> Iterable[str]:
@@ -63,12 +64,14 @@ class TokenizedData(SplitData):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
 
-    def read_tokenizer(self, vocabulary: Path | None) -> Tokenizer:
+    def read_tokenizer(self, vocabulary: Path | None) -> toyexp.Tokenizer:
         """The tokenizer that is not made from the text."""
         source = self.source(vocabulary)
-        return Bytes() if source is None else read_tokenizer(opened(str(source)))
+        if source is None:
+            return toyexp.text.Bytes()
+        return toyexp.formats.read_tokenizer(toyexp.formats.opened(str(source)))
 
-    def few_learned(self, tokenizer: Tokenizer) -> list[str]:
+    def few_learned(self, tokenizer: toyexp.Tokenizer) -> list[str]:
         """That bpe learned fewer tokens than it was to."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
@@ -93,7 +96,7 @@ class TextData(TokenizedData):
         require_within("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
         require_words("data", self, on_error=ON_ERROR)
 
-    def open(self, vocabulary: Path | None) -> TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
         found = self.files()
         corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
@@ -108,7 +111,7 @@ class TextData(TokenizedData):
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
-        return TokenDataset(
+        return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
             [*text.left_out(), *limits, *found.left_out()], self.few_learned(tokenizer),
         )  # fmt: skip
@@ -122,7 +125,7 @@ class TextData(TokenizedData):
             f"{self.source(vocabulary)}; give text of the characters that it knows: data=text data.path=..."
         )
 
-    def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[Tokenizer, list[str]]:
+    def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[toyexp.Tokenizer, list[str]]:
         """The tokenizer, and what of the text it was not made from; one that is made from a text is made once."""
         if self.tokenizer not in ("char", "bpe"):
             return self.read_tokenizer(vocabulary), []
@@ -133,32 +136,33 @@ class TextData(TokenizedData):
             known = self._learned_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
             remember("tokenizer", key, known)
         if not settings:
-            return Characters(known["characters"]), []
+            return toyexp.text.Characters(known["characters"]), []
         merges = [(a, b) for a, b in known["merges"]]
-        return BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
+        return toyexp.text.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
 
     def _learned_bpe(self, corpus: Corpus) -> dict[str, Any]:
         """The pieces and merges of a BPE, and what of the text it did not learn from."""
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
-        cuts = PRE_TOKENIZERS["gpt-2"].cuts
-        pieces: Iterator[str] = (piece for document in corpus.train() for piece in cut_up(document, cuts))
+        cuts = toyexp.text.PRE_TOKENIZERS["gpt-2"].cuts
+        pieces: Iterator[str] = (piece for document in corpus.train() for piece in toyexp.text.cut_up(document, cuts))
         partly = 0 < limit < size
-        made = interruptible(lambda: BPE.train(spread(pieces, size, limit) if partly else pieces, self.bpe_vocab))
+        learned = spread(pieces, size, limit) if partly else pieces
+        made = interruptible(lambda: toyexp.text.BPE.train(learned, self.bpe_vocab))
         left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
         return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
 
 
-def named(tokenizer: Tokenizer) -> dict[str, str]:
+def named(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
     """Which tokenizer it is, as a run's record says it."""
     return {"tokenizer": tokenizer.kind, "tokenizer_digest": tokenizer.fingerprint()}
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Iterator[np.ndarray]]:
+def _encoded(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     """The ids of both parts."""
     if corpus.facts.taken > LONG:
         complain(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
-    yield encoded(tokenizer, corpus.train())
-    yield encoded(tokenizer, corpus.held_out())
+    yield toyexp.text.encoded(tokenizer, corpus.train())
+    yield toyexp.text.encoded(tokenizer, corpus.held_out())
     corpus.check_unchanged()
 
 
@@ -176,7 +180,7 @@ class Stdlib(TextData):
     max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model whose tokenizer takes any text."""
         try:
             if tokenizer and tokenizer.vocab <= SMALL:
@@ -205,7 +209,7 @@ class Text(TextData):
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model with a tokenizer."""
         return "data.path=TEXT.txt" if tokenizer else None
 

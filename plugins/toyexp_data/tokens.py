@@ -6,14 +6,15 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from toyexp import TOKENS, Kind, TokenDataset, Tokenizer, UserError, printable
+import toyexp.formats
+from toyexp import TOKENS, Kind, UserError, printable
 from toyexp.base import open_file, read_file, require, require_words
-from toyexp.formats import opened, read_tokenizer
 from toyexp_data.held_out import SplitData
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
@@ -39,7 +40,7 @@ class Tokens(SplitData):
         return 2 if path.suffix in (".bin", ".npy") else 0
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model that knows ids alone."""
         return None if tokenizer else "data.path=IDS.bin"
 
@@ -53,17 +54,17 @@ class Tokens(SplitData):
         require_words("data", self, dtype=DTYPES)
         super().check()
 
-    def open(self, vocabulary: Path | None) -> TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
         ids, vocab = read_tokens(Path(self.path), self.dtype)
-        tokenizer = read_tokenizer(opened(self.tokenizer)) if self.tokenizer else None
+        tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.opened(self.tokenizer)) if self.tokenizer else None
         if tokenizer is not None:
             if tokenizer.vocab < vocab:
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, {has}")
             vocab = tokenizer.vocab
         cut = len(ids) - int(len(ids) * self.val_fraction)
-        return TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, {"path": self.path})
+        return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, {"path": self.path})
 
 
 class Held(NamedTuple):
@@ -87,11 +88,13 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         )
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
-    return ids.astype(np.int32, copy=False), declared or top
+    return ids.astype("int32", copy=False), declared or top
 
 
 def _packed(path: Path, dtype: str) -> Held:
     """The int32 ids of a file with the original's header, or none."""
+    import numpy as np
+
     raw = read_file(path)
     declared, body, typed = 0, raw, raw[:4] == MAGIC
     if typed:
@@ -116,6 +119,8 @@ def _packed(path: Path, dtype: str) -> Held:
 
 def _numpy(path: Path, dtype: str) -> Held:
     """The same of numpy's format, whose header names the type of its integers and not how many ids there are."""
+    import numpy as np
+
     with open_file(path) as file:
         begins = file.read(len(NUMPY))
     if begins != NUMPY and not begins.startswith(b"PK"):  # an archive of numpy's, which is told as that

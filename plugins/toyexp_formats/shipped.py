@@ -8,31 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
+import toyexp.formats as formats
 from toyexp import Exported, Format, Model, ModelFile, Models, Plan, UserError, choose
-from toyexp.formats import (
-    FILE_TYPES,
-    HF_FILES,
-    HF_TYPES,
-    K_QUANTS,
-    GGUFFile,
-    SafetensorsFile,
-    architecture_of,
-    check_keys,
-    check_type,
-    exported_of,
-    gguf_form,
-    hf_notes,
-    layout_of,
-    model_metadata,
-    rewrite_gguf,
-    write_adapter,
-    write_adapter_folder,
-    write_folder,
-    write_model,
-    write_safetensors,
-)
+from toyexp.formats import FILE_TYPES, HF_FILES, HF_TYPES, K_QUANTS, architecture_of, gguf_form, layout_of
 
 
 @dataclass
@@ -49,11 +27,11 @@ class GGUF(Format):
 
     def check(self) -> None:
         """Raises UserError for a type that cannot be written, or not here."""
-        check_type(self.type)
+        formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
         """Raises UserError for a model that no GGUF holds, or llama.cpp does not write."""
-        check_keys(model)
+        formats.check_keys(model)
         if self.type in K_QUANTS and not model.reads.text:
             what = f"{self.type} is written by llama.cpp, which has no {architecture_of(model)}"
             raise UserError(f"{what}; {choose('', FILE_TYPES)}")
@@ -61,19 +39,19 @@ class GGUF(Format):
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the file."""
         model, tensors, tokenizer = exported.model, exported.tensors, exported.tokenizer
-        return write_model(path, model, tensors, tokenizer, self.type, exported.general, exported.data)
+        return formats.write_model(path, model, tensors, tokenizer, self.type, exported.general, exported.data)
 
     def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
         """Writes adapters for llama.cpp's --lora."""
-        return write_adapter(path, plan, exported.tensors, exported.general, exported.chat_template)
+        return formats.write_adapter(path, plan, exported.tensors, exported.general, exported.chat_template)
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
         """Every key stays as it is, and so does every tensor whose type does."""
-        return rewrite_gguf(file, path, self.type, requantize) if isinstance(file, GGUFFile) else None
+        return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model and tokenizer; the file stays open as long as its tensors are held."""
-        return exported_of(GGUFFile(path), models)
+        return formats.exported_of(formats.GGUFFile(path), models)
 
 
 @dataclass
@@ -91,14 +69,15 @@ class Safetensors(Format):
         """Writes the file; the keys are its metadata `gguf`, in JSON."""
         model = exported.model
         keys = {"general.architecture": architecture_of(model)}
-        keys |= model_metadata(model, exported.general, exported.data)
+        keys |= formats.model_metadata(model, exported.general, exported.data)
         tensors = {**exported.tensors, **gguf_form(model).constants(model)}
-        metadata = {"gguf": json.dumps(keys, default=np.ndarray.tolist)}
-        return write_safetensors(path, {n: (array.shape, array.view) for n, array in tensors.items()}, "F32", metadata)
+        metadata = {"gguf": json.dumps(keys, default=lambda array: array.tolist())}
+        numbers = {n: (array.shape, array.view) for n, array in tensors.items()}
+        return formats.write_safetensors(path, numbers, "F32", metadata)
 
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model; it has no tokenizer."""
-        return exported_of(SafetensorsFile(path), models)
+        return formats.exported_of(formats.SafetensorsFile(path), models)
 
 
 @dataclass
@@ -129,12 +108,12 @@ class HuggingFace(Format):
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the directory."""
         read = exported.tensors.__getitem__
-        return write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data)
+        return formats.write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data)
 
     def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
         """Writes a directory for PEFT."""
-        return write_adapter_folder(path, plan, exported.tensors)
+        return formats.write_adapter_folder(path, plan, exported.tensors)
 
     def notes(self, exported: Exported) -> list[str]:
         """What transformers and llama.cpp's converter make of it."""
-        return hf_notes(exported.model, exported.data, exported.tokenizer)
+        return formats.hf_notes(exported.model, exported.data, exported.tokenizer)

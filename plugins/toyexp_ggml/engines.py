@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Engine, Plan, Planned, Session, Unavailable, UserError, needed, printable
+from toyexp import Engine, Plan, Planned, Unavailable, UserError, needed, printable
 from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
+
+if TYPE_CHECKING:
+    from toyexp import Session
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 # What ggml's Vulkan reads, once in a process: no products in float16, none on matrix cores, which it feeds with float16

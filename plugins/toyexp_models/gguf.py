@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toyexp import ModelFile, printable
 from toyexp.formats import GGUFForm, Keys, decimal
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
+
+if TYPE_CHECKING:
+    import numpy as np
 
 L = TypeVar("L", bound=LanguageModel)
 FREQS = "rope_freqs.weight"
@@ -104,6 +105,8 @@ class LlamaGGUF(RotaryGGUF):
 
     def constants(self, model: RotaryModel) -> Mapping[str, np.ndarray]:
         """The factors."""
+        import numpy as np
+
         factors = model.factors()
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 

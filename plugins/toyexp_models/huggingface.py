@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toyexp import UserError
 from toyexp.formats import Conversion, Layout, Numbers, Place, unchanged
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
-from toyexp_models.scaling import rope_scaling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROTARY = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -90,9 +90,13 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         *block, name, kind = spec.name.split(".")
         at = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else unchanged)
+        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=_transposed if is_linear else unchanged)
     lost = "" if model.d_ff == 4 * model.d_model else f"it takes d_ff=4*d_model, and here it is {model.d_ff}"
     return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
+
+
+def _transposed(numbers: np.ndarray) -> np.ndarray:
+    return numbers.T
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
@@ -100,6 +104,8 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
 
     `biased` are the linears of a block that have a bias there: all those of a layer or none, unless told.
     """
+    from toyexp_models.scaling import rope_scaling
+
     biases = model.biases()
     if biased is None:
         biased = tuple(n for layer in (ATTENTION, FEED_FORWARD) for n in layer if not biases.keys().isdisjoint(layer))

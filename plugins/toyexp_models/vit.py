@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
+import toyexp
 from toyexp import (
     IMAGES,
     Batch,
     Batches,
     Constant,
     Dataset,
-    ImageDataset,
     InputSpec,
     Kind,
     Model,
@@ -28,6 +26,9 @@ from toyexp import (
 )
 from toyexp.base import MOST, require_within, require_words
 from toyexp_models.vit_forms import ViTGGUF, vit_layout
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
 
@@ -69,7 +70,7 @@ class ViT(Model):
 
     def fit(self, dataset: Dataset) -> Model:
         """Takes from the data what was left at 0; raises UserError for what contradicts it."""
-        assert isinstance(dataset, ImageDataset)
+        assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
             raise UserError(f"model=vit reads square images; the data's are {width} x {height}")
@@ -190,6 +191,8 @@ class Patches(Batches):
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
     """Images [B, height, width, C] as patches [B, P, C * patch * patch], row by row, each laid out as [C, y, x]."""
+    import numpy as np
+
     rows, height, width, channels = images.shape
     tiles = images.reshape(rows, height // patch, patch, width // patch, patch, channels)
     return np.ascontiguousarray(tiles.transpose(0, 1, 3, 5, 2, 4)).reshape(rows, -1, channels * patch**2)

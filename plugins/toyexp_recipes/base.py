@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from toyexp import LORA, FromGGUF, Planned, PlanTensor, Recipe, TensorSpec, UserError, file_of
-from toyexp.formats import has_text, opened
+import toyexp.formats
+from toyexp import LORA, Planned, PlanTensor, Recipe, TensorSpec, UserError
 
 
 @dataclass
@@ -27,7 +27,7 @@ class FromBase(Recipe):
 
     def base_file(self) -> Path | None:
         """The base."""
-        return file_of(Path(self.base)) if self.base else None
+        return toyexp.file_of(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
         """The base, whose tokens alone mean something to it."""
@@ -43,7 +43,7 @@ class FromBase(Recipe):
         return other_tokens("base", path, planned) if path else ()
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
-        return PlanTensor(spec.name, spec.shape, FromGGUF(str(self.base_file()), spec.name), trainable)
+        return PlanTensor(spec.name, spec.shape, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
 
 
 def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:
@@ -51,8 +51,8 @@ def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:
     tokenizer = planned.dataset.tokenizer
     if tokenizer is None:
         return
-    file = opened(str(path))
-    tokens = file.metadata["tokenizer.ggml.tokens"] if has_text(file) else []
+    file = toyexp.formats.opened(str(path))
+    tokens = file.metadata["tokenizer.ggml.tokens"] if toyexp.formats.has_text(file) else []
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (
             f"data.tokenizer={planned.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "

@@ -14,8 +14,6 @@ import numpy as np
 
 from toyexp import Model, Session, UserError
 
-INITS = ("default", "toy")
-
 MULTIPLIER, INCREMENT, MASK = 1103515245, 12345, 0x7FFFFFFF
 
 Shapes = Mapping[str, tuple[int, ...]]

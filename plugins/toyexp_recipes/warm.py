@@ -11,16 +11,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Session, Setup, UserError, file_of, printable
+import toyexp.formats
+from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Setup, UserError, printable
 from toyexp.base import require_words
-from toyexp.formats import GGUFError, GGUFFile, opened, require_model
-from toyexp_recipes import original
 from toyexp_recipes.base import other_tokens
-from toyexp_recipes.scratch import DONOR
+from toyexp_recipes.scratch import DONOR, INITS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp import Session
+    from toyexp.formats import GGUFFile
 
 log = logging.getLogger("toyexp")
 
@@ -49,11 +52,11 @@ class Warm(Recipe):
     @property
     def path(self) -> Path:
         """The donor's file."""
-        return DONOR if self.donor is None else file_of(Path(self.donor))
+        return DONOR if self.donor is None else toyexp.file_of(Path(self.donor))
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
-        require_words("recipe", self, init=original.INITS, lens=LENSES)
+        require_words("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
         donor_embed_width(self.path)
@@ -74,6 +77,8 @@ class Warm(Recipe):
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":
+            from toyexp_recipes import original
+
             original.check_model(model)
         (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)
         tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in specs.values()}
@@ -124,9 +129,11 @@ class Warm(Recipe):
         file = _with_rows(self.path, vocab, width)
         try:
             rows = file.weights(TABLE, rows=vocab)
-        except GGUFError as error:
+        except toyexp.formats.GGUFError as error:
             raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
         if self.init == "toy":
+            from toyexp_recipes import original
+
             original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
         if self.lens == "none":
@@ -163,6 +170,8 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
     Eigenvectors of the covariance of the centred rows in float64, largest first (Pearson 1901). The sign of each
     axis is fixed, its largest entry positive, so that every machine gets the same lens.
     """
+    import numpy as np
+
     centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
     values, vectors = np.linalg.eigh(centred.T @ centred / max(len(rows) - 1, 1))
     axes = vectors[:, ::-1][:, :directions].T
@@ -173,11 +182,11 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 def _open(path: Path) -> GGUFFile:
     try:
-        file = opened(str(path))
+        file = toyexp.formats.opened(str(path))
         if TABLE not in file.tensors:  # what has the rows is a donor, whatever else it is
-            require_model(file)
+            toyexp.formats.require_model(file)
         return file
-    except GGUFError as error:
+    except toyexp.formats.GGUFError as error:
         raise DonorError(f"donor {error}") from None
 
 

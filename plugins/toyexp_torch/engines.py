@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from toyexp import Engine, FromGGUF, Plan, Planned, Session, Unavailable, UserError, needed, printable, unlike
+import toyexp
+from toyexp import Engine, Plan, Planned, Unavailable, UserError, needed, printable
 from toyexp.base import (
     CORES,
     MOST,
@@ -29,6 +28,7 @@ from toyexp.base import (
 if TYPE_CHECKING:
     import types
 
+    from toyexp import Session
     from toyexp_torch.session import Wanted
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -38,6 +38,7 @@ def import_torch() -> types.ModuleType:
     """torch, or Unavailable with what to install."""
     calm_threads()
     with needed("torch", "pip install 'toyexp[torch]'"):
+        import numpy as np
         import torch
 
         torch.from_numpy(np.zeros(1, np.float32))  # which one that was built for another numpy does not do
@@ -61,7 +62,7 @@ class TorchEngine(Engine):
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That nothing is there to be kept in its file's type."""
-        frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, FromGGUF)]
+        frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, toyexp.FromGGUF)]
         if self.packed and not frozen:
             yield "engine.packed=true: is of frozen tensors that come from a GGUF file; in this run there are none"
         if self.shard and self.count() == 1:
@@ -155,7 +156,7 @@ class TorchEngine(Engine):
         of_one = next((key for key, on in asked.items() if on), "")
         if of_one:
             return f"{of_one}: is of one run at a time"
-        if why := unlike(plans):
+        if why := toyexp.unlike(plans):
             return why
         import_torch()
         from toyexp_torch.stack_step import refusal

@@ -55,8 +55,9 @@ def test_what_was_being_done_is_gone_before_an_answer_comes(words):
 
 
 def test_the_public_names_are_loaded_when_they_are_asked_for():
-    program = "import sys, toyexp; before = 'numpy' in sys.modules; toyexp.Plan; print(before, 'numpy' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False True\n"
+    there = "print('numpy' in sys.modules)"
+    program = f"import sys, toyexp; {there}; toyexp.Session; {there}"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\nTrue\n"
     with pytest.raises(AttributeError, match="no attribute 'Plane'"):
         toyexp.Plane  # noqa: B018
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def stream(*key: object) -> np.random.Philox:
     """A counter-based stream of 64-bit words that is a function of its key alone; numpy promises it never changes."""
+    import numpy as np
+
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return np.random.Philox(key=int.from_bytes(digest[:16], "little"))
 
@@ -19,4 +23,6 @@ def generator(seed: int, name: str) -> np.random.Generator:
     Philox is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a stream is a
     function of its key alone, so no draw depends on which other tensors were drawn before it.
     """
+    import numpy as np
+
     return np.random.Generator(stream(seed, name))

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from toyexp.base.errors import RunFailed
 
 
@@ -89,12 +87,17 @@ def bytes_in(path: Path) -> int:
 
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
-    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=str)
+    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_plain)
+
+
+def _plain(value: object) -> Any:
+    """What JSON has no word for: numbers and arrays of numpy's as plain numbers, and the rest as text."""
+    import numpy as np
+
+    return _finite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):  # float32 is no float to json, and would become text
-        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

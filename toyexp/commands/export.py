@@ -24,7 +24,7 @@ from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import require_exact
-from toyexp.formats.huggingface import HF_TYPES
+from toyexp.formats.layout import HF_TYPES
 
 
 def help_text(modules: Sequence[str]) -> str:

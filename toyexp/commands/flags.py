@@ -8,7 +8,6 @@ from pathlib import Path
 from toyexp.base.errors import UserError, choose
 from toyexp.commands.habits import no_option, no_setting
 from toyexp.contract.command import modules_in
-from toyexp.contract.plugins import load
 
 SHORT = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
@@ -63,6 +62,8 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif "=" in word or word[:1] in "~+":
             settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
         else:
+            from toyexp.contract.plugins import load  # deferred: to read a command line needs no plugins
+
             raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
     return flags, settings
 

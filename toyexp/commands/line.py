@@ -20,11 +20,9 @@ from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.commands.flags import SHOWING, read
-from toyexp.commands.inspect import inspect
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
 from toyexp.sweep.combinations import TRIAL, follow_the_sweep, is_a_job
-from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
@@ -38,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv))
 
 
-def _parts() -> Mapping[type, str]:
-    from toyexp.contract.registry import PARTS  # deferred: something is on the screen before numpy is there
+def _owners() -> Mapping[type, str]:
+    from toyexp.contract.owners import OWNERS  # deferred: what nothing went wrong with has no use for it
 
-    return PARTS
+    return OWNERS
 
 
-@of_a_part(_parts)
+@of_a_part(_owners)
 def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
     follow_the_sweep()
@@ -105,6 +103,8 @@ def run(words: Sequence[str]) -> int:
     places = map(flags.get, ("--config-path", "--config-name", "--config-dir"))
     request = Request.of(settings, Source.of(*places))
     if flags.keys() & SHOWING:
+        from toyexp.commands.inspect import inspect
+
         status("")
         return inspect(flags, request)
     if "--dry-run" in flags and started_ranks().count > 1:
@@ -120,6 +120,8 @@ def run(words: Sequence[str]) -> int:
         return _follow(request, resume)
     if resume == "auto":
         return _go_on_with_the_newest(request)
+    from toyexp.training.verdict import print_result
+
     if resume is None:
         print_result(experiment(request.compose()))
     else:
@@ -185,6 +187,7 @@ def _of_run(request: Request, run: Path) -> Request:
 def _go_on_with_the_newest(request: Request) -> int:
     """resume=auto: goes on with the newest run of the name, if there is one, or else begins it."""
     from toyexp.training.resume import Complete, OtherExperiment
+    from toyexp.training.verdict import print_result
 
     composed = request.compose()
     found, parent, name = _newest(composed)
@@ -208,7 +211,7 @@ def _newest(composed: Composed) -> tuple[Path | None, Path, str]:
     return find_newest(parent, name), parent, name
 
 
-@of_a_part(_parts)  # each job of a sweep by itself
+@of_a_part(_owners)  # each job of a sweep by itself
 def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
     """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
     from toyexp.training.experiment import execute

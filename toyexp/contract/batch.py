@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-Batch = Mapping[str, np.ndarray]
+Batch = Mapping[str, "np.ndarray"]
 
 
 @dataclass(frozen=True)

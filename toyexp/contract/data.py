@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.blame import asked
 from toyexp.base.errors import PluginFailed
 from toyexp.contract.dataset import Dataset
 from toyexp.contract.kind import Kind
 from toyexp.contract.planned import Planned
-from toyexp.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from toyexp.text.tokenizer import Tokenizer
 
 
 @dataclass

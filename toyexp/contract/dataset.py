@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from toyexp.contract.batch import Batch, InputSpec
-from toyexp.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from toyexp.text.tokenizer import Tokenizer
 
 
 class Dataset(ABC):

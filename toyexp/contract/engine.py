@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from toyexp.base.errors import UserError
 from toyexp.base.ranks import started_ranks
 from toyexp.contract.plan import Plan
 from toyexp.contract.planned import Planned
-from toyexp.contract.session import Session
+
+if TYPE_CHECKING:
+    from toyexp.contract.session import Session
 
 
 @dataclass

@@ -7,9 +7,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.blame import sentences
 from toyexp.base.bounds import require_within, require_words
@@ -23,8 +21,11 @@ from toyexp.contract.planned import Planned, changed
 from toyexp.contract.rules import Candidate, types_of
 from toyexp.contract.run import Best, Run
 
+if TYPE_CHECKING:
+    import numpy as np
+
 WEIGHTS = ("best", "last")
-Tensors = dict[str, np.ndarray]  # by name, float32
+Tensors = dict[str, "np.ndarray"]  # by name, float32
 
 log = logging.getLogger("toyexp")
 
@@ -102,7 +103,7 @@ class Exporter(Callback):
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
         """The tensors' values: those of the best step, if that is asked for, or the present ones."""
         best = (self._best.weights if self._best else None) or {}
-        return {n: np.asarray(best[n], np.float32) if n in best else run.session.download(n) for n in names}
+        return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
 
     def _export(self, run: Run, path: Path) -> None:
         exported = self.exported(run, export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors))))

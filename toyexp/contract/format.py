@@ -8,15 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import PluginFailed, UserError
 from toyexp.base.files import KINDS
 from toyexp.contract.model import Model
 from toyexp.contract.plan import Plan
-from toyexp.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp.text.tokenizer import Tokenizer
 
 Models = Collection[type[Model]]
 

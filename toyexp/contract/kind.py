@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from toyexp.contract.batch import Batch, InputSpec
 from toyexp.contract.dataset import Dataset
 
@@ -80,6 +78,8 @@ class Text(Kind):
         tokenizer = dataset.tokenizer
         if tokenizer is None:
             return None
+        import numpy as np
+
         lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
         kept = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
         total = int(lengths[kept].sum())

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from toyexp.base.blame import given, unwanted
 from toyexp.base.bounds import require_positive, require_within
 from toyexp.base.errors import UserError, choose, printable
@@ -19,6 +17,8 @@ from toyexp.contract.ops import Ops, Params, Tensor
 from toyexp.contract.values import Values
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from toyexp.contract.batch import Batch
     from toyexp.contract.dataset import Batches, Dataset
 

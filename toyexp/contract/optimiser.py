@@ -14,15 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar, Self, final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from toyexp.base.blame import blamed
 from toyexp.base.bounds import require_float32, require_within
 from toyexp.base.errors import RunFailed, UserError, choose, printable
 from toyexp.contract.arithmetic import Arithmetic, Shaped, Shapes, is_shape
 from toyexp.contract.ops import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FROM_SCRATCH = "from_scratch"
 LORA = "lora"
@@ -102,6 +103,8 @@ class Group:
                 f"optim.{self._name}: its numbers at step {step + 1} are "
                 f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
             )
+        import numpy as np
+
         return np.array([found[name] for name in self._names], np.float64)
 
     def scaled(self, factors: Mapping[str, float]) -> Rule:
@@ -202,6 +205,8 @@ class AdamW(Rule):
         Raises UserError while `mode` is unset or contradicts `bias_correct`: fed into the other kind of graph,
         the same seven slots would silently train with other numbers.
         """
+        import numpy as np
+
         return np.array([self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, *self._last_two(t)])
 
     def _last_two(self, t: int) -> tuple[float, float]:

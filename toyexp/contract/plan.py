@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toyexp.base.blame import place
 from toyexp.base.errors import UserError, choose, printable
@@ -19,6 +17,9 @@ from toyexp.contract.model import Model
 from toyexp.contract.ops import Adapted, LowRank, Params, Tensor
 from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.contract.values import Values
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,11 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
     out = dict(values)
     for adapter in plan.adapters:
         if isinstance(adapter, Lens):
-            lens = out.pop(adapter.projection).astype(np.float64)
-            out[adapter.target] = (out[adapter.target].astype(np.float64) @ lens.T).astype(np.float32)
+            lens = out.pop(adapter.projection).astype("float64")
+            out[adapter.target] = (out[adapter.target].astype("float64") @ lens.T).astype("float32")
         else:
-            a, b = (out.pop(name).astype(np.float64) for name in lora_names(adapter.target))
-            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype(np.float32)
+            a, b = (out.pop(name).astype("float64") for name in lora_names(adapter.target))
+            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype("float32")
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 

@@ -6,9 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from toyexp.base.blame import blamed
 from toyexp.contract.batch import InputSpec
@@ -18,7 +16,11 @@ from toyexp.contract.model import Model
 from toyexp.contract.optimiser import FROM_SCRATCH
 from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.contract.planned import Planned
-from toyexp.contract.session import Session
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp.contract.session import Session
 
 
 @dataclass(frozen=True)

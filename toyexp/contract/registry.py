@@ -7,22 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from toyexp.base.errors import UserError, choose, nearest
-from toyexp.contract.arithmetic import Arithmetic
-from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.engine import Engine
 from toyexp.contract.format import Format
 from toyexp.contract.model import Model
-from toyexp.contract.ops import Ops
 from toyexp.contract.rules import KINDS, Candidate
-from toyexp.contract.session import Session
 
 OWN = "toyexp"  # the distribution whose names nobody can take over
 LOCAL = "local module"  # the package of plugins=[...]
 IN_A_MODULE = "one in a module of yours: add 'plugins=[my_module]'"
-
-# Whose method something came out of: the parts of each kind, and what they make.
-PARTS: dict[type, str] = {base: kind for kind, (base, _) in KINDS.items()}
-PARTS |= {Session: "engine", Ops: "engine", Arithmetic: "engine", Dataset: "data", Batches: "data"}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from toyexp.base.errors import RunFailed
 from toyexp.base.ownership import Ledger
 from toyexp.base.writing import required
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from toyexp.contract.dataset import Dataset
     from toyexp.contract.plan import Plan
     from toyexp.contract.session import Session

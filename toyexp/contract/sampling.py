@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toyexp.base.errors import RunFailed
-from toyexp.contract.decoder import Decoder
-from toyexp.contract.session import Session
+
+if TYPE_CHECKING:
+    from toyexp.contract.decoder import Decoder
+    from toyexp.contract.session import Session
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import generator
 
-Array = np.ndarray
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Values(ABC):
     """Where a tensor's first values come from."""
 
     @abstractmethod
-    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
+    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """The float32 array of `shape` for the tensor `name` under `seed`."""
 
     def check_finite(self) -> None:
@@ -46,9 +45,11 @@ class Normal(Values):
         if not isinstance(self.std, Real) or not 0 <= self.std < math.inf:
             raise UserError(f"{self!r}: a standard deviation is a finite number from 0")
 
-    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
+    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """A stream of its own for each name."""
-        return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(self.std)
+        import numpy as np
+
+        return generator(seed, name).standard_normal(shape, dtype="float32") * np.float32(self.std)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ class Constant(Values):
         if not isinstance(self.value, Real) or not math.isfinite(self.value):
             raise UserError(f"{self!r}: what a tensor starts from is a finite number")
 
-    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
+    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """That value."""
+        import numpy as np
+
         return np.full(shape, self.value, np.float32)
 
 
@@ -70,10 +73,12 @@ class Constant(Values):
 class Given(Values):
     """Values that are already here: a float32 array of the tensor's shape."""
 
-    array: Array
+    array: np.ndarray
 
-    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> Array:
+    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """The array."""
+        import numpy as np
+
         return np.ascontiguousarray(self.array, np.float32)
 
     def __repr__(self) -> str:

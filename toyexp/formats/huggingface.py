@@ -15,16 +15,11 @@ from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.conversion import lacks
 from toyexp.formats.huggingface_tokenizer import tokenizer_files
-from toyexp.formats.layout import Place, layout_of
+from toyexp.formats.layout import HF_TYPES, Place, layout_of
 from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
-HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
-HF_FILES = frozenset({
-    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-})  # fmt: skip
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 METADATA = {"format": "pt"}  # transformers insists on it
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.contract.model import Model
 
-Numbers = Callable[[np.ndarray], np.ndarray]
+if TYPE_CHECKING:
+    import numpy as np
+
+HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+HF_FILES = frozenset({
+    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+})  # fmt: skip
+
+Numbers = Callable[["np.ndarray"], "np.ndarray"]
 
 
 def unchanged(numbers: np.ndarray) -> np.ndarray:

@@ -18,10 +18,10 @@ from toyexp.contract.data import open_data
 from toyexp.contract.dataset import Batches, Dataset
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
+from toyexp.contract.owners import OWNERS
 from toyexp.contract.plan import Plan, optimised
 from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, warmed
-from toyexp.contract.registry import PARTS
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
@@ -158,7 +158,7 @@ def run(
             log.info(line)
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
-        with of_a_part(lambda: PARTS, log_file), running_out():
+        with of_a_part(lambda: OWNERS, log_file), running_out():
             with blamed(f"engine.{config.engine.name}", "while it realized the plan", log_file, **prepared.plan.parts):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with warmed(config.recipe, config.engine, opened, state, log_file) as session:

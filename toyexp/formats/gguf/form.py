@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from toyexp.base.errors import UserError, printable
 from toyexp.contract.format import ModelFile
 from toyexp.contract.model import Model
+
+if TYPE_CHECKING:
+    import numpy as np
 
 M = TypeVar("M", bound=Model)
 
@@ -59,6 +60,8 @@ def read_model(cls: type[M], file: ModelFile) -> M:
 
 def decimal(value: float) -> float:
     """The shortest decimal of a float32."""
+    import numpy as np
+
     return float(str(np.float32(value)))
 
 
@@ -88,6 +91,8 @@ class Keys:
 
     def expect(self, name: str, *allowed: Any) -> Any:
         """A key that must be one of these, and is the first where it is missing."""
+        import numpy as np
+
         value = self._take(name, allowed[0])
         if isinstance(value, np.ndarray) or value not in allowed:
             raise self._wrong(name, value)

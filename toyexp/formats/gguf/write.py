@@ -15,17 +15,8 @@ from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.writing import in_one_piece, required
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
-from toyexp.formats.gguf.encode import (
-    FILE_TYPES,
-    IDS,
-    K_QUANTS,
-    check_type,
-    checked,
-    encoded,
-    fitting,
-    pieces_of,
-    tensor_type,
-)
+from toyexp.formats.gguf.encode import IDS, checked, encoded, fitting, pieces_of
+from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS, check_type, tensor_type
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES
 from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from toyexp.base.errors import (
         RunFailed,
         SessionError,
+        ToldOtherwise,
         ToyexpError,
         Unavailable,
         UserError,

@@ -111,17 +111,21 @@ class TorchEngine(Engine):
                 )
         return count
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_rows(self, rows: int, accumulate: int) -> None:
         """Raises UserError for rows that the devices cannot have equal shares of."""
-        count, batch = self.count(), plan.rows * plan.accumulate
-        if plan.rows % count:
-            whole = count * plan.accumulate
-            each = f", {plan.rows} in each of optim.accumulate={plan.accumulate}," if plan.accumulate > 1 else ""
+        count, batch = self.count(), rows * accumulate
+        if rows % count:
+            whole = count * accumulate
+            each = f", {rows} in each of optim.accumulate={accumulate}," if accumulate > 1 else ""
             asked = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
             raise UserError(
                 f"{asked}: a batch of {batch} row{'' if batch == 1 else 's'}{each} has no equal shares for {count} "
                 f"devices; {'engine.devices=1' if batch == 1 else f'batch_size={-(-batch // whole) * whole} has'}"
             )
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises UserError for its rows."""
+        self.check_rows(plan.rows, plan.accumulate)
 
     def of_one_row(self) -> Engine:
         """Its first device, which is given all threads."""

@@ -318,6 +318,7 @@ SYNTAX = [
     ("plugin", "did you mean plugins?"),
     ("doctr", "did you mean doctor?"),
     ("doctor", "a command comes first: toyexp doctor"),
+    ("engine=ggml,ggml:blas=false", "bench and parity take several engines; a run has one: engine=ggml"),
     ("engine=ggml:recompute=true", "an engine's settings stand beside it: engine=ggml engine.recompute=true"),
     ("engine=ggml:blas=false:threads=2", "engine=ggml engine.blas=false engine.threads=2"),
     ("train", "'train' is neither a command nor a setting", "settings alone", "toyexp recipe=warm"),

@@ -221,6 +221,24 @@ def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys
         assert list(found) == ["*", "blk.0.*", "*attn*"] and found["*"] == {"weight_decay": 0.5, "lr": 0.5}
 
 
+@pytest.mark.parametrize("typed", ["2024_01", "1e3", "1.50", "007", "true", "0x1f"])
+def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(tmp_path, capsys, typed):
+    """As the name of a directory does, or of a run; a number stays one."""
+    settings = [f"name={typed}", f"data.path={typed}", f"hydra.run.dir={typed}", "steps=1_000", "lr=1e-3"]
+    composed = Request.of(["data=text", *settings]).compose()
+    assert (composed.cfg.name, composed.cfg.data.path, composed.cfg.hydra.run.dir) == (typed, typed, typed)
+    assert (composed.cfg.steps, composed.cfg.lr) == (1000, 0.001)
+
+
+def test_names_with_underscores_are_swept_over_as_they_were_typed(tmp_path, capsys):
+    tiny = ["data=random", "model.d_model=16", "model.n_layers=1", "model.context=8", "engine=noop", "steps=1"]
+    words = [*tiny, "plugins=[toyexp.testing.null]", "callbacks=[]", "name=2024_01,2024_02", "seed=1,2"]
+    tmp_path = tmp_path / "sweep"
+    assert main(["-m", *words, f"hydra.sweep.dir={tmp_path}"]) == 0
+    names = [yaml.safe_load(path.read_text())["name"] for path in sorted(tmp_path.glob("*/config.yaml"))]
+    assert names == ["2024_01", "2024_01", "2024_02", "2024_02"], capsys.readouterr()
+
+
 def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_path, capsys):
     line = ["-m", "sweep.isolate=false", *SMALL, "engine=cpu", "steps=1", "callbacks=[]"]
     assert main([*line, "model.n_layers=1,2", "seed=3,4"]) == 0

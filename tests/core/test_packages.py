@@ -202,6 +202,25 @@ def engine(name, check):
     return type(name, (NullEngine,), {"name": name, "check": checked, "__doc__": "One."})
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "visible", "told"),
+    [
+        (False, "0", " (auto; not tried: later)"),
+        (False, "-1", " (auto)"),
+        (False, "", " (auto)"),
+        (True, "0", " (auto)"),
+    ],
+)
+def test_auto_names_an_engine_after_it_for_which_the_environment_names_gpus(monkeypatch, on_gpu, visible, told):
+    registry = load(installed=[])
+    for priority, (name, is_gpu) in enumerate({"taken": on_gpu, "later": True, "other": True}.items()):
+        cls = engine(name, "a device")
+        cls.priority, cls.on_gpu, cls.shows = -priority, is_gpu, "LATER_VISIBLE" if name == "later" else ""
+        registry.offers["engine"][name] = Offer("engine", name, cls, "some_plugin", "some package")
+    monkeypatch.setenv("LATER_VISIBLE", visible)
+    assert pick_engine({"name": "auto"}, registry)[1] == f"taken: a device{told}"
+
+
 def test_auto_says_which_engines_it_passed_over_and_what_is_broken():
     registry = load(installed=[])
     lame = Broken("xlib is installed but cannot be loaded (OSError: no)", "install it again")

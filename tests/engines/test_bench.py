@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
+import platform
 import re
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +18,18 @@ from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
 from toyexp.commands import bench_peak
 from toyexp.commands import bench_stepper as stepper
-from toyexp.commands.bench import Report, Work, read, step_flops, take_turns, warm_up
-from toyexp.commands.bench_stepper import BASELINES, FIGURES, Entry, alone, forget_peak, memory_bytes
+from toyexp.commands.bench import Report, Work, read, step_flops, take_turns
+from toyexp.commands.bench_stepper import (
+    BASELINES,
+    FIGURES,
+    Entry,
+    Stepper,
+    alone,
+    forget_peak,
+    memory_bytes,
+    pids_of,
+    warm_up,
+)
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
 from toyexp.contract.recipe import start
@@ -153,7 +167,7 @@ def test_flops_are_those_counted_by_hand():
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-class Counter:
+class Counter(Stepper):
     """Takes a step by writing down its name."""
 
     note = "counts"
@@ -189,7 +203,7 @@ def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
             nonlocal now
             now += {"a": 0.5, "b": 2.0}[self.name]
 
-    monkeypatch.setattr("toyexp.commands.bench.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("toyexp.commands.bench_stepper.time", SimpleNamespace(perf_counter=lambda: now))
     ready = {name: (Timed(name), steps) for name, steps in (("a", 7), ("b", 2))}
     assert take_turns(ready, [{}] * 8, rounds=2) == {"a": [0.5, 0.5], "b": [2.0, 2.0]}
 
@@ -393,11 +407,99 @@ def test_bad_words_are_told_in_one_line(capsys, words, expected):
     assert len(told.err.splitlines()) == 1 and told.out == ""
 
 
-def test_memory_of_several_devices_is_marked_as_that_of_the_first():
+def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(capsys, monkeypatch):
+    """Of what came after the imports the first one's alone is known."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "held = b'1' * 300_000_000; print(flush=True); input()"], stdin=-1, stdout=-1
+    )
+    child.stdout.readline()
+    ranks = [f"pid {pid} on {platform.node()}" for pid in (os.getpid(), child.pid)]
+    entry = Entry("noop", [*TINY[:-1], "plugins=[toyexp.testing.null]"], "noop")
+    figures = []
+    for facts in ({}, {"devices": 2, "ranks": ranks}):
+        monkeypatch.setattr(NullSession, "describe", lambda self, facts=facts: facts)
+        stepper.main([json.dumps(asdict(entry))])
+        figures.append(json.loads(capsys.readouterr().out.removeprefix("first step\n")))
+    child.communicate(b"\n")
+    one, two = figures
+    if sys.platform == "linux":
+        assert 290e6 < two["peak_rss_bytes"] - one["peak_rss_bytes"] < 400e6
+    else:
+        assert two["peak_rss_bytes"] is None
+    assert two["beyond_import_bytes"] < 100e6
     work = Work("m", "m", "d", "tokens", 1, 1.0)
     row = {"engine": "cpu", "note": "", "seconds_per_step": 1.0, "quartiles": (1, 1), "tokens_per_second": 1.0,
            "flops_per_second": 1.0, "ratio": 1.0, **dict.fromkeys(FIGURES, 1e6)}  # fmt: skip
     engines = [{**row, "name": "cpu", "devices": 1}, {**row, "name": "cpu:devices=2", "devices": 2}]
     lines = Report(work, engines, {}).lines()
-    assert sum(line.startswith("cpu:devices=2, the first of 2  ") for line in lines) == 1
-    assert not any("cpu, the first" in line for line in lines)
+    assert lines[-1].strip() == "peak of all 2 processes, on device and beyond import of the first"
+    assert sum("processes" in line for line in lines) == 1
+
+
+def test_processes_on_another_host_have_no_memory_here():
+    here = platform.node()
+    assert pids_of([f"pid {os.getpid()} on {here}", f"pid 7 on {here}", "pid 8 on elsewhere"]) == [7]
+
+
+ONCE = """
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import ToldOtherwise, hookimpl
+from toyexp.testing import null
+
+class Session(null.NullSession):
+    def describe(self):
+        return super().describe() | {"framework": f"in {os.getpid()}, {os.environ['TOLD']}"}
+
+@dataclass
+class Once(null.NullEngine):
+    '''Is told once.'''
+    name: ClassVar[str] = "once"
+    half: bool = False
+    fails: bool = False
+    def check(self):
+        if os.environ.setdefault("TOLD", str(self.half)) != str(self.half):
+            raise ToldOtherwise("told once in a process")
+        return "here"
+    def realize(self, plan):
+        assert not self.fails, "no such device"
+        return Session(plan, self).open()
+
+@hookimpl
+def register_engines(register):
+    register(Once)
+"""
+
+
+def test_what_a_process_can_be_told_once_takes_its_turns_in_a_process_of_its_own(capsys, monkeypatch, tmp_path):
+    """With the environment as it was before the first of the two changed it."""
+    (tmp_path / "of_once.py").write_text(ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2),))  # here; the other process has its own
+    monkeypatch.setenv("TOLD", "")
+    monkeypatch.delenv("TOLD")
+    ours = [word for word in TINY if not word.startswith("engine.")]
+    asked = [*ours, "plugins=[of_once]", "--rounds=3", "--steps=2", "--json"]
+    assert main(["bench", *asked, "engine=once,once:half=true"]) == 0
+    here, apart = json.loads(capsys.readouterr().out)["engines"]
+    assert here["note"].startswith(f"in {os.getpid()}, False")
+    assert (
+        re.match(r"in \d+, True.*; in a process of its own$", apart["note"]) and str(os.getpid()) not in apart["note"]
+    )
+    assert len(apart["rounds"]) == 3 and apart["steps_per_round"] == 2 and min(apart["rounds"]) > 0
+    assert apart["ratio"] == pytest.approx(here["seconds_per_step"] / apart["seconds_per_step"])
+    assert 0 < apart["share_of_peak"] == pytest.approx(apart["flops_per_second"] / apart["peak_flops_per_second"])
+    assert apart["first_step_seconds"] > 0 and apart["peak_rss_bytes"] > 10e6
+    monkeypatch.delenv("TOLD")
+    assert main(["bench", *asked, "engine=once,once:half=true:fails=true"]) == 1
+    assert re.search(r"once:half=true:fails=true: in a process of its own: .*no such device", capsys.readouterr().err)
+
+
+def test_what_the_environment_forbids_is_told_at_once(capsys, monkeypatch, tmp_path):
+    (tmp_path / "of_once.py").write_text(ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOLD", "True")
+    ours = [word for word in TINY if not word.startswith("engine.")]
+    assert main(["bench", *ours, "plugins=[of_once]", "engine=once"]) == 2
+    assert capsys.readouterr().err == "toyexp: error: told once in a process\n"

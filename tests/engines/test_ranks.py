@@ -349,6 +349,7 @@ def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by
         ("engine.devices=two", "engine.devices=two: takes a number from 1, or all"),
         ("engine.devices=9999", f"engine.devices=9999: there are {os.cpu_count()} cores here; engine.devices=all"),
         ("engine.devices=2 batch_size=5", "a batch of 5 rows has no equal shares for 2 devices; batch_size=6 has"),
+        ("engine.devices=2 batch_size=5 data.path=empty.txt", "a batch of 5 rows"),  # before the data is opened
         (
             "engine.devices=2 batch_size=6 optim.accumulate=2",
             "3 in each of optim.accumulate=2, has no .*; batch_size=8 has",
@@ -362,6 +363,7 @@ def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, told):
+    Path("empty.txt").touch()
     assert main([*RUN, *shlex.split(given), "hydra.run.dir=run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line), line

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -250,10 +251,16 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         (["run", "experiment=smoke"], "eval experiment"),
         (["run", "hydra.run.dir=x"], "eval hydra.run.dir"),
         (["run", "--data", "book.txt", "data=text"], "goes without data="),
+        pytest.param(  # before the data is opened
+            ["run", "--data", "empty.txt", "engine=cpu", "engine.devices=2", "batch_size=3"],
+            "engine.devices=2: a batch of 3 rows",
+            marks=pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores"),
+        ),
     ],
 )
 def test_bad_words_are_told(words, said, trained, capsys):
     shutil.copytree(trained, "run")
+    Path("empty.txt").touch()
     assert main(["eval", *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -5,10 +5,11 @@ All of them stand in one process and take turns, so that whatever else the machi
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,12 +18,22 @@ from typing import Any
 import numpy as np
 
 import toyexp
-from toyexp.base.errors import UserError
+from toyexp.base.errors import ToldOtherwise, UserError
 from toyexp.base.terminal import say
 from toyexp.base.threads import available_cores
 from toyexp.base.words import columns, count
+from toyexp.commands.bench_apart import Apart
 from toyexp.commands.bench_peak import Peak, peak_of
-from toyexp.commands.bench_stepper import FIGURES, EngineStepper, Entry, Stepper, alone, baselines
+from toyexp.commands.bench_stepper import (
+    FIGURES,
+    EngineStepper,
+    Entry,
+    Measured,
+    alone,
+    baselines,
+    made_batches,
+    warm_up,
+)
 from toyexp.commands.options import Answer, options, require_settings
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
@@ -31,17 +42,15 @@ from toyexp.contract.command import Arguments
 from toyexp.contract.plan import Plan
 from toyexp.training.parts import Prepared
 
-SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
-WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
-WARM_UP_STEPS = 3
-BATCHES = 8  # made beforehand, and used over and over
 SECONDS, *BYTES = FIGURES  # of one alone
 
 HELP = """\
 usage: toyexp bench [key=value ...] [options]
 
 Engines side by side on this machine; ratio is the speed of each over the
-first one's. A key behind a name is of that engine alone.
+first one's. A key behind a name is of that engine alone. All take turns in one
+process, but for the second of what a library is told once in a process, such as
+vulkan,vulkan:half=true, which has its own.
   toyexp bench                                    cpu and ggml, the default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
@@ -70,8 +79,8 @@ first step is counted from the start of a process; toyexp's reading of the
 settings is in it for the baselines too, and a compiler may find its work on
 disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
 own buffers, whatever the device, of several devices the first one's; peak is
-the most memory that the process held, of several the first, beyond import how
-much of it came after all was imported."""
+the most memory that the process held, with those that compute beside it, beyond
+import how much of the first one's came after all was imported."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +157,10 @@ class Report(Answer):
             speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
             if SECONDS in e:
                 taken = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
-                which = f", the first of {e['devices']}" if e["devices"] > 1 else ""
-                memory.append([e["name"] + which, f"{e[SECONDS]:.1f} s", *taken])
+                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *taken])
             notes.append([e["name"], e["note"]])
+            if SECONDS in e and e["devices"] > 1:
+                notes.append(["", f"peak of all {e['devices']} processes, on device and beyond import of the first"])
             if share is not None and e["name"] == e["engine"]:
                 reached = f"{e['peak_flops_per_second'] / 1e9:.3g} GFLOP/s"
                 notes.append(["", f"peak {reached}, in its products of {e['peak_size']} x {e['peak_size']}"])
@@ -212,39 +222,45 @@ def step_flops(plan: Plan) -> float:
 
 def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
     """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
-    runs = prepared_on(request, labels)
+    environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
+    runs = _prepared(request, labels)
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
-    entries = [Entry(label, settings, label) for label in labels]
+    own = {label: Entry(label, settings, label) for label in labels}
     names = [prepared.config.engine.name for prepared in runs.values()]
     added = list(baselines(settings, names)) if asked.baseline else []
     work = work_of(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
+    entries, batches = list(own.values()), made_batches(first)
+    ready: dict[str, tuple[Measured, int]] = {}  # with the steps of a turn
+    left_out: dict[str, str] = {}
     found = {} if asked.no_peak else runs
     peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
-    batches = [first.batches.batch(k) for k in range(BATCHES)]
-    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
-    left_out: dict[str, str] = {}
-    try:
-        for label, prepared in runs.items():
-            ready[label] = warm_up(partial(EngineStepper, prepared), batches, asked.steps)
+    with contextlib.ExitStack() as last:
+        for label in labels:
+            if label in runs:
+                ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps)
+            else:
+                apart = Apart(own[label], asked.steps, not asked.no_peak, environment)
+                ready[label] = apart, apart.steps
+                peaks |= {label: apart.peak} if apart.peak else {}
+            last.callback(ready[label][0].close)
         for name, entry in added:
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
                 ready[name] = warm_up(entry.prepare()[1], batches, asked.steps)
+                last.callback(ready[name][0].close)
                 entries.append(entry)
             except Exception as error:  # whatever a baseline lacks here, the engines are measured
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         seconds = take_turns(ready, batches, asked.rounds)
-    finally:
-        for stepper, _ in ready.values():
-            stepper.close()
     engines = []
     for entry in entries:  # now that the machine's memory is free again
         (stepper, steps), times = ready[entry.name], seconds[entry.name]
+        memory = {} if asked.no_memory else alone(entry, environment)
         median = statistics.median(times)
         engines.append({
             "name": entry.name, "engine": entry.engine, "note": stepper.note, "devices": stepper.devices,
@@ -252,9 +268,21 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
             "quartiles": np.percentile(times, (25, 75)), "rounds": times,
             f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,
             "ratio": statistics.median(seconds[entries[0].name]) / median,
-            **_share(work.flops / median, peaks.get(entry.engine)), **({} if asked.no_memory else alone(entry)),
+            **_share(work.flops / median, peaks.get(entry.engine)), **memory,
         })  # fmt: skip
     return Report(work, engines, left_out)
+
+
+def _prepared(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
+    """The experiment on each engine that can be in this process beside those before it, by its label."""
+    found: dict[str, Prepared] = {}
+    for label in labels:
+        try:
+            found |= prepared_on(request, [label])
+        except ToldOtherwise:
+            if not found:  # by the environment, which a process of its own would have too
+                raise
+    return found
 
 
 def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
@@ -265,24 +293,8 @@ def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
     return {"share_of_peak": share, "peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
 
 
-def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
-    """An open stepper after steps that do not count, and how many steps make a turn: `steps`, or a slice full."""
-    stepper = open_stepper()
-    try:
-        times: list[float] = []
-        while len(times) < WARM_UP_STEPS or sum(times) < WARM_UP:
-            began = time.perf_counter()
-            stepper.step(batches[len(times) % BATCHES])
-            stepper.wait()
-            times.append(time.perf_counter() - began)
-    except BaseException:
-        stepper.close()
-        raise
-    return stepper, steps or max(1, round(SLICE / statistics.median(times)))
-
-
 def take_turns(
-    ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
+    ready: Mapping[str, tuple[Measured, int]], batches: Sequence[Batch], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds a step of each in every round; who begins changes from round to round."""
     names = list(ready)
@@ -291,9 +303,5 @@ def take_turns(
         first = r % len(names)
         for name in names[first:] + names[:first]:
             stepper, steps = ready[name]
-            began = time.perf_counter()
-            for k in range(steps):
-                stepper.step(batches[k % BATCHES])
-            stepper.wait()
-            seconds[name].append((time.perf_counter() - began) / steps)
+            seconds[name].append(stepper.turn(batches, steps))
     return seconds

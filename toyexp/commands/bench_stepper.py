@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
+import platform
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
@@ -30,14 +33,30 @@ from toyexp.training.parts import Prepared
 
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
+SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
+WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
+WARM_UP_STEPS = 3
+BATCHES = 8  # made beforehand, and used over and over
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
 
-class Stepper(Protocol):
-    """A model and its optimiser, ready to train."""
+class Measured(Protocol):
+    """What takes turns."""
 
     note: str  # versions, device and threads
     devices: int = 1  # that compute together
+
+    def turn(self, batches: Sequence[Batch], steps: int) -> float:
+        """Takes so many training steps, and returns the seconds of one."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+class Stepper(Measured, Protocol):
+    """A model and its optimiser, ready to train."""
+
+    pids: Sequence[int] = ()  # of other processes on this machine that compute with this one
 
     def step(self, batch: Batch) -> object:
         """Begins one training step, and waits for one: this, or where the device computes by itself the one before."""
@@ -46,12 +65,17 @@ class Stepper(Protocol):
         """Until every step that was begun is taken."""
         return
 
+    def turn(self, batches: Sequence[Batch], steps: int) -> float:
+        """One after another."""
+        began = time.perf_counter()
+        for k in range(steps):
+            self.step(batches[k % len(batches)])
+        self.wait()
+        return (time.perf_counter() - began) / steps
+
     def device_bytes(self) -> int | None:
         """The most that it has taken of its device's memory, if that is counted."""
         return None
-
-    def close(self) -> None:
-        """Frees everything."""
 
 
 class EngineStepper(Stepper):
@@ -63,7 +87,7 @@ class EngineStepper(Stepper):
         self._steps = 0
         self._under_way: list[Callable[[], StepMetrics]] = []
         facts = self.session.describe()
-        self.devices = facts.get("devices", 1)
+        self.devices, self.pids = facts.get("devices", 1), pids_of(facts.get("ranks", ()))
         device = prepared.config.engine_note.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts and self.devices == 1 else []
         # An engine may say the same twice.
@@ -91,6 +115,33 @@ class EngineStepper(Stepper):
     def close(self) -> None:
         """Closes the session."""
         self.session.close()
+
+
+def pids_of(ranks: Sequence[str]) -> list[int]:
+    """The other processes of a run on this machine, of ranks as a session tells them: `pid 12 on host`."""
+    told = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
+    return [int(rank[1]) for rank in told if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
+
+
+def made_batches(prepared: Prepared) -> list[Batch]:
+    """The first few of the experiment's batches."""
+    return [prepared.batches.batch(k) for k in range(BATCHES)]
+
+
+def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
+    """An open stepper after steps that do not count, and how many steps make a turn: `steps`, or a slice full."""
+    stepper = open_stepper()
+    try:
+        times: list[float] = []
+        while len(times) < WARM_UP_STEPS or sum(times) < WARM_UP:
+            began = time.perf_counter()
+            stepper.step(batches[len(times) % len(batches)])
+            stepper.wait()
+            times.append(time.perf_counter() - began)
+    except BaseException:
+        stepper.close()
+        raise
+    return stepper, steps or max(1, round(SLICE / statistics.median(times)))
 
 
 @dataclass(frozen=True)
@@ -139,16 +190,17 @@ def _index(folder: Path) -> Any:
 # -- alone in a process ---------------------------------------------------------------------------------------------
 
 
-def alone(entry: Entry) -> dict[str, float | None]:
+def alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
     """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
 
     By FIGURES: those until its first step, from the process's start; the most that it took of its device's memory, None
-    where that is not counted; the most that the process held, and those of them that came after all was imported.
+    where that is not counted; the most that the process held, with those that compute beside it, None where the system
+    does not tell that; and those of its own that came after all was imported.
     """
     command = [sys.executable, "-m", "toyexp.commands.bench_stepper", json.dumps(asdict(entry))]
     with tempfile.TemporaryFile("w+") as errors:
         began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
             assert process.stdout is not None
             try:
                 process.stdout.readline()
@@ -158,10 +210,16 @@ def alone(entry: Entry) -> dict[str, float | None]:
                 process.kill()
                 raise
         if process.returncode:
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-            raise RunFailed(f"{entry.name}: in a process of its own: {last}; --no-memory leaves this out")
+            why = why_it_ended(process, errors)
+            raise RunFailed(f"{entry.name}: in a process of its own: {why}; --no-memory leaves this out")
     return {FIGURES[0]: seconds, **json.loads(told)}
+
+
+def why_it_ended(process: subprocess.Popen[str], errors: IO[str]) -> str:
+    """The last line that a process has said, of an error of ours its text; its exit code where it has said none."""
+    errors.seek(0)
+    last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    return re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
 
 
 def main(words: Sequence[str]) -> None:
@@ -178,19 +236,32 @@ def main(words: Sequence[str]) -> None:
             sys.stdout.write("first step\n")
             sys.stdout.flush()
     _, peak = memory_bytes()
-    found = stepper.device_bytes(), max(peak, before), peak - imported
+    found = stepper.device_bytes(), _with_others(max(peak, before), stepper.pids), peak - imported
     json.dump(dict(zip(FIGURES[1:], found, strict=True)), sys.stdout)
     stepper.close()
 
 
+def _with_others(own: int, pids: Sequence[int]) -> int | None:
+    """The most that this process held, and each of the others; None where the system tells nothing of others."""
+    found = [_of_linux(pid) for pid in pids]
+    return own + sum(peak for _, peak in filter(None, found)) if all(found) else None
+
+
 def memory_bytes() -> tuple[int, int]:
     """What this process holds, and the most it held; where the system tells only the latter, that twice."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, whose getrusage starts at the peak of the process that started this one
-        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", status.read_text()))
-        return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+    if found := _of_linux("self"):  # whose getrusage starts at the peak of the process that started this one
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak, peak
+
+
+def _of_linux(pid: int | str) -> tuple[int, int] | None:
+    """The same of any process, where Linux tells it."""
+    try:
+        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()))
+    except OSError:
+        return None
+    return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
 
 
 def forget_peak() -> None:

@@ -122,6 +122,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
     built = request.before(*chosen, *batch_size).without("model.context").parts()
+    built.engine.check_rows(built.settings.batch_size, 1)
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)
     dataset = _opened(built, model, path)
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))

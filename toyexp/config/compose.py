@@ -27,6 +27,7 @@ from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain
 from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.trust import require_plugins
+from toyexp.config.words import as_typed, is_number
 from toyexp.contract.callback import Callback, answers_lr
 from toyexp.contract.compatibility import suited
 from toyexp.contract.engine import Engine
@@ -49,6 +50,9 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     check_files(cfg, given, source)
     composed = Composed(cfg, given, keys, modules, source)
     with open_dict(cfg):
+        for override in given:  # data.path=2024_01 is no number, though Hydra has read one
+            if is_number(override) and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
+                OmegaConf.update(cfg, override.key_or_group, as_typed(override))
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
         for override in in_braces(given):  # what is typed stands before what files say: the first that fits counts
             node = OmegaConf.select(cfg, override.key_or_group)

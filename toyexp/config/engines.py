@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
     broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
     threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = registry.engines()
-    for offer in offers:
+    for i, offer in enumerate(offers):
         takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
         engine = offer.cls(**(threads if takes_threads else {}))
         if started_ranks().count > 1 and getattr(offer.cls, "follow", None) is Engine.follow:  # which refuses them
@@ -64,7 +65,8 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
         except Unavailable:
             passed_over.append(offer.name)
         else:
-            return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken)})"
+            shown = [] if engine.on_gpu else [later.name for later in offers[i:] if _is_shown(later.cls)]
+            return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in broken)
     command = f"`toyexp doctor{registry.loading}`"
     raise UserError(f"engine=auto: no engine works here{found}; {command} says why and what to install")
@@ -80,7 +82,13 @@ def facts_of(engine: Engine) -> str:
         raise hidden_interrupt(error) or Broken(f"its check failed ({why(error)})") from None
 
 
-def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]]) -> str:
+def _is_shown(engine: type[Engine]) -> bool:
+    """Whether the environment names GPUs for an engine."""
+    return engine.on_gpu and os.environ.get(engine.shows or "-", "-1") not in ("", "-1")
+
+
+def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:
     told = [", ".join(passed_over)] if passed_over else []
     told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
-    return "auto" + (f"; not here: {'; '.join(told)}" if told else "")
+    later = f"; not tried: {', '.join(shown)}" if shown else ""
+    return "auto" + (f"; not here: {'; '.join(told)}" if told else "") + later

@@ -34,6 +34,16 @@ def lines(parsed: Sequence[Override]) -> list[str]:
     return [str(override.input_line) for override in parsed]
 
 
+def is_number(override: Override) -> bool:
+    """Whether Hydra has read a number, or true or false, which for a setting that is a text is another text."""
+    return not override.is_sweep_override() and isinstance(override.value(), bool | int | float)
+
+
+def as_typed(override: Override) -> str:
+    """The value of a setting, letter by letter."""
+    return str(override.input_line).partition("=")[2].strip()
+
+
 def setting(key: str, value: object) -> str:
     """`key=value` as it is read back: any text, a number, true or false, null, or a list of these."""
     if isinstance(value, list):
@@ -57,6 +67,10 @@ def _unreadable(text: str) -> UserError:
             f"{len(several)} settings in one pair of quotes; each stands by itself: {' '.join(several)}",
         ),
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
+        (
+            key == "engine" and own and "," in value,
+            f"bench and parity take several engines; a run has one: engine={engine.partition(',')[0]}",
+        ),
         (
             key == "engine" and own,
             f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",

@@ -46,6 +46,9 @@ class Engine(ABC):
         """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
         return "float32"
 
+    def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
+        """Raises UserError for steps of `accumulate` micro-batches of so many rows; before the data is opened."""
+
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
 

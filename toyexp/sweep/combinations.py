@@ -64,10 +64,13 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
     if len(values) > MOST_JOBS:
         raise UserError(f"{line}: a sweep has at most {MOST_JOBS} jobs")
     seen: set[str] = set()
-    for value in values:
+    parts = str(line).partition("=")[2].split(",")
+    for value, part in zip(values, parts if len(parts) == len(values) else itertools.repeat(""), strict=False):
         if (text := Transformer.str(value)) in seen:
             raise UserError(f"{line}: names {text} twice, which would train the same job again")
         seen.add(text)
+        if type(value) is int and part.replace("_", "") == text:  # name=2024_01,2024_02 has no numbers
+            text = part
         plain = value.text if isinstance(value, QuotedString) else value
         yield f"{override.get_key_element()}={text}", plain
 

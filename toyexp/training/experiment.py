@@ -46,6 +46,8 @@ log = logging.getLogger("toyexp")
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     _require_suited(config)
+    accumulate = config.optim.accumulate
+    config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
     bus = Bus(config.callbacks, config.by_default)
     dataset = _opened(config)
     model, batches = _fitted(config, dataset)

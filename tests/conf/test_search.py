@@ -17,9 +17,6 @@ import yaml
 
 from toyexp.base.errors import UserError
 from toyexp.commands.line import main
-from toyexp.config.words import parse
-from toyexp.sweep.space import space
-from toyexp.sweep.study import Study
 from toyexp.training.rundir import lock
 
 optuna = pytest.importorskip("optuna")
@@ -165,6 +162,14 @@ def test_the_score_of_a_point_is_the_mean_over_its_seeds(capsys):
     assert "over 3 seeds" in capsys.readouterr().out
 
 
+def test_a_search_has_no_more_runs_than_there_are_points(capsys):
+    sweep = [*CPU, "lr=0.01,0.001", "sweep.search=tpe", "sweep.trials=5", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 0
+    assert sorted(job["overrides"] for job in jobs()) == [["lr=0.001"], ["lr=0.01"]]
+    assert "2 points (there are no more): tpe over lr" in capsys.readouterr().out
+    assert main(["sweep.resume=s", "sweep.trials=9"]) == 0 and len(jobs()) == 2
+
+
 def test_with_pruning_the_first_seed_decides_over_the_others():
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
@@ -259,57 +264,6 @@ def is_free(run):
     return True
 
 
-KEYS = [LOG, "a=range(1,9,2)", "b=x,y"]
-
-
-@pytest.mark.parametrize("search", ["random", "tpe"])
-def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, search):
-    keys = space(search, parse(KEYS))
-    study = Study(tmp_path, search, "loss", keys, 0)
-    chosen = [study.ask(0), study.ask(1)]
-    study.tell(0, 1.0)
-    study.tell(0, 2.0)  # is told once
-    later = Study(tmp_path, search, "loss", keys, 0)
-    assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
-    assert len(trials(tmp_path)) == 2 and trials(tmp_path)[0].value == 1.0
-    assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
-    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, and the sweep has begun 4"):
-        later.require(4)
-
-
-def test_a_grid_takes_each_combination_once_and_the_last_key_varies_fastest(tmp_path):
-    keys = space("grid", parse(KEYS[1:]))
-    study = Study(tmp_path, "grid", "loss", keys, 0)
-    assert [study.ask(n) for n in range(8)] == [[f"a={a}", f"b={b}"] for a in (1, 3, 5, 7) for b in "xy"]
-
-
-class Evil:
-    def __reduce__(self):
-        return (os.mkdir, ("broken-in",))
-
-
-def test_a_journal_from_a_stranger_runs_no_code(tmp_path):
-    import pickle
-
-    keys = space("cmaes", parse([LOG, "a=interval(0, 1)"]))
-    study = Study(tmp_path, "cmaes", "loss", keys, 0)
-    for number in range(14):  # two generations, whose state Optuna keeps
-        study.ask(number)
-        study.tell(number, float(number))
-    Study(tmp_path, "cmaes", "loss", keys, 0).ask(14)  # its own is read
-    states = [trial for trial in trials(tmp_path) if any("optimizer" in key for key in trial.system_attrs)]
-    assert states
-    storage = study._study._storage
-    number = study._study.ask()._trial_id
-    storage.set_trial_system_attr(number, "cma:optimizer:0", pickle.dumps(Evil()).hex())
-    with pytest.raises(UserError, match=r"study\.log: is damaged: UnpicklingError: names posix\.mkdir"):
-        Study(tmp_path, "cmaes", "loss", keys, 0)
-    (tmp_path / "study.log").write_text("{}\nno line of a journal\n")
-    with pytest.raises(UserError, match=r"study\.log: is damaged"):
-        Study(tmp_path, "tpe", "loss", keys, 0)
-    assert not Path("broken-in").exists()
-
-
 def test_a_state_from_a_stranger_is_refused(capsys):
     assert main(["-m", *CPU, "steps=2", "lr=0.1,0.2", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
     whole = Path("s/sweep.json").read_text()
@@ -358,6 +312,21 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["seed=1,2", "sweep.search=grid", "sweep.metric=acuracy"], ["sweep.metric=acuracy", "loss, ppl"]),
         (["seed=1,2", "sweep.search=grid", "eval_every=0"], ["sweep.metric=loss: needs evals"]),
         (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=0"], ["sweep.prune=asha: needs evals"]),
+        (["eval_every=2,0", "sweep.search=grid"], ["sweep.metric=loss: needs evals"]),
+        (
+            ["eval_every=2,4", "sweep.search=grid", "sweep.prune=asha"],
+            ["eval_every=2,4: ", "compared at the same steps"],
+        ),
+        (["steps=1,2", "sweep.search=grid", "sweep.prune=asha"], ["before the last step: eval_every=2, steps=2"]),
+        (["lr=glob(*)", "sweep.search=tpe", "sweep.trials=3"], ["a sweep takes no glob"]),
+        (["lr=interval(0.1)", "sweep.search=tpe", "sweep.trials=3"], ["interval(0.1, 0.5)", "tag(log, interval("]),
+        (["lr=suggest_float(1,2)", "sweep.search=tpe", "sweep.trials=3"], ["interval(0.1, 0.5)", "tag(log, interval("]),
+        ([LOG, "sweep.search=tpe", "sweep.n_trials=3"], ["sweep.n_trials; did you mean sweep.trials?"]),
+        (["seed=1,2", "sweep.search=grid", "n_trials=3"], ["unknown key n_trials; did you mean sweep.trials?"]),
+        (["seed=1,2", "sweep.search=grid", "--n-trials", "3"], ["sweep.trials=3"]),
+        (["seed=1,2", "sweep.search=grid", "direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
+        (["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
+        (["seed=1,2", "hydra/sweeper=optuna"], ["sweep.search=tpe sweep.trials=20"]),
         (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"], ["no eval comes before the last step"]),
         (["--dry-run", "seed=1,2", "sweep.search=grid"], ["sweep.search=grid: chooses its points as it goes"]),
         ([LOG, "sweep.search=tpe", "sweep.trials=9", "sweep.launcher=submitit"], ["sweep.jobs=4"]),

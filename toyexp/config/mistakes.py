@@ -66,8 +66,9 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     kind, *rest = key.split(".")
     kind = kind.split("/")[0]
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
-        launchers = f"sweep.launcher={', '.join(LAUNCHERS)}"
-        return f"{line}: toyexp runs the jobs of a sweep itself: -m key=a,b, with {launchers} and sweep.jobs=4"
+        hint = f"-m key=a,b, with sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"
+        hint += "; a search is sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
+        return f"{line}: toyexp runs the jobs of a sweep itself: {hint}"
     if override.package is not None:
         return f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
@@ -175,7 +176,9 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     where, _, last = key.rpartition(".")
     there = {k: names_in(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
     if kind == "sweep":
-        return f"unknown key {key}; {choose(key, _sweep_keys())}"
+        theirs = in_our_words(key, "...")
+        hint = f"did you mean {theirs.removesuffix('=...')}?" if theirs else choose(key, _sweep_keys())
+        return f"unknown key {key}; {hint}"
     if kind == "hydra" and ("/" in key or nearest(key, HYDRA_KEYS) is None):
         return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
     if kind == "hydra":

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "max_iters": "steps",
     "device": "engine", "dataset": "data", "optimizer": "optim",
     "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
+    "n_trials": "sweep.trials", "num_trials": "sweep.trials", "num_samples": "sweep.trials", "n_jobs": "sweep.jobs",
 }  # fmt: skip
 EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")
 
@@ -101,6 +102,8 @@ class Sweep:
 def in_our_words(key: str, value: str) -> str | None:
     """The setting that a key of another tool's stands for, wherever that has it: trainer.max_epochs=3."""
     last = key.rpartition(".")[2].lower()
+    if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
+        return "sweep.metric=... (loss and ppl should fall, any other score should rise)"
     if last in EPOCHS:
         return "steps=... (a run's length is in optimiser steps)"
     return f"{ELSEWHERE[last]}={value}" if last in ELSEWHERE else None

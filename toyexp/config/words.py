@@ -12,6 +12,9 @@ from hydra.errors import HydraException
 from toyexp.base.errors import UserError, printable
 from toyexp.base.words import typed
 
+# What draws a number, here or in another tool, as far as it is called.
+DRAWS = re.compile(r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|interval|range|choice|tag|log|int|float)\(.*\)")
+
 
 def parse(words: Sequence[str]) -> list[Override]:
     """Hydra's reading of the settings; UserError for what it cannot read."""
@@ -76,6 +79,11 @@ def _unreadable(text: str) -> UserError:
             f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
         ),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
+        (
+            DRAWS.fullmatch(value),
+            "several values are interval(0.1, 0.5), tag(log, interval(1e-4, 1e-1)), int(interval(1, 9)), "
+            "range(0, 10, 2) or choice(a, b)",
+        ),
         (key[:1] in ("'", '"'), 'the quotes belong around the value alone: key="value"'),
         (
             escaped and escaped != text,

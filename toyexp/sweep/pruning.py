@@ -22,15 +22,25 @@ from toyexp.sweep.study import Judge
 log = logging.getLogger("toyexp")
 
 
-def ordered(journal: Path, trial: int, prune: str, metric: str) -> dict[str, str]:
+def first_asked(steps: int, eval_every: int) -> int:
+    """The step from which on a run of so many may be stopped: its first eval in the second quarter.
+
+    Before it, a schedule has hardly begun to lower the learning rate, and what a run is worth does not show yet: runs
+    that come out best, of a high rate or a long warm-up, stand behind others.
+    """
+    return -(-steps // (4 * eval_every)) * eval_every
+
+
+def ordered(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
     """What the process of a run is told in its environment."""
-    return {TRIAL: json.dumps({"journal": str(journal), "trial": trial, "prune": prune, "metric": metric})}
+    told = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
+    return {TRIAL: json.dumps(told)}
 
 
 def taken() -> dict[str, Callback]:
     """The callback that this process was told to have, by its name; it is no setting of the run."""
     asked = json.loads(os.environ.pop(TRIAL))  # nor is it handed on to this process's children
-    return {Pruning.name: Pruning(Path(asked["journal"]), asked["trial"], asked["prune"], asked["metric"])}
+    return {Pruning.name: Pruning(**{**asked, "journal": Path(asked["journal"])})}
 
 
 @dataclass(eq=False)
@@ -43,6 +53,7 @@ class Pruning(Callback):
     trial: int
     prune: str  # asha | median
     metric: str
+    first: int  # the step from which on it is asked
     _judge: Judge | None = field(default=None, init=False)
     _why: str | None = field(default=None, init=False)
 
@@ -53,7 +64,7 @@ class Pruning(Callback):
     @hookimpl
     def on_start(self, run: Run) -> None:
         """Opens the journal."""
-        self._judge = Judge(self.journal, self.trial, self.prune, run.config["eval_every"])
+        self._judge = Judge(self.journal, self.trial, self.prune, self.first)
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError
 from toyexp.base.terminal import say, status
 from toyexp.base.words import counted, short
 from toyexp.base.writing import dump_json, in_one_piece
@@ -19,9 +19,9 @@ from toyexp.sweep.combinations import TRIAL
 from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import first_look, require_directories
 from toyexp.sweep.process import Order
-from toyexp.sweep.pruning import ordered
+from toyexp.sweep.pruning import first_asked, ordered
 from toyexp.sweep.runner import Asked, Runner
-from toyexp.sweep.space import Key, grid, probes
+from toyexp.sweep.space import Key, grid, probes, size
 from toyexp.sweep.study import Study, require
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ class Searcher(Runner):
         require(str(settings.search))
         self._keys, self._probes = keys, probes(keys)
         self._study: Study | None = None  # in the sweep's directory, once there is one
-        self._points = grid(keys) if settings.search == "grid" else settings.trials or 0
-        self._points = min(self._points, settings.trials or self._points)
+        there_are = grid(keys) if settings.search == "grid" else size(keys)
+        self._points = int(min(there_are, settings.trials or there_are))
+        self._first_asked = 0  # the step from which on a run may be stopped
         super().__init__(asked, request, settings, self._probes, memory, {}, folder)
         self._jobs = jobs
         if settings.launcher == "submitit" and not settings.jobs:
@@ -72,23 +73,39 @@ class Searcher(Runner):
             self._tell(job)
         many = f" of {counted(self._settings.repeats, 'run')}" if self._settings.repeats > 1 else ""
         told = f"{self._settings.search} over {', '.join(key.key for key in self._keys)}"
+        if settings.search != "grid" and self._points < (settings.trials or 0):
+            many = f" (there are no more){many}"
         say(f"sweep   {short(self._folder.path)}, {counted(self._points, 'point')}{many}: {told}")
         return list(jobs)
 
     def _check_metric(self) -> None:
-        """Raises UserError where a run has no such score, or none to be stopped by."""
-        settings, first = self._settings, self._probes[0]
-        cfg = self._ahead.config(first).cfg
+        """Raises UserError where a run would have no such score, or none to be stopped by."""
+        settings = self._settings
         asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
-        if not cfg.eval_every:
-            raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
-        if settings.prune and cfg.eval_every >= cfg.steps:
-            raise UserError(
-                f"{asked}: no eval comes before the last step: eval_every={cfg.eval_every}, steps={cfg.steps}"
-            )
-        self._ahead.model(first).require_metric("sweep.metric", settings.metric)
+        lengths = []
+        for probe in self._of_each_length():
+            cfg = self._ahead.config(probe).cfg
+            if not cfg.eval_every:
+                raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
+            lengths.append((int(cfg.steps), int(cfg.eval_every)))
+            self._ahead.model(probe).require_metric("sweep.metric", settings.metric)
+        steps, every = max(lengths)
+        varied = next((key for key in self._keys if key.key == "eval_every"), None)
+        if settings.prune and varied:
+            raise UserError(f"{varied.line}: with {asked} runs are compared at the same steps: give it one value")
+        if settings.prune and every >= steps:
+            raise UserError(f"{asked}: no eval comes before the last step: eval_every={every}, steps={steps}")
+        self._first_asked = first_asked(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: gives each point seeds of its own; leave out seed=...")
+
+    def _of_each_length(self) -> Iterator[Job]:
+        """The first of the probes, and those whose evals, length or model are not the first one's."""
+        first = self._probes[0].overrides
+        for probe in self._probes:
+            changed = {word.partition("=")[0] for word, old in zip(probe.overrides, first, strict=True) if word != old}
+            if probe is self._probes[0] or changed & {"steps", "eval_every", "model", "experiment"}:
+                yield probe
 
     # -- which job is next --
 
@@ -142,7 +159,7 @@ class Searcher(Runner):
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._by_trial()[job.trial][0] is not job:
             return {}
-        return ordered(self._study.path, job.trial, self._settings.prune, self._settings.metric)
+        return ordered(self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked)
 
     def _process(self, job: Job) -> Ended:
         ended = super()._process(job)
@@ -164,9 +181,9 @@ class Searcher(Runner):
         """Tells the study what came of a point, where this job decides that."""
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
-            known = ("loss", "ppl", *(job.result.get("eval_scores") or {}))
-            job.status = Status.FAILED
-            job.error = f"sweep.metric={self._settings.metric}: {choose(self._settings.metric, known)}"
+            known = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
+            told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out score"
+            job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
         with self._turn:
             jobs = self._by_trial()[job.trial]
             if any(job.status in BAD for job in jobs):

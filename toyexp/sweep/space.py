@@ -31,10 +31,22 @@ class Interval:
         """The settings that show both of its ends."""
         return [f"{self.key}={typed(self.low)}", f"{self.key}={typed(self.high)}"]
 
-    def chosen(self, trial: Any) -> str:
-        """What an Optuna trial takes, as a setting."""
-        suggest = trial.suggest_int if self.whole else trial.suggest_float
-        return f"{self.key}={typed(suggest(self.key, self.low, self.high, log=self.log))}"
+    def count(self) -> float:
+        """How many values it has."""
+        return self.high - self.low + 1 if self.whole else math.inf
+
+    def at(self, place: int) -> Any:
+        """One of its whole numbers, counted from 0, as Optuna has it."""
+        return self.low + place
+
+    def distribution(self, of: Any) -> Any:
+        """What Optuna draws from, made by its module of distributions."""
+        kind = of.IntDistribution if self.whole else of.FloatDistribution
+        return kind(self.low, self.high, log=self.log)
+
+    def setting(self, value: Any) -> str:
+        """A value of Optuna's, as it is typed."""
+        return f"{self.key}={typed(value)}"
 
 
 @dataclass(frozen=True)
@@ -50,17 +62,28 @@ class Listed:
         """A setting for each value."""
         return list(self.settings)
 
-    def chosen(self, trial: Any) -> str:
-        """What an Optuna trial takes, as a setting."""
+    def count(self) -> float:
+        """How many values it has."""
+        return len(self.settings)
+
+    def at(self, place: int) -> Any:
+        """One of its values, counted from 0, as Optuna has it."""
+        return self.numbers[place] if self.numbers else self.settings[place].partition("=")[2]
+
+    def distribution(self, of: Any) -> Any:
+        """What Optuna draws from, made by its module of distributions."""
         if not self.numbers:
-            texts = [word.partition("=")[2] for word in self.settings]
-            return f"{self.key}={trial.suggest_categorical(self.key, texts)}"
+            return of.CategoricalDistribution([self.at(place) for place in range(len(self.settings))])
         low, high = self.numbers[0], self.numbers[-1]
-        whole = all(isinstance(number, int) for number in self.numbers)
-        suggest = trial.suggest_int if whole else trial.suggest_float
-        step = self.numbers[1] - low if whole else float(f"{self.numbers[1] - low:.12g}")
-        found = suggest(self.key, low, high, step=step)
-        return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - found))[1]
+        if all(isinstance(number, int) for number in self.numbers):
+            return of.IntDistribution(low, high, step=self.numbers[1] - low)
+        return of.FloatDistribution(low, high, step=float(f"{self.numbers[1] - low:.12g}"))
+
+    def setting(self, value: Any) -> str:
+        """A value of Optuna's, as it is typed."""
+        if not self.numbers:
+            return f"{self.key}={value}"
+        return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
 
 
 Key = Interval | Listed
@@ -94,8 +117,8 @@ def space(search: str, parsed: Sequence[Override]) -> list[Key]:
 
 def _key(override: Override) -> Key:
     key, line = override.get_key_element(), str(override.input_line)
-    value: Any = override.value()  # a sweep of one of three kinds
-    tags: set[str] = value.tags
+    value: Any = override.value()
+    tags: set[str] = getattr(value, "tags", set())  # a glob has none
     log = "log" in tags and override.is_interval_sweep()
     if wrong := sorted(tags - {"log"} if override.is_interval_sweep() else tags):
         raise UserError(
@@ -112,7 +135,8 @@ def _key(override: Override) -> Key:
     is_range = override.is_range_sweep() and len(found) > 1
     if is_range:
         found.sort(key=lambda pair: pair[1])
-    return Listed(key, line, [word for word, _ in found], [number for _, number in found] if is_range else ())
+    numbers = [number if isinstance(number, int) else float(f"{number:.12g}") for _, number in found if is_range]
+    return Listed(key, line, [word for word, _ in found], numbers)
 
 
 def probes(keys: Sequence[Key]) -> list[Job]:
@@ -125,18 +149,22 @@ def probes(keys: Sequence[Key]) -> list[Job]:
     return [Job(number, words) for number, words in enumerate(shown)]
 
 
+def size(keys: Sequence[Key]) -> float:
+    """How many points there are; infinity where a number may be any of an interval."""
+    return math.prod(key.count() for key in keys)
+
+
 def grid(keys: Sequence[Key]) -> int:
     """How many combinations lists have; UserError for more than a sweep may have jobs."""
-    if (count := math.prod(len(key.words()) for key in keys)) > MOST_JOBS:
+    if (count := int(size(keys))) > MOST_JOBS:
         raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
     return count
 
 
-def grid_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
-    """The values of one of them, by key, as Optuna has them; the last key varies fastest."""
-    point: dict[str, Any] = {}
+def point(keys: Sequence[Key], number: int) -> dict[str, Any]:
+    """The values of one of so many points, by key, as Optuna has them; the last key varies fastest."""
+    found: dict[str, Any] = {}
     for key in reversed(keys):
-        assert isinstance(key, Listed)
-        number, place = divmod(number, len(key.settings))
-        point[key.key] = key.numbers[place] if key.numbers else key.settings[place].partition("=")[2]
-    return point
+        number, place = divmod(number, int(key.count()))
+        found[key.key] = key.at(place)
+    return found

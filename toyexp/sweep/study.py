@@ -9,19 +9,21 @@ import contextlib
 import io
 import math
 import pickle
+import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.packages import needed, told_by
 from toyexp.contract.model import lower_is_better
-from toyexp.sweep.space import Key, grid_point
+from toyexp.sweep.space import Key, point, size
 
 JOURNAL = "study.log"  # in the sweep's directory
 NAME = "sweep"  # of the only study in it
 DIGITS = 4  # of a number from an interval, which a person may have to type
+DRAWS = 20  # of a point, until it is a new one
 HOW = "pip install 'toyexp[search]'"
 # What the state of CMA-ES is made of, which Optuna keeps as a pickle: nothing else is loaded from a journal.
 OF_CMAES = {
@@ -52,6 +54,7 @@ class Study:
     def __init__(self, folder: Path, search: str, metric: str, keys: Sequence[Key], seed: int):
         self._optuna = require(search)
         self._search, self._keys, self._seed = search, keys, seed
+        self._space = {key.key: key.distribution(self._optuna.distributions) for key in keys}
         self.path = folder / JOURNAL
         with _whole(self.path):
             self._study = self._optuna.create_study(
@@ -63,10 +66,14 @@ class Study:
 
     def ask(self, number: int) -> list[str]:
         """The settings of point `number`, which is the next one, or one that no job was noted down for."""
-        self._study.sampler = self._sampler(number)
-        begun = self._trials()[number:]
-        trial = self._optuna.trial.Trial(self._study, begun[0]._trial_id) if begun else self._study.ask()
-        return [key.chosen(trial) for key in self._keys]
+        trials = self._trials()
+        taken = {tuple(self._words(trial.params)) for trial in trials[:number]}
+        self._study.sampler = _Drawing(self._space, lambda study, trial: self._drawn(study, trial, taken))
+        if trials[number:]:
+            trial = self._optuna.trial.Trial(self._study, trials[number]._trial_id)
+        else:
+            trial = self._study.ask()
+        return self._words({name: trial._suggest(name, found) for name, found in self._space.items()})
 
     def tell(self, number: int, score: float | None) -> None:
         """Notes what came of a point, once: its score, or None where it came to no end and is to be kept away from."""
@@ -105,24 +112,44 @@ class Study:
     def _trials(self) -> list[Any]:
         return list(self._study.get_trials(deepcopy=False))
 
-    def _sampler(self, number: int) -> Any:
-        """One for each point, so that a search that goes on draws what it would have drawn."""
-        samplers, seed = self._optuna.samplers, (self._seed * 1_000_003 + number) % 2**32
+    def _words(self, values: Mapping[str, Any]) -> list[str]:
+        return [key.setting(values[key.key]) for key in self._keys]
+
+    def _drawn(self, study: Any, trial: Any, taken: Set[tuple[str, ...]]) -> Mapping[str, Any]:
+        """The values of a trial, which none before it had where that can be: a run that is run again tells nothing."""
         if self._search == "grid":
-            return _fixed(samplers.RandomSampler, grid_point(self._keys, number))
+            return point(self._keys, trial.number)
+        seed = (self._seed * 1_000_003 + trial.number) % 2**32  # of each point: a search goes on as it would have
+        sampler = self._sampler(seed)
+        together = sampler.infer_relative_search_space(study, trial)
+        for _ in range(DRAWS):
+            found = sampler.sample_relative(study, trial, together)
+            for name, space in self._space.items():
+                value = found[name] if name in found else sampler.sample_independent(study, trial, name, space)
+                found[name] = _rounded(value, space)
+            if tuple(self._words(found)) not in taken:
+                return found
+        if math.isfinite(count := size(self._keys)):  # few are left
+            first = random.Random(seed).randrange(int(count))
+            points = (point(self._keys, (first + more) % int(count)) for more in range(int(count)))
+            return next((p for p in points if tuple(self._words(p)) not in taken), found)
+        return found
+
+    def _sampler(self, seed: int) -> Any:
+        samplers = self._optuna.samplers
         if self._search == "cmaes":
-            return _rounding(samplers.CmaEsSampler)(seed=seed, warn_independent_sampling=False)
-        return _rounding(samplers.TPESampler if self._search == "tpe" else samplers.RandomSampler)(seed=seed)
+            return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+        return (samplers.TPESampler if self._search == "tpe" else samplers.RandomSampler)(seed=seed)
 
 
 class Judge:
-    """Says in the process of a run whether it goes on."""
+    """Says in the process of a run whether it goes on, from its `first` step on at which that is asked."""
 
-    def __init__(self, journal: Path, number: int, prune: str, least: int):
+    def __init__(self, journal: Path, number: int, prune: str, first: int):
         optuna = require("tpe")
         pruners = {
-            "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=least),
-            "median": lambda: optuna.pruners.MedianPruner(),
+            "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=2),
+            "median": lambda: optuna.pruners.MedianPruner(n_warmup_steps=first),
         }
         with _whole(journal):
             sampler = optuna.samplers.RandomSampler()  # of which nothing is asked
@@ -174,28 +201,25 @@ class _Plain(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _fixed(base: Any, point: Mapping[str, Any]) -> Any:
-    """A sampler of one point."""
+class _Drawing:
+    """A sampler, as Optuna asks one, that draws all values of a point together."""
 
-    class Fixed(base):
-        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
-            return point[name]
+    def __init__(self, space: Mapping[str, Any], draw: Callable[[Any, Any], Mapping[str, Any]]):
+        self._space, self._draw = space, draw
 
-    return Fixed()
+    def infer_relative_search_space(self, study: Any, trial: Any) -> Mapping[str, Any]:
+        """All keys."""
+        return self._space
 
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Mapping[str, Any]:
+        """A value for each."""
+        return self._draw(study, trial)
 
-def _rounding(base: Any) -> Any:
-    """A sampler whose numbers have a few digits, in the journal and in the settings alike."""
+    def before_trial(self, study: Any, trial: Any) -> None:
+        """Nothing."""
 
-    class Rounding(base):
-        def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
-            found = super().sample_relative(study, trial, search_space)
-            return {name: _rounded(value, search_space[name]) for name, value in found.items()}
-
-        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
-            return _rounded(super().sample_independent(study, trial, name, distribution), distribution)
-
-    return Rounding
+    def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
+        """Nothing."""
 
 
 def _rounded(value: Any, distribution: Any) -> Any:

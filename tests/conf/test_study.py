@@ -1,0 +1,153 @@
+"""What a search knows: the points that it draws, the journal they stand in, and which run is stopped."""
+
+import math
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+
+from toyexp.base.errors import UserError
+from toyexp.config.words import parse
+from toyexp.sweep.pruning import first_asked
+from toyexp.sweep.space import size, space
+from toyexp.sweep.study import Judge, Study
+
+optuna = pytest.importorskip("optuna")
+
+LOG = "lr=tag(log, interval(1e-4, 1e-1))"
+
+
+def trials(study):
+    """As Optuna itself opens what was stored."""
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(study.path)))
+    return optuna.load_study(study_name=None, storage=storage).trials
+
+
+KEYS = [LOG, "a=range(1,9,2)", "b=x,y"]
+
+
+@pytest.mark.parametrize("search", ["random", "tpe"])
+def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, search):
+    keys = space(search, parse(KEYS))
+    study = Study(tmp_path, search, "loss", keys, 0)
+    chosen = [study.ask(0), study.ask(1)]
+    study.tell(0, 1.0)
+    study.tell(0, 2.0)  # is told once
+    later = Study(tmp_path, search, "loss", keys, 0)
+    assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
+    assert len(trials(study)) == 2 and trials(study)[0].value == 1.0
+    assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
+    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, and the sweep has begun 4"):
+        later.require(4)
+
+
+def test_a_grid_takes_each_combination_once_and_the_last_key_varies_fastest(tmp_path):
+    keys = space("grid", parse(KEYS[1:]))
+    study = Study(tmp_path, "grid", "loss", keys, 0)
+    assert [study.ask(n) for n in range(8)] == [[f"a={a}", f"b={b}"] for a in (1, 3, 5, 7) for b in "xy"]
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("broken-in",))
+
+
+def test_a_journal_from_a_stranger_runs_no_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = space("cmaes", parse([LOG, "a=interval(0, 1)"]))
+    study = Study(tmp_path, "cmaes", "loss", keys, 0)
+    for number in range(14):  # two generations, whose state Optuna keeps
+        study.ask(number)
+        study.tell(number, float(number))
+    Study(tmp_path, "cmaes", "loss", keys, 0).ask(14)  # its own is read
+    states = [trial for trial in trials(study) if any("optimizer" in key for key in trial.system_attrs)]
+    assert states
+    storage = study._study._storage
+    number = study._study.ask()._trial_id
+    storage.set_trial_system_attr(number, "cma:optimizer:0", pickle.dumps(Evil()).hex())
+    with pytest.raises(UserError, match=r"study\.log: is damaged: UnpicklingError: names posix\.mkdir"):
+        Study(tmp_path, "cmaes", "loss", keys, 0)
+    (tmp_path / "study.log").write_text("{}\nno line of a journal\n")
+    with pytest.raises(UserError, match=r"study\.log: is damaged"):
+        Study(tmp_path, "tpe", "loss", keys, 0)
+    assert not Path("broken-in").exists()
+
+
+@pytest.mark.parametrize(
+    ("search", "words", "points"),
+    [
+        ("random", ["a=1,2,3", "b=range(0.1,0.35,0.1)", "c=int(interval(3,4))"], 18),
+        ("tpe", ["a=1,2,3", "b=range(0.1,0.35,0.1)", "c=int(interval(3,4))"], 18),
+        ("cmaes", ["b=range(0.1,0.55,0.1)", "c=tag(log,int(interval(3,6)))"], 20),
+        ("tpe", ["a=choice(only)"], 1),
+    ],
+)
+def test_no_point_is_drawn_twice_until_there_is_no_other(tmp_path, search, words, points):
+    keys = space(search, parse(words))
+    assert size(keys) == points
+    study, drawn = Study(tmp_path, search, "loss", keys, 0), []
+    for number in range(points):
+        drawn.append(tuple(study.ask(number)))
+        study.tell(number, float(number % 3))
+    assert len(set(drawn)) == points
+    assert study.ask(points)[0].partition("=")[2]  # and one more is one of them
+
+
+def test_numbers_of_an_interval_do_not_end(tmp_path):
+    keys = space("tpe", parse([LOG, "a=1,2"]))
+    assert size(keys) == float("inf")
+
+
+def test_what_is_searched_is_found_by_what_was_told(tmp_path):
+    """TPE draws near the best point that it was told of; a third of the points lie within a sixth of the space."""
+    keys = space("tpe", parse(["lr=tag(log, interval(1e-4, 1e-1))", "a=interval(0.0, 1.0)"]))
+    study = Study(tmp_path, "tpe", "loss", keys, 3)
+    near = 0
+    for number in range(40):
+        lr, a = (float(word.partition("=")[2]) for word in study.ask(number))
+        distance = abs(math.log10(lr / 1e-2)) / 3 + abs(a - 0.8)
+        study.tell(number, distance)
+        near += number >= 20 and distance < 0.2
+    assert near >= 10
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("accuracy", -1)])
+def test_asha_lets_the_better_half_go_on_from_a_quarter_and_from_a_half(tmp_path, metric, sign):
+    keys, number = space("random", parse([LOG])), random.Random(1)
+    study, seen = Study(tmp_path, "random", metric, keys, 0), {10: [], 20: []}
+    for point in range(12):
+        study.ask(point)
+        judge, stopped = Judge(study.path, point, "asha", 10), False
+        for step in (5, 10, 15, 20, 25):
+            score = number.random()
+            stopped = judge.stops(step, score)
+            if step in seen:  # of those that came here, it is in the better half: of one or two or three, the best
+                seen[step].append(sign * score)
+                assert stopped == (sorted(seen[step]).index(sign * score) >= max(len(seen[step]) // 2, 1))
+            else:
+                assert not stopped
+            if stopped:
+                break
+        study.tell(point, None if stopped else score)
+    assert len(seen[10]) == 12 and 1 < len(seen[20]) < 12
+
+
+def test_the_median_of_those_that_ended_stops_from_that_step_on(tmp_path):
+    study = Study(tmp_path, "random", "loss", space("random", parse([LOG])), 0)
+    for point in range(5):
+        study.ask(point)
+        judge = Judge(study.path, point, "median", 10)
+        assert not any(judge.stops(step, point / 10) for step in (5, 10, 15))
+        study.tell(point, point / 10)
+    study.ask(5)
+    judge = Judge(study.path, 5, "median", 10)
+    assert [judge.stops(step, 9.0) for step in (5, 10)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "first"), [(160, 40, 40), (160, 20, 40), (200, 50, 50), (100, 30, 30), (8, 2, 2), (10, 9, 9)]
+)
+def test_the_first_eval_at_which_a_run_may_be_stopped_is_in_its_second_quarter(steps, every, first):
+    assert first_asked(steps, every) == first and first % every == 0 and first >= steps / 4 > first - every

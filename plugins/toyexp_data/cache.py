@@ -194,7 +194,7 @@ def _parts(view: memoryview) -> Packed:
     starts = range(HEADER, end, BLOCK)
     if len(sums) != len(starts) or zlib.crc32(view[end:]) != facts["sums"]:
         raise ValueError
-    for n in np.unique(np.linspace(0, len(starts) - 1, min(CHECKED, len(starts)), dtype=np.int64)):
+    for n in set(np.linspace(0, len(starts) - 1, min(CHECKED, len(starts)), dtype=np.int64).tolist()):
         if zlib.crc32(view[starts[n] : min(starts[n] + BLOCK, end)]) != sums[n]:
             raise ValueError
     ids = np.ndarray(sum(counts), dtype, view, HEADER)

@@ -94,7 +94,8 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     dot = f"{where}." if where else ""
     shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(shape), node)
+        merged = OmegaConf.structured(shape)
+        merged.merge_with(node)
         values = typing.cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)

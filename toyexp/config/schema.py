@@ -16,9 +16,9 @@ from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.core_plugins import file_config_source
+from hydra._internal.core_plugins import file_config_source, structured_config_source
 from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -89,27 +89,38 @@ def read_config(path: Path) -> str:
     return read_text(path, SIZE_LIMIT).removeprefix("\ufeff")  # with which editors on Windows begin a file
 
 
+class StructuredConfigSource(structured_config_source.StructuredConfigSource):
+    """Hydra's reader of dataclasses, which makes settings of those that are chosen: all that there are take a while."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The settings of a part with their types and defaults."""
+        found = super().load_config(config_path)
+        if isinstance(found.config, type):
+            found.config = OmegaConf.structured(schema(found.config, Path(config_path).stem))
+        return found
+
+
 def store_schemas(registry: Registry) -> None:
     """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `trust`."""
-    SourcesRegistry.instance().types["file"] = FileConfigSource
+    SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
     store.store(name="schema", node=Root)
     for kind, offers in all_offered(registry).items():
+        known = store.repo.setdefault(kind, {})
         for name, cls in offers.items():
-            if _stored.get((kind, name)) is cls:
+            file, package = f"{name}.yaml", f"callbacks.{name}" if kind == "callbacks" else None
+            if file in known and known[file].node is cls:
                 continue
-            package = f"callbacks.{name}" if kind == "callbacks" else None
-            try:
-                store.store(group=kind, name=name, node=schema(cls, name), package=package)
-            except OmegaConfBaseException as error:
-                if offer := registry.offers[kind].get(name):  # its plugin may be out already
+            offer = registry.offers[kind].get(name)  # its plugin may be out already
+            if offer and offer.origin:  # of toyexp's own it is known that they can be settings
+                try:
+                    OmegaConf.structured(schema(cls, name))
+                except OmegaConfBaseException as error:
                     what = " ".join(str(error).split())
                     registry.drop(offer, f"{kind}={name}: its fields cannot be settings: {what}")
-                continue
-            _stored[kind, name] = cls
-
-
-_stored: dict[tuple[str, str], type] = {}  # by kind and name: Hydra's store is the process's, and takes a while
+                    continue
+            node: Any = cls
+            known[file] = ConfigNode(file, node, kind, package, None)
 
 
 @functools.cache

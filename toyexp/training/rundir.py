@@ -191,12 +191,10 @@ def host_facts() -> dict[str, str]:
 
 def git_facts() -> dict[str, str]:
     """Commit and branch of the directory the run was started in; empty outside a repository."""
-
-    def ask(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-
+    command = ["git", "rev-parse", "HEAD", "--abbrev-ref", "HEAD"]
     try:
-        return {"sha": ask("rev-parse", "HEAD"), "branch": ask("rev-parse", "--abbrev-ref", "HEAD")}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout
+        return dict(zip(("sha", "branch"), said.split(), strict=False))
     except (OSError, subprocess.SubprocessError):
         return {}
 

@@ -466,6 +466,27 @@ def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
     assert work == 2 * (3 * ["launch"] + 3 * ["on_step"]) + 2 * (2 * ["launch"] + 2 * ["on_step"])
 
 
+def test_evaluations_of_a_round_are_launched_before_one_is_waited_for(stage):
+    """One that cannot be launched, and one that fails later, fail for their loops alone."""
+    heard = []
+
+    class Held(Launched):
+        def do_launch_losses(self, micros):
+            super().do_launch_losses(micros)
+            heard.append("launch")
+            return lambda: heard.append("wait") or 1.0
+
+    runs = [stage(4, kind=Held, eval_every=2) for _ in range(3)] + [stage(4, kind=Held)]
+    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+    assert heard == 3 * (3 * ["launch"] + 3 * ["wait"])  # before the first step, and after two and four
+    assert all(end.steps == 4 for end in ends)
+    runs = [stage(4, kind=Held, eval_every=2) for _ in range(3)]
+    runs[0].session.do_launch_losses = lambda micros: 1 / 0
+    runs[1].session.do_launch_losses = lambda micros: lambda: 1 / 0
+    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+    assert [getattr(end, "reason", type(end)) for end in ends] == [PluginFailed, PluginFailed, "completed"]
+
+
 def test_a_loop_that_fails_ends_no_other(stage):
     runs = [stage(4), stage(4, [GOOD, BAD]), stage(4), stage(2)]
     runs[2].session.do_loss = lambda micro: 1 / 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Self, TypeVar, final
 
@@ -142,15 +142,30 @@ class Session(ABC):
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over all weighted targets of `batches`; changes nothing."""
+        return self.launch_evaluation(batches)()
+
+    @final
+    def launch_evaluation(self, batches: Iterable[Batch]) -> Callable[[], float]:
+        """Begins to evaluate; what it returns, called once, waits for the mean loss."""
         self._require(State.BUILT, "evaluate()")
-        total = weight = 0.0
-        for batch in batches:
-            for micro in cut(self.plan, batch)[0]:
-                total += self.do_loss(micro)
-                weight += float(micro["weights"].sum(dtype=np.float64))
-        if not 0 < weight < math.inf:
-            raise BadBatch(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
-        return total / weight
+        weight = 0.0
+
+        def micros() -> Iterator[Batch]:
+            nonlocal weight
+            for batch in batches:
+                for micro in cut(self.plan, batch)[0]:
+                    weight += float(micro["weights"].sum(dtype=np.float64))
+                    yield micro
+
+        total = self.do_launch_losses(micros())
+
+        def wait() -> float:
+            loss = total()
+            if not 0 < weight < math.inf:
+                raise BadBatch(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
+            return loss / weight
+
+        return wait
 
     @final
     def logits(self, batch: Batch) -> np.ndarray:
@@ -305,6 +320,13 @@ class Session(ABC):
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
         """The weighted sum of the losses of one micro-batch, without training."""
+
+    def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
+        """Begins to sum such losses of micro-batches, and returns what waits for the sum."""
+        total = 0.0
+        for micro in micros:
+            total += self.do_loss(micro)
+        return lambda: total
 
     @abstractmethod
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:

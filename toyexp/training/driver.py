@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -50,9 +50,14 @@ class Evaluate:
 
     batches: Callable[[], Iterable[Batch]]
 
+    def launch(self, session: Session) -> Callable[[], tuple[float, Mapping[str, float]]]:
+        """Begins to compute them; what it returns waits for the loss, and computes the scores."""
+        loss = session.launch_evaluation(self.batches())
+        return lambda: (loss(), scores_of(session.plan.model, session.logits, self.batches()))
+
     def answer(self, session: Session) -> tuple[float, Mapping[str, float]]:
         """Computes them."""
-        return session.evaluate(self.batches()), scores_of(session.plan.model, session.logits, self.batches())
+        return self.launch(session)()
 
 
 T = TypeVar("T")
@@ -90,28 +95,32 @@ def drive_together(
     """Answers several loops until the last one ends, each from its session; how each ended, or what it raised.
 
     `begun` has loops go on that were begun already. A round is a step of each loop that goes on: all are launched
-    before the first is waited for, so that sessions of a stack take them as one. What a loop raises ends no other, but
-    for what is no Exception, such as a second signal.
+    before the first is waited for, so that sessions of a stack take them as one; so are the evaluations that loops ask
+    for in a round. What a loop raises ends no other, but for what is no Exception, such as a second signal.
     """
     ends: dict[int, T | Exception] = {}
 
-    def next_step(i: int, go_on: GoOn) -> Step | None:
-        """The step that a loop asks for next; what it wants evaluated before is, and None means that it has ended."""
-        try:
-            while not isinstance(request := go_on(), Step):
-                assert isinstance(request, Evaluate)
-                go_on = _answered(loops[i], request, sessions[i])
-            return request
-        except StopIteration as end:
-            ends[i] = end.value
-        except Exception as error:
-            ends[i] = error
-        return None
+    def asked(going: Mapping[int, GoOn]) -> dict[int, Step | Evaluate]:
+        """What each loop asks for next, of those that do not end."""
+        requests: dict[int, Step | Evaluate] = {}
+        for i, go_on in going.items():
+            try:
+                request = go_on()
+                assert not isinstance(request, Realize)
+                requests[i] = request
+            except StopIteration as end:
+                ends[i] = end.value
+            except Exception as error:
+                ends[i] = error
+        return requests
 
     going: dict[int, GoOn] = dict(enumerate(begun or [partial(next, loop) for loop in loops]))
     while going:
-        asked = {i: step for i, go_on in going.items() if (step := next_step(i, go_on))}
-        going = {i: _answered(loops[i], step, sessions[i]) for i, step in asked.items()}
+        requests = asked(going)
+        while evals := {i: _launched(r, sessions[i]) for i, r in requests.items() if isinstance(r, Evaluate)}:
+            requests = {i: r for i, r in requests.items() if i not in evals}
+            requests |= asked({i: _sent(loops[i], wait) for i, wait in evals.items()})
+        going = {i: _answered(loops[i], requests[i], sessions[i]) for i in sorted(requests)}
     return [ends[i] for i in range(len(loops))]
 
 
@@ -120,7 +129,24 @@ GoOn = Callable[[], Realize | Step | Evaluate]  # has a loop go on to what it as
 
 def _answered(loop: Asks[Any], request: Step | Evaluate, session: Session) -> GoOn:
     """Answers a request; what it gives hands the answer to the loop."""
+    return _sent(loop, lambda: request.answer(session))
+
+
+def _sent(loop: Asks[Any], answer: Callable[[], Any]) -> GoOn:
+    """Works an answer out, or what it raises; what it gives hands that to the loop."""
     try:
-        return partial(loop.send, request.answer(session))
+        return partial(loop.send, answer())
     except BaseException as error:
         return partial(loop.throw, error)
+
+
+def _launched(request: Evaluate, session: Session) -> Callable[[], Any]:
+    """What waits for an evaluation that begins here, and raises what that has raised."""
+    try:
+        return request.launch(session)
+    except BaseException as error:
+        return partial(_raised, error)
+
+
+def _raised(error: BaseException) -> NoReturn:
+    raise error

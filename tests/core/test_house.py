@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "config": BELOW | {"training", "config"},
     "sweep": BELOW | {"training", "config", "sweep"},
     "testing": BELOW | {"training", "testing"},
-    "commands": BELOW | {"training", "config", "sweep", "testing", "commands"},
+    "runs": BELOW | {"training", "sweep", "runs"},
+    "commands": BELOW | {"training", "config", "sweep", "runs", "testing", "commands"},
     "__main__": BASE | {"commands"},
 }
 GRAPH = module_graph()

@@ -81,6 +81,10 @@ OWN = (
         "export", "A model's file again in another type.", "--force --requantize --json",
         {"--type": "q8_0", "--to": "small.gguf"}, "file",
     ),
+    _shipped(
+        "runs", "The runs that are here: when, what, how far, how well.", "--json --csv",
+        {"--sort": "loss", "--last": "20"}, "directory",
+    ),
     _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
     _shipped("help", "How to use the command line."),
 )  # fmt: skip

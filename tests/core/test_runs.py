@@ -1,0 +1,146 @@
+"""`toyexp runs` and `toyexp compare`: what is here, what differs, how well it did."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from made_runs import made
+
+from toyexp.commands.line import main
+from toyexp.training.rundir import lock
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Runs of two recipes and rates below outputs/, one that was killed, and what is no run."""
+    monkeypatch.chdir(tmp_path)
+    for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (3e-3, 1e-2)
+                                                for s in (0, 1)):  # fmt: skip
+        made(f"outputs/sweep/{number}", recipe=recipe, lr=lr, seed=seed, steps=50)
+    made("outputs/killed", reason=None, until=30, seed=9)
+    (tmp_path / "outputs/conf").mkdir()
+    (tmp_path / "outputs/conf/config.yaml").write_text("steps: 3\n")  # somebody's configuration
+    return tmp_path
+
+
+def answered(capsys, *words):
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def listed(capsys, *words):
+    return json.loads(answered(capsys, "runs", *words, "--json"))["runs"]
+
+
+def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
+    runs = listed(capsys)
+    assert len(runs) == 9
+    one = next(run for run in runs if run["path"].endswith("sweep/7"))
+    result = json.loads((here / "outputs/sweep/7/result.json").read_text())
+    expected = {"name": "warm-llama", "recipe": "warm", "engine": "ggml", "lr": 0.01, "seed": 1, "steps": 50, "of": 50,
+                "state": "completed"}  # fmt: skip
+    assert {key: one[key] for key in expected} == expected
+    assert one["loss"] == result["eval_loss"] and one["when"].startswith("2026-11-22T10:01")
+    killed = next(run for run in runs if run["path"].endswith("killed"))
+    last = [json.loads(line) for line in (here / "outputs/killed/events.jsonl").read_text().splitlines()]
+    evals = [event["loss"] for event in last if event["kind"] == "eval"]
+    assert (killed["state"], killed["steps"], killed["of"], killed["loss"]) == ("killed", 30, 100, evals[-1])
+    table = answered(capsys, "runs").splitlines()
+    assert "30/100" in table[-3] and "killed" in table[-3]  # begun last
+    assert table[-1] == "9 runs: 8 completed, 1 killed"
+
+
+def test_a_run_that_a_process_writes_runs(here, capsys):
+    held = lock(here / "outputs/killed")
+    try:
+        assert [run["state"] for run in listed(capsys, "state=running")] == ["running"]
+    finally:
+        os.close(held)
+    assert not listed(capsys, "state=running")  # this process is still there, and the run is not
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["recipe=warm"], 4),
+        (["recipe=warm,scratch", "state=completed"], 8),
+        (["recipe!=warm"], 5),
+        (["lr>3e-3"], 4),
+        (["lr=0.0030"], 5),
+        (["name=warm*", "seed=1", "lr<=0.003"], 1),
+        (["steps>=50"], 8),
+        (["engine.threads=1", "seed=9"], 1),
+        (["optim.beta2=null"], 9),
+        (["loss>1e9"], 0),
+    ],
+)
+def test_filters_take_columns_and_settings(here, capsys, words, count):
+    assert len(listed(capsys, *words)) == count
+
+
+def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
+    losses = [run["loss"] for run in listed(capsys, "--sort=-loss")]
+    assert losses == sorted(losses, reverse=True)
+    assert [run["seed"] for run in listed(capsys, "--sort", "seed", "--last", "1")] == [9]
+    assert listed(capsys, "--sort", "optim.weight_decay")
+
+
+def test_csv_has_a_row_for_each_run(here, capsys):
+    rows = list(csv.DictReader(io.StringIO(answered(capsys, "runs", "--csv", "recipe=warm"))))
+    assert len(rows) == 4 and {row["recipe"] for row in rows} == {"warm"} and float(rows[0]["loss"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["runs", "nowhere"], ["runs nowhere", "no directory and no filter"]),
+        (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
+        (["runs", "loss<"], ["loss<", "takes a value"]),
+        (["runs", "--last", "0"], ["--last 0"]),
+        (["runs", "--sort", "colour"], ["--sort colour", "no run here has colour"]),
+        (["runs", "--json", "--csv"], ["--json --csv"]),
+        (["runs", "--sorted"], ["did you mean --sort"]),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(here, capsys, words, told):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in told), error
+
+
+def test_nothing_here_says_what_to_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "begin one: toyexp" in answered(capsys, "runs")
+
+
+def test_what_others_broke_is_passed_over(here, capsys):
+    """A run directory may come from anyone: nothing in it hangs, raises, or reaches the terminal as it is."""
+    bad = here / "outputs/bad"
+    bad.mkdir()
+    (bad / "config.yaml").write_bytes(b'name: "\\e[31mred"\nseed: [\n\xff\nsteps: 99999999999999999999\n')
+    (bad / "result.json").write_text('{"steps": "many", "eval_loss": [1], "reason": 3, "eval_scores": {"a": "b"}}')
+    os.mkfifo(bad / "events.jsonl")
+    (one,) = [run for run in listed(capsys) if run["path"].endswith("bad")]
+    assert one["steps"] is None and one["loss"] is None and one["scores"] == {}
+    assert "\x1b" not in answered(capsys, "runs")
+
+
+def test_thousands_of_runs_take_a_moment(tmp_path):
+    """Links to the files of one run: what is measured is how much is opened, and how much of it is read."""
+    run = made(tmp_path / "one", steps=2000)
+    for number in range(2_000):
+        directory = tmp_path / "many" / f"{number // 100}" / f"{number}"
+        directory.mkdir(parents=True)
+        for name in ("config.yaml", "events.jsonl", "result.json"):
+            os.link(run / name, directory / name)
+    before = os.times()
+    told = subprocess.run([sys.executable, "-m", "toyexp", "runs", str(tmp_path / "many"), "steps=2000", "--last", "3"],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    usage = os.times()
+    assert told.stdout.splitlines()[-1] == "3 of 2000 runs: 3 completed"
+    took = usage.children_user + usage.children_system - before.children_user - before.children_system
+    assert took < 6

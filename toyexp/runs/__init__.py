@@ -1,0 +1,1 @@
+"""Runs that are there: found, read, chosen, compared and shown."""

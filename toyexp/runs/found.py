@@ -1,0 +1,260 @@
+"""Which runs are below a directory, and what each is: little is read of one, so that thousands take a moment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import UserError
+from toyexp.base.files import absent, open_file
+from toyexp.base.ownership import LOCK, SWEEP
+from toyexp.sweep.directory import NUMBERS, PRUNES
+from toyexp.training.checkpoint import conforms, result_of
+
+HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
+TAIL = 1 << 16  # bytes of the events of a run without a result
+DEPTH = 8  # of directories below the one that is searched
+INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
+SIGNS = {"events.jsonl", "result.json", LOCK}  # beside config.yaml they make a directory a run
+DONE = ("completed", "stopped")  # states of runs whose numbers count: they came to their own end
+_CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
+_SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
+_STARTED = re.compile(r'"started_at": "([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory in short."""
+
+    path: Path
+    name: str = ""
+    when: str = ""  # ISO 8601, UTC
+    recipe: str = ""
+    model: str = ""
+    data: str = ""
+    engine: str = ""
+    seed: int | None = None
+    lr: float | None = None
+    batch_size: int | None = None
+    steps: int | None = None  # that were taken
+    of: int | None = None  # that it was to take
+    loss: float | None = None  # of the held-out data
+    train_loss: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)  # held out, beside the loss
+    seconds: float | None = None
+    speed: float | None = None  # tokens, or images, a second
+    state: str = ""  # completed | stopped | pruned | interrupted | failed | killed | running
+    why: str = ""  # of a state that is not completed
+
+    def value(self, key: str) -> Any:
+        """What stands in a column; None where it has none."""
+        return getattr(self, key) if key in COLUMNS else self.scores.get(key)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"path": str(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
+
+
+COLUMNS = ("name", "when", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of", "loss",
+           "train_loss", "seconds", "speed", "state", "why")  # fmt: skip
+
+
+def below(root: Path) -> Iterator[Path]:
+    """The runs in a directory and below it, by name; links to directories are not followed, but for the root."""
+
+    def walk(directory: Path, depth: int) -> Iterator[Path]:
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError:  # what may not be looked into
+            return
+        names = {entry.name for entry in entries}
+        if "config.yaml" in names and names & SIGNS:
+            yield directory
+            return
+        for entry in entries if depth else ():
+            if not entry.name.startswith(".") and entry.name not in INSIDE and entry.is_dir(follow_symlinks=False):
+                yield from walk(Path(entry.path), depth - 1)
+
+    yield from walk(root, DEPTH)
+
+
+def named(command: str, words: Sequence[str]) -> list[Path]:
+    """The runs that words name: runs, sweeps, directories that hold them, and patterns of these; each once.
+
+    Raises UserError for a word that names none.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        exists = os.path.lexists(word)
+        places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
+        runs = [run for place in places for run in _at(Path(place))]
+        if not runs:
+            what = "holds no run" if exists else "matches nothing" if glob.has_magic(word) else absent(Path(word))
+            if exists and (Path(word) / SWEEP).is_file():
+                what = "is a sweep of which no run has begun"
+            elif places and not exists:
+                what = "matches nothing that holds a run"
+            raise UserError(f"{command} {word}: {what}; what is here: toyexp runs")
+        found.update(dict.fromkeys(runs))
+    return list(found)
+
+
+def _at(place: Path) -> Iterator[Path]:
+    """The runs at a place; of a file in a run, that run."""
+    if place.is_dir():
+        yield from below(place)
+    elif place.name in ("events.jsonl", "config.yaml", "result.json"):
+        yield from (run for run in below(place.parent) if run == place.parent)
+
+
+def look(path: Path) -> Run:
+    """What a run directory says of itself; what it does not say, or what cannot be read, is left out."""
+    head = _start(path / "config.yaml")
+    chosen = dict(_CHOICE.findall(head))
+    settings = dict(_SETTING.findall(head))
+    result = result_of(path)
+    started = _STARTED.search(_start(path / "events.jsonl"))
+    told: dict[str, Any] = {k: v for k, v in result.items() if k in NUMBERS and conforms(v, NUMBERS[k])}
+    if "steps" not in told:
+        told |= last_numbers(path)
+    state, why = _state(path, result)
+    scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
+    return Run(
+        path=path, name=_text(settings.get("name", "")) or path.name, when=started[1] if started else _when(path),
+        **{part: _text(chosen.get(part, "")) for part in ("recipe", "model", "data", "engine")},
+        seed=_whole(settings.get("seed")), lr=_number(settings.get("lr")), of=_whole(settings.get("steps")),
+        batch_size=_whole(settings.get("batch_size")), steps=told.get("steps"), loss=told.get("eval_loss"),
+        train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
+        speed=_finite(result.get("tokens_per_second")), state=state, why=why,
+    )  # fmt: skip
+
+
+def last_numbers(path: Path) -> dict[str, Any]:
+    """What the end of the events tells of a run that has left no result."""
+    found: dict[str, Any] = {}
+    for event in reversed(_last_events(path / "events.jsonl")):
+        kind, loss = event.get("kind"), _finite(event.get("loss"))
+        if kind == "step" and "steps" not in found and conforms(event.get("step"), int):
+            found |= {"steps": event["step"], "train_loss": loss}
+            found["seconds"] = _finite(event.get("t"))
+        elif kind == "eval" and "eval_loss" not in found:
+            scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL and conforms(v, float | int)}
+            found |= {"eval_loss": loss, "eval_scores": scores}
+    return found
+
+
+OF_AN_EVAL = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # what is no score of the model's
+
+
+def _last_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - TAIL, 0))
+            lines = file.read(TAIL).split(b"\n")[size > TAIL :]
+    except (OSError, UserError):
+        return []
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            events.append(json.loads(line))
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
+    """How a run stands, and why, where it did not simply come to its end."""
+    if is_written(path):
+        return "running", ""
+    why = " ".join(str(result.get("error") or result.get("why") or "").split())
+    match result.get("reason"):
+        case "interrupted":
+            return "interrupted", ""
+        case "completed" if not result.get("error"):
+            return "completed", ""
+        case "aborted" if not result.get("error"):
+            return ("pruned" if why.startswith(PRUNES) else "stopped"), why
+        case None:
+            return "killed", ""
+    return "failed", why
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process writes a run now.
+
+    Only where the process is there that the lock names, or is of another machine, is the lock itself asked: for that
+    moment nobody else could take it.
+    """
+    try:
+        with open_file(path / LOCK) as file:
+            number, _, node = file.read(100).decode(errors="replace").strip().partition(" on ")
+            if node == platform.node() and not _is_there(number):
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, UserError):  # there is no lock, or a file system that knows none
+        return False
+    return False
+
+
+def _is_there(number: str) -> bool:
+    try:
+        os.kill(int(number), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return int(number) > 0
+
+
+def _start(path: Path) -> str:
+    try:
+        with open_file(path) as file:
+            return file.read(HEAD).decode(errors="replace")
+    except (OSError, UserError):
+        return ""
+
+
+def _when(path: Path) -> str:
+    """When a run without events was begun, by its configuration's time."""
+    from datetime import UTC, datetime
+
+    try:
+        return datetime.fromtimestamp((path / "config.yaml").stat().st_mtime, UTC).isoformat(timespec="milliseconds")
+    except OSError:
+        return ""
+
+
+def _text(scalar: str) -> str:
+    """A word of YAML, without its quotes."""
+    if scalar[:1] == "'":
+        return scalar[1:-1].replace("''", "'")
+    if scalar[:1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.loads(scalar))
+    return scalar
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text) else None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _finite(value: Any) -> float | None:
+    """A number of JSON's, where it is one."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

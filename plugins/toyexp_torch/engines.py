@@ -279,6 +279,11 @@ class TorchCUDA(TorchEngine):
         count = self.check_devices()
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
 
+    def free_bytes(self) -> int | None:
+        """Of the GPU itself, what this process has and does not use counted in."""
+        cuda = import_torch().cuda
+        return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
+
     def gpus(self) -> int | None:
         """As many as it has devices."""
         return int(self.devices) if is_whole(self.devices, 1, MOST) else None

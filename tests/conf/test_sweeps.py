@@ -26,7 +26,7 @@ from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import parse, setting
-from toyexp.sweep import process, runner
+from toyexp.sweep import process, runner, share
 from toyexp.sweep.combinations import combinations, swept
 from toyexp.sweep.directory import Ended, Job, Status, SweepDir
 from toyexp.sweep.gpus import Gpus, visible
@@ -683,12 +683,11 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
 )
 def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
     seen = []
-    monkeypatch.setattr(runner, "available_cores", lambda: 8)
+    monkeypatch.setattr(share, "available_cores", lambda: 8)
     monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
-    share = runner.Runner._share
-    monkeypatch.setattr(runner.Runner, "_share", lambda self: seen.append(share(self)) or seen[-1])
+    monkeypatch.setattr(runner, "share_of", lambda *of: seen.append(share.share_of(*of)) or seen[-1])
     main(["-m", "engine=cpu", "data=random", "seed=0,1", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
-    assert seen == [(at_once, cores), at_once]
+    assert seen == [(at_once, cores, 0), at_once]
 
 
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):

@@ -113,10 +113,46 @@ def handled(handlers: Mapping[int, Handler]) -> Iterator[bool]:
             signal.signal(number, handler)
 
 
+class CommonSignals(Signals):
+    """Those of a process that several runs share: the first is only noted, and each run hears of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patient = True
+        self._runs: list[Signals] = []
+
+    def of_a_run(self) -> Signals:
+        """What another run knows of them: those that came already, and those that come."""
+        run = Signals()
+        run._number, run._count = self._number, self._count
+        self._runs.append(run)
+        return run
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls."""
+        for run in self._runs:
+            run._number, run._count = run._number or number, run._count + 1
+        super().handle(number, frame)
+
+    def ask_to_save(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls on SIGUSR1."""
+        for run in self._runs:
+            run.asked_to_save = True
+
+
+S = TypeVar("S", bound=Signals)
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Signals]:
     """Gives the signals of a run to a Signals."""
-    signals = Signals()
+    with heard_by(Signals()) as signals:
+        yield signals
+
+
+@contextlib.contextmanager
+def heard_by(signals: S) -> Iterator[S]:
+    """Gives signals to these for a while."""
     handlers: dict[int, Handler] = dict.fromkeys(ending(), signals.handle)
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
         handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)

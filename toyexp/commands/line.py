@@ -22,7 +22,7 @@ from toyexp.base.words import short
 from toyexp.commands.flags import SHOWING, read
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
-from toyexp.sweep.combinations import TRIAL, follow_the_sweep, is_a_job
+from toyexp.sweep.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
@@ -102,6 +102,10 @@ def run(words: Sequence[str]) -> int:
 
     places = map(flags.get, ("--config-path", "--config-name", "--config-dir"))
     request = Request.of(settings, Source.of(*places))
+    if STACK in os.environ:
+        from toyexp.sweep.stack import train_stack
+
+        return train_stack(request, _ready)
     if flags.keys() & SHOWING:
         from toyexp.commands.inspect import inspect
 

@@ -14,7 +14,7 @@ from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
-LAUNCHERS = ("serial", "joblib", "submitit")
+LAUNCHERS = ("serial", "joblib", "stacked", "submitit")
 SEARCHES = ("random", "tpe", "cmaes", "grid")
 PRUNERS = ("asha", "median")
 OF_A_SEARCH = ("trials", "metric", "repeats", "prune")
@@ -47,8 +47,8 @@ class Submitit:
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it, and conf/config.yaml shows it as it stands here."""
 
-    launcher: str = "serial"  # serial (one job after another) | joblib (several at once here) | submitit (on a cluster)
-    jobs: int = 0  # at once; 0: 1 with serial, as many as there are cores with joblib, all with submitit
+    launcher: str = "serial"  # serial | joblib (several at once here) | stacked (as one program) | submitit (a cluster)
+    jobs: int = 0  # at once; 0: 1 with serial, all cores' with joblib, as many as pay with stacked, all with submitit
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
@@ -90,10 +90,10 @@ class Sweep:
             return
         if self.trials is None and self.search != "grid":
             raise UserError(f"sweep.search={self.search}: takes as many points as it is told to: sweep.trials=20")
-        if self.launcher == "submitit" and not self.jobs and self.search in ("tpe", "cmaes"):
+        if self.launcher in ("submitit", "stacked") and not self.jobs and self.search in ("tpe", "cmaes"):
+            how = "are in the queue" if self.launcher == "submitit" else "train"
             raise UserError(
-                f"sweep.search={self.search}: learns from the runs before; say how many are in the queue at once: "
-                "sweep.jobs=4"
+                f"sweep.search={self.search}: learns from the runs before; say how many {how} at once: sweep.jobs=4"
             )
         if self.retry:
             raise UserError("sweep.retry=true: a search has learned from what failed; more points are sweep.trials=...")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp.base.errors import UserError
+from toyexp.base.memory import available_bytes
 from toyexp.base.ranks import started_ranks
 from toyexp.contract.plan import Plan
 from toyexp.contract.planned import Planned
@@ -51,6 +52,10 @@ class Engine(ABC):
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that its device has left for what a run computes; None where it does not say."""
+        return available_bytes()
 
     def gpus(self) -> int | None:
         """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from toyexp.base.blame import blamed, failure, place, told
 from toyexp.base.errors import UserError, choose, printable
@@ -101,11 +101,20 @@ class Ids(Shaped):
     """Integers of the batch."""
 
 
+def numbers_kept(plan: Plan) -> int:
+    """How many numbers a forward pass keeps for the gradient, about: those that its ops read; the plan is checked."""
+    ops = OpShapes()
+    tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
+    logits = plan.model.forward(ops, plan.params(tensors, _batch(plan)), _batch(plan))
+    return max(ops.read - sum(t.size for t in plan.tensors), 0) + 2 * math.prod(logits.shape)
+
+
 class OpShapes(Ops):
     """The vocabulary on shapes: refuses, in the words of a UserError, whatever not every engine computes."""
 
     def __init__(self) -> None:
         self._calls = 0
+        self.read = 0  # numbers, by all ops together
         self.blocks, self._inside = 0, False
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -119,6 +128,7 @@ class OpShapes(Ops):
         for x in tensors:
             if not _is_tensor(x):
                 raise UserError(f"ops.{op} takes tensors, and gets {_of(x)}")
+            self.read += math.prod(x.shape)
 
     def _require(self, fits: bool, op: str, *given: object) -> None:
         if not fits:
@@ -223,7 +233,7 @@ class OpShapes(Ops):
         return Shaped(())
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: Any) -> TypeGuard[Shaped]:
     return isinstance(x, Shaped) and not isinstance(x, Ids)
 
 

@@ -70,7 +70,7 @@ class Board:
         if self._took:  # as far as those that are left are like those that were
             each, now = statistics.mean(self._took), time.monotonic()
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
-            counts.append(f"about {duration(left / self.at_once)} left")
+            counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
         rows = [f"[{job.number}] {job.label}".rstrip() + f"  {line}" for job, _, line in entries[:MOST]]
         rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
@@ -109,4 +109,5 @@ def board_for(
 ) -> Board | None:
     """A board where jobs run side by side before a person's terminal; else each line is printed as it comes."""
     watched = bool(sys.stdout and sys.stdout.isatty())
-    return Board(jobs, ranking, at_once) if watched and launcher == "joblib" and at_once > 1 else None
+    side_by_side = launcher == "stacked" or (launcher == "joblib" and at_once > 1)
+    return Board(jobs, ranking, at_once) if watched and side_by_side else None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MOST_JOBS = 100_000
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
 TRIAL = "TOYEXP_TRIAL"  # and of one that a search may stop
+STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together
 
 
 def own_sweep(request: Request) -> list[Override]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
-from toyexp.config.build import made, typed
+from toyexp.config.build import made, typed, without_hydra
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
@@ -66,6 +66,15 @@ class Lookahead:
         HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
+
+    def of_a_run(self, job: Job) -> Composed:
+        """What a run of the job is made from, in this process."""
+        composed = self.config(job)
+        if re.search(r"hydra[.:](?!job\.num)", str(OmegaConf.to_container(without_hydra(composed.cfg)))):
+            return self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
+        HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
+        given = [*self.request.settings, *parse(job.overrides)]
+        return replace(composed, cfg=copy.deepcopy(composed.cfg), given=given)
 
     def gpus(self, job: Job, auto: int) -> int | None:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""

@@ -53,16 +53,22 @@ class Order:
     cores: int = 0  # its share of the machine; 0: all
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
     environment: Mapping[str, str] = field(default_factory=dict)  # what its process alone is told
+    files: Sequence[int] = ()  # open ones that its process has too
 
     def words(self) -> Sequence[str]:
-        """What its process is told. What a process left that ended before its first checkpoint is set aside."""
-        if not self.goes_on or not self.directory.exists():
-            return self.first
-        if checkpoint.steps(self.directory / "checkpoints"):
-            return self.again
-        os.close(lock(self.directory))  # raises UserError while a process writes there
-        keep_aside(self.directory)
-        return self.first
+        """What its process is told."""
+        return self.again if self.goes_on and is_begun(self.directory) else self.first
+
+
+def is_begun(directory: Path) -> bool:
+    """Whether there is a checkpoint to go on from. What a process left that ended before its first is set aside."""
+    if not directory.exists():
+        return False
+    if checkpoint.steps(directory / "checkpoints"):
+        return True
+    os.close(lock(directory))  # raises UserError while a process writes there
+    keep_aside(directory)
+    return False
 
 
 class Stop:
@@ -155,7 +161,7 @@ def _run(
         subprocess.Popen(
             [sys.executable, "-m", "toyexp", *words],
             stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment,
+            env=environment, pass_fds=order.files,
             process_group=0,  # a Ctrl-C reaches it through us, once
         ) as process,
         stop.watching(process),
@@ -230,7 +236,7 @@ def side_by_side(jobs: Iterator[Job], run: Callable[[Job], Ended], limit: int) -
 
 def require(launcher: str) -> None:
     """Raises Unavailable when the package that a launcher needs is missing or broken."""
-    if launcher == "serial":
+    if launcher in ("serial", "stacked"):
         return
     with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
         importlib.import_module(launcher)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shlex
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import say, status
-from toyexp.base.threads import available_cores
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
@@ -25,6 +25,7 @@ from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, Swe
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.process import Order, Stop, on_cluster, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
+from toyexp.sweep.share import share_of
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
@@ -65,40 +66,9 @@ class Runner:
         self._stop = Stop()
         self._printing = threading.Lock()
         self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
-        self._gpus, self._most_gpus = Gpus(visible()), 0
-        self._limit, self._cores = self._share()
-
-    def _share(self) -> tuple[int, int]:
-        """Jobs at once, and cores for each; 0: all there are. Jobs that take GPUs do not share them.
-
-        Those of one GPU do where `sweep.jobs` says that there are more of them at once.
-        """
-        launcher, cluster = self._settings.launcher, self._settings.submitit.cluster
-        if launcher == "serial":
-            return 1, 0
-        self._most_gpus = self._takes_gpus()
-        if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
-            return self._settings.jobs or len(self._jobs), 0
-        most = max((self._ahead.processes(job) for job in self._of_each_engine()), default=1)
-        limit = self._settings.jobs or max(available_cores() // most, 1)
-        at_once = self._gpus.at_once(self._most_gpus)
-        if at_once and (self._most_gpus > 1 or not self._settings.jobs):
-            limit = min(limit, at_once)
-        return limit, max(available_cores() // limit, min(most, available_cores()))  # where more were asked for at once
-
-    def _takes_gpus(self) -> int:
-        """How many GPUs the job takes that takes the most, as far as that is known before one runs."""
-        here = self._settings.launcher == "joblib"
-        counts = [self._ahead.gpus(job, auto=1 if here else 0) for job in self._of_each_engine()]
-        everything = len(visible()) if here else 0  # a cluster has as many as it is asked for
-        return max((everything if count is None else count for count in counts), default=0)
-
-    def _of_each_engine(self) -> Iterable[Job]:
-        """A job of each engine, and of each setting of one."""
-        kinds: dict[tuple[str, ...], Job] = {}
-        for job in self._jobs:
-            kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)
-        return kinds.values()
+        self._gpus = Gpus(visible())
+        share = share_of(settings, jobs, self._ahead, self._gpus)
+        self._limit, self._cores, self._most_gpus = share.jobs, share.cores, share.gpus
 
     # -- what there is to do --
 
@@ -129,7 +99,7 @@ class Runner:
             root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
             job.directory = self._own_directory(job, root, directory)
         except Exception as error:
-            self._end(job, _failure(error))
+            self._end(job, failure(error))
             return False
         if self._folder is None:  # what is wrong with it is no fault of the job's
             self._folder = SweepDir.create(root, self._jobs, self._memory)
@@ -218,7 +188,7 @@ class Runner:
             require_directories(new, self._ahead)
         for job in new:
             if job.number in wrong:
-                self._end(job, _failure(wrong[job.number]))
+                self._end(job, failure(wrong[job.number]))
         return [job for job in jobs if job.number not in wrong]
 
     @contextlib.contextmanager
@@ -238,10 +208,26 @@ class Runner:
             if self._stop.requested:
                 return
             if self._placed(job):
-                assert self._folder is not None
-                job.status, job.attempts = Status.RUNNING, job.attempts + 1
-                self._folder.save()
+                if self._settings.launcher != "stacked":  # where many are ready before the first begins
+                    self._begin([job])
                 yield job
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        assert self._folder is not None
+        for job in jobs:
+            job.status, job.attempts = Status.RUNNING, job.attempts + 1
+        self._folder.save()
+        if self._settings.launcher == "stacked":
+            self._tell_begin(jobs)
+
+    def _tell_begin(self, jobs: Sequence[Job]) -> None:
+        if self._board is None:
+            for job in jobs:
+                self._say_it(f"[{job.number}] {job.label}".rstrip() + "  begins")
+            return
+        with self._printing:
+            for job in jobs:
+                self._board.begin(job)
 
     def _launch(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
         settings = self._settings
@@ -252,6 +238,8 @@ class Runner:
                 jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it,
                 self._most_gpus,
             )  # fmt: skip
+        if settings.launcher == "stacked":
+            return self._in_stacks(jobs)
         return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
 
     def _order(self, job: Job) -> Order:
@@ -264,8 +252,29 @@ class Runner:
         plugins = [word for word in fixed if word.startswith("plugins=")]
         return Order(
             directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
-            [f"resume={directory}", *plugins], job.attempts > 1, self._cores,
+            [f"resume={directory}", *plugins], job.attempts > (self._settings.launcher != "stacked"), self._cores,
         )  # fmt: skip
+
+    def _in_stacks(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
+        """Trains jobs together, those of a search a generation at a time."""
+        from toyexp.sweep.stacked import Stacked  # deferred: the other launchers need none of it
+
+        stacked = Stacked(self._order, self._begin, self._stacks_words(), self._settings.jobs, self._stop, self._show)
+        generation = self._settings.jobs if self._settings.search else None
+        while batch := list(itertools.islice(jobs, generation)):
+            yield from stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus))
+
+    def _stacks_words(self) -> list[str]:
+        """What the process of a stack is told."""
+        return [*(word for flag in self._memory["flags"].items() for word in flag), *self._memory["settings"]]
+
+    def _show(self, job: Job | None, line: str, stream: IO[str]) -> None:
+        """A line of a process, which a job printed, or none that is known."""
+        if self._board is None or job is None:
+            self._say_it(line, stream)
+            return
+        with self._printing:
+            self._board.hear(job, line.partition("] ")[2])
 
     def _process(self, job: Job) -> Ended:
         """Runs a job in a process of its own, with its output before us."""
@@ -317,7 +326,7 @@ class Runner:
             return Ended(code, str(error))
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
-            return _failure(error)
+            return failure(error)
         return Ended(0)
 
     # -- how it ended --
@@ -383,7 +392,8 @@ class Runner:
         return f"{done} of {len(self._jobs)} jobs are completed", any(job.status in UNFINISHED for job in self._jobs)
 
 
-def _failure(error: BaseException) -> Ended:
+def failure(error: BaseException) -> Ended:
+    """How a job ended that raised in this process."""
     text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
     return Ended(getattr(error, "exit_code", 1), text)
 

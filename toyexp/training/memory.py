@@ -11,6 +11,7 @@ from toyexp.base.memory import REMEDY, available_bytes
 from toyexp.contract.engine import Engine
 from toyexp.contract.plan import Plan
 from toyexp.contract.snapshot import state_shapes
+from toyexp.reference.forward import numbers_kept
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
@@ -46,6 +47,16 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
 def snapshot_bytes(plan: Plan) -> int:
     """What a snapshot takes in float32."""
     return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
+
+
+def bytes_in_a_stack(plan: Plan) -> int:
+    """What a run takes of its device's memory beside others of its program, about, in float32.
+
+    Weights, gradients, the optimiser's state, a batch, and what a forward pass keeps of it, twice: on the way back each
+    has a gradient. Tensors that do not train are the same for all runs, as far as their values are.
+    """
+    batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
+    return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)
 
 
 def least(plan: Plan, engine: Engine) -> tuple[int, int]:

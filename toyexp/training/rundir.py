@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class RunDir:
         self._level = log.level
         log.setLevel(logging.INFO)
         log.addHandler(self._log)
+        _at_work.set(self._log)
 
     def _tidy(self) -> None:
         """Removes what a process that was killed had not finished writing; a config.yaml that was edited is kept."""
@@ -102,6 +104,7 @@ class RunDir:
     def close(self) -> None:
         """Stops writing log.txt, and lets others have the directory."""
         assert self._log is not None and self._lock is not None
+        _at_work.set(None)
         log.removeHandler(self._log)
         log.setLevel(self._level)
         with contextlib.suppress(OSError):  # the last lines of a log on a full disk
@@ -137,6 +140,11 @@ class LogFile(logging.FileHandler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._told = False
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Leaves out what another run says; what none says, as a thread does, stands in the log of each."""
+        if _at_work.get() in (None, self):
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Says so the first time."""
         if self._told:
@@ -146,6 +154,10 @@ class LogFile(logging.FileHandler):
         with contextlib.suppress(OSError):
             why = cause(error) if error else ""
             sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({why}); the run goes on\n")
+
+
+# The log of the run that is at work: of runs that share a process each has a context of its own.
+_at_work: ContextVar[LogFile | None] = ContextVar("at_work", default=None)
 
 
 def lock(path: Path) -> int:

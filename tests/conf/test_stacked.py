@@ -1,0 +1,362 @@
+"""Jobs that train together leave what they leave alone, and whatever becomes of one touches no other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from toyexp.base.signals import CommonSignals, Interrupted
+from toyexp.commands.line import main
+from toyexp.config.request import Request
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.sweep import stack_size
+from toyexp.sweep.directory import Job
+from toyexp.sweep.stack import Tagged
+from toyexp.sweep.stacked import dealt
+from toyexp.training.experiment import prepare
+from toyexp_torch.engines import TorchCPU
+
+from ..support.tiny import VOCAB, write_base
+
+STACKED = "sweep.launcher=stacked"
+TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=24", "model.context=12"]
+QUICK = ["engine=cpu", "engine.threads=1", "data=random", *TINY, "batch_size=2"]
+
+# Other things than numbers: jobs of several shapes, which a command line chooses by name.
+PRESETS = {
+    "gpt2": ["override /model: gpt2", "override /data: random"],
+    "vit": ["override /model: vit", "override /data: digits", "override /recipe: vit_tiny"],
+    "lora2": ["override /recipe: lora", "override /data: random"],
+    "lora4": ["override /recipe: lora", "override /data: random"],
+}
+OWN = {
+    "gpt2": {"model": {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 24, "context": 12}},
+    "vit": {"model": {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 24}},
+    "lora2": {"model": {"context": 12}, "data": {"vocab": VOCAB}, "recipe": {"rank": 2, "base": "base.gguf"}},
+    "lora4": {"model": {"context": 12}, "data": {"vocab": VOCAB}, "recipe": {"rank": 4, "base": "base.gguf"}},
+}
+
+MISHAP = """
+import os, signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from toyexp import Callback, hookimpl
+from toyexp_torch.engines import TorchCPU
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Mishap)
+
+
+@hookimpl
+def register_engines(register):
+    register(Pretended)
+
+
+@dataclass
+class Pretended(TorchCPU):
+    "Says that it takes a GPU."
+
+    name: ClassVar[str] = "pretended"
+
+    def gpus(self):
+        return 1
+
+    def check(self):
+        return f"{super().check()} on {os.environ['CUDA_VISIBLE_DEVICES']}"
+
+
+@dataclass(eq=False)
+class Mishap(Callback):
+    "Goes wrong in several ways, by the seed of its run."
+
+    name: ClassVar[str] = "mishap"
+    kills: bool = True
+
+    @hookimpl
+    def on_step(self, run, step):
+        print(f"prints {run.seed}")
+        if run.seed == 1 and step == 5:
+            raise ZeroDivisionError("on purpose")
+        if run.seed == 3 and step == 17 and self.kills and not Path("mended").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @hookimpl
+    def stop_reason(self, run, step):
+        return "enough" if run.seed == 2 and step == 7 else None
+"""
+
+
+def events(run, kind=None):
+    lines = [json.loads(line) for line in (Path(run) / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind is None or line["kind"] == kind]
+
+
+def state(folder):
+    return json.loads((Path(folder) / "sweep.json").read_text())["jobs"]
+
+
+def statuses(folder):
+    return [job["status"] for job in state(folder)]
+
+
+def runs(folder):
+    """The directories of the jobs, in their order."""
+    return [Path(folder) / job["directory"] for job in state(folder)]
+
+
+def has_stepped(file):
+    return '"step"' in file.read_text()
+
+
+def assert_same_steps(one, other):
+    """To what the order of sums changes in float32 over 30 steps."""
+    a, b = ([[e["step"], e["loss"], e["grad_norm"]] for e in events(run, "step")] for run in (one, other))
+    np.testing.assert_allclose(np.array(a, float), np.array(b, float), rtol=1e-5, err_msg=str(one))  # null is a NaN
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _place(tmp_path_factory):
+    """A directory for all of it, with presets and a base to adapt."""
+    here = tmp_path_factory.mktemp("stacked")
+    (here / "mishap.py").write_text(MISHAP)
+    for name, defaults in PRESETS.items():
+        place = here / "own" / "experiment" / f"{name}.yaml"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({"defaults": [dict([line.split(": ")]) for line in defaults], **OWN[name], "name": name})
+        place.write_text(f"# @package _global_\n{text}")
+    write_base(here / "base.gguf", "llama")
+    before = Path.cwd()
+    os.chdir(here)
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def of_24():
+    """Seeds, rates, decays and optimisers; with a rate of 1e9 a run breaks."""
+    words = [*QUICK, "steps=30", "eval_every=0", "callbacks=[events,cosine]", "seed=0,1", "lr=1e-3,1e-2,1e9",
+             "optim.weight_decay=0,0.1", "optim=adamw,sgd", "optim.grad_clip=0"]  # fmt: skip
+    assert main(["-m", *words, STACKED, "hydra.sweep.dir=together"]) == 1
+    assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=alone"]) == 1
+    return [*zip(runs("together"), runs("alone"), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def of_shapes():
+    """Two seeds of four programs, with what a run has by default."""
+    words = ["--config-dir", "own", "experiment=gpt2,vit,lora2,lora4", "seed=0,1", "engine=cpu", "engine.threads=1",
+             "batch_size=2", "steps=12", "eval_every=6"]  # fmt: skip
+    assert main(["-m", *words, STACKED, "hydra.sweep.dir=shapes"]) == 0
+    assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=shapes-alone"]) == 0
+    return [*zip(runs("shapes"), runs("shapes-alone"), strict=True)]
+
+
+# -- what a job leaves ------------------------------------------------------------------------------------------------
+
+
+def test_24_jobs_over_seed_rate_decay_and_optimiser_take_the_steps_that_each_takes_alone(of_24):
+    stacked = {run: events(run, "run_start")[0]["backend"].get("stacked") for run, _ in of_24}
+    assert set(stacked.values()) == {12}
+    for together, alone in of_24:
+        assert_same_steps(together, alone)
+
+
+def test_a_job_that_breaks_breaks_as_it_does_alone_and_touches_no_other(of_24):
+    found, expected = state("together"), state("alone")
+    assert [job["status"] for job in found] == [job["status"] for job in expected]
+    broken = [job["number"] for job in found if job["status"] == "failed"]
+    assert broken == [job["number"] for job in found if "lr=1000000000.0" in job["overrides"]]
+    for number in broken:
+        assert found[number]["error"].split(";")[0] == expected[number]["error"].split(";")[0]
+
+
+def test_jobs_of_other_shapes_form_other_stacks_and_leave_what_they_leave_alone(of_shapes):
+    """Models, data and ranks of adapters are no numbers; configuration, events, files and GGUFs are the job's own."""
+    for together, alone in of_shapes:
+        assert events(together, "run_start")[0]["backend"]["stacked"] == 2
+        assert_same_steps(together, alone)
+        a, b = events(together), events(alone)
+        assert [(e["kind"], sorted(e)) for e in a] == [(e["kind"], sorted(e)) for e in b]
+        losses = [[e["loss"] for e in found if e["kind"] == "eval"] for found in (a, b)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert (together / "config.yaml").read_text() == (alone / "config.yaml").read_text()
+        assert {p.name for p in together.iterdir()} == {p.name for p in alone.iterdir()}
+        made = list(alone.glob("*.gguf"))
+        assert made
+        for path in made:
+            with GGUFFile(together / path.name) as ours, GGUFFile(path) as theirs:
+                assert ours.tensors.keys() == theirs.tensors.keys()
+                # Of a key's bias the gradient is zero but for rounding, which AdamW takes for a direction.
+                for name in (n for n in theirs.tensors if not n.endswith("attn_k.bias")):
+                    np.testing.assert_allclose(ours.read(name), theirs.read(name), atol=1e-5, err_msg=name)
+
+
+def test_each_log_holds_what_its_own_run_says(of_shapes):
+    for together, alone in of_shapes:
+        ours, theirs = (
+            [line.split(" ", 3)[3] for line in (run / "log.txt").read_text().splitlines()] for run in (together, alone)
+        )
+        assert [line for line in ours if "busy" not in line] == [line for line in theirs if "busy" not in line]
+
+
+# -- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_others(capfd):
+    words = ["plugins=[mishap]", *QUICK, "steps=30", "eval_every=0", "checkpoint_every=6", "seed=0,1,2,3,4"]
+    words += ["callbacks=[events,cosine,mishap]"]
+    assert main(["-m", *words, STACKED, "hydra.sweep.dir=hurt"]) == 1
+    assert statuses("hurt") == ["killed", "failed", "completed", "killed", "killed"]
+    out, err = capfd.readouterr()
+    assert "[4] prints 4" in out and "on purpose" in state("hurt")[1]["error"]
+    assert err.count("killed by SIGKILL") == 3
+    Path("mended").touch()
+    assert main(["sweep.resume=hurt", "plugins=[mishap]"]) == 1
+    assert statuses("hurt") == ["completed", "failed", "completed", "completed", "completed"]
+    assert capfd.readouterr().out.count("resumed from step") == 3  # the last one that was whole
+    assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=whole"]) == 1
+    found, expected = runs("hurt"), runs("whole")
+    assert len(events(found[1], "step")) == 5 and len(events(found[2], "step")) == 7
+    for together, alone in zip(found, expected, strict=True):
+        assert_same_steps(together, alone)
+
+
+def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
+    words = ["plugins=[mishap]", *QUICK, "steps=100000", "eval_every=0", "seed=5,6,7", "callbacks=[events]"]
+    command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=2", "hydra.sweep.dir=stopped"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until = time.monotonic() + 120
+            while time.monotonic() < until and not any(map(has_stepped, Path("stopped").glob("[01]-*/events.jsonl"))):
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=120)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 130
+    assert statuses("stopped") == ["interrupted", "interrupted", "waiting"]
+    (line,) = err.splitlines()
+    assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; go on: toyexp 'sweep.resume=")
+    for run in runs("stopped")[:2]:
+        taken = events(run, "step")[-1]["step"]
+        assert (run / "checkpoints" / f"step-{taken}").is_dir()
+    assert main(["resume=stopped/0-scratch-llama", "plugins=[mishap]", f"steps={taken + 3}"]) == 0  # one by itself
+    assert statuses("stopped") == ["completed", "interrupted", "waiting"]
+
+
+def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(capfd):
+    words = [*QUICK[2:], "engine=ggml", "engine.threads=1", "steps=2", "eval_every=0", "callbacks=[events]"]
+    assert main(["-m", *words, "seed=0,1,2", STACKED, "hydra.sweep.dir=ggml"]) == 0
+    assert statuses("ggml") == ["completed"] * 3
+    why = "stack   jobs train one after another: engine=ggml: takes the steps of one run at a time"
+    assert capfd.readouterr().out.splitlines().count(why) == 1
+
+
+def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+    words = ["plugins=[mishap]", *QUICK, "engine=pretended", "steps=3", "eval_every=0", "callbacks=[events]"]
+    assert main(["-m", *words, "seed=0,1,2,3", STACKED, "hydra.sweep.dir=two"]) == 0
+    seen = [events(run, "run_start")[0]["backend"] for run in runs("two")]
+    devices = [facts["device"].rpartition(" ")[2] for facts in seen]
+    assert sorted(devices) == ["3", "3", "7", "7"]
+    assert devices[0] == devices[1] and [facts["stacked"] for facts in seen] == [2] * 4
+
+
+def test_a_search_trains_a_generation_at_a_time(capfd):
+    pytest.importorskip("optuna")
+    words = [*QUICK, "steps=4", "eval_every=2", "callbacks=[events]"]
+    found = ["lr=tag(log, interval(1e-3, 1e-1))", "sweep.search=tpe", "sweep.trials=4", "sweep.jobs=2"]
+    assert main(["-m", *words, *found, STACKED, "hydra.sweep.dir=search"]) == 0
+    out = capfd.readouterr().out
+    assert "train together: 0, 1" in out and "train together: 2, 3" in out and "best    lr=" in out
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ready():
+    request = Request.of([*QUICK, "callbacks=[]", "eval_every=0"])
+    return [prepare(request.parts(f"seed={seed}")) for seed in range(6)]
+
+
+def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
+    each = stack_size.bytes_in_a_stack(ready[0].plan)
+    weights = 4 * sum(t.size for t in ready[0].plan.trainable)
+    assert 4 * weights < each < 40 * weights
+    monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)
+    size = stack_size.size_of(ready, 10, 0)
+    assert size.jobs == 4 and "at most 4 at once" in size.words
+    assert stack_size.size_of(ready, 10, 3).jobs == 3
+    monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
+    assert stack_size.size_of(ready, 10, 0).jobs == 6
+
+
+def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
+    def costs(**seconds):
+        monkeypatch.setattr(stack_size, "_seconds", lambda some: seconds[f"of_{len(some)}"])
+        return stack_size.size_of(ready, 10**6, 0)
+
+    assert costs(of_1=1.0, of_4=1.6, of_6=1.5).jobs == 6
+    assert costs(of_1=1.0, of_4=1.6, of_6=3.0).jobs == 4
+    slow = costs(of_1=1.0, of_4=4.1, of_6=6.5)
+    assert slow.jobs == 1 and "they train one after another" in slow.words
+
+
+def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):
+    assert 0 < stack_size._seconds(ready[:1]) < 5
+    assert 0 < stack_size._seconds(ready[:3]) < 5
+
+
+def test_jobs_that_are_likely_of_one_program_are_dealt_together():
+    def jobs(*lists):
+        return [Job(number, list(words)) for number, words in enumerate(lists)]
+
+    mixed = jobs(("model=a", "seed=0"), ("model=b", "seed=0"), ("model=a", "seed=1"), ("model=b", "lr=1"))
+    assert [[job.number for job in part] for part in dealt(mixed, 1)] == [[0, 2, 1, 3]]
+    assert [[job.number for job in part] for part in dealt(mixed, 2)] == [[0], [2], [1], [3]]
+    alike = jobs(*[(f"optim.weight_decay={n}", f"recipe.base=f{n}") for n in range(5)])
+    assert [len(part) for part in dealt(alike, 2)] == [3, 2]
+
+
+# -- what a process shares --------------------------------------------------------------------------------------------
+
+
+def test_each_run_hears_of_a_signal_and_the_second_is_raised():
+    common = CommonSignals()
+    first = common.of_a_run()
+    common.handle(signal.SIGTERM, None)
+    late = common.of_a_run()
+    common.ask_to_save(signal.SIGUSR1, None)
+    for run in (first, late):
+        assert run.caught() and run.count() == 1 and run.should_save() and not run.should_save()
+    with pytest.raises(Interrupted) as error:
+        common.handle(signal.SIGINT, None)
+    assert error.value.exit_code == 130 and first.count() == 2
+    assert first.last_word().exit_code == 143
+
+
+def test_a_line_says_whose_it_is(tmp_path):
+    from toyexp.sweep.stack import _tag
+
+    with open(tmp_path / "out", "w") as file:
+        stream = Tagged(file)
+        print("nobody's", file=stream)
+        token = _tag.set("[3] ")
+        print("one\ntwo", file=stream)
+        print("three", end="", file=stream)
+        print(" and more", file=stream)
+        _tag.reset(token)
+    assert (tmp_path / "out").read_text() == "nobody's\n[3] one\n[3] two\n[3] three and more\n"

@@ -1,0 +1,110 @@
+"""How many jobs of one program train together: as many as memory takes, and no more than are faster for it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toyexp.base.errors import RunFailed
+from toyexp.base.memory import running_out
+from toyexp.base.words import counted, in_bytes
+from toyexp.contract.session import Session
+from toyexp.training.memory import bytes_in_a_stack
+
+if TYPE_CHECKING:
+    from toyexp.training.parts import Prepared
+
+SHARE = 0.8  # of the memory that is free
+SHORT = 5.0  # seconds of all steps one after another, for which nothing is tried
+SIZES = (4, 16, 64)  # that are tried, and the most that fit
+WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
+GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many jobs, and why, in words."""
+
+    jobs: int
+    words: str = ""
+
+
+def size_of(alike: Sequence[Prepared], steps: int, limit: int) -> Size:
+    """For jobs of one program with so many steps in all; with a `limit` nothing is tried but whether it fits."""
+    plan, engine = alike[0].plan, alike[0].config.engine
+    each, free = bytes_in_a_stack(plan), engine.free_bytes()
+    most = min(limit or len(alike), len(alike))
+    trained = sum(t.size for t in plan.trainable)
+    words = (
+        f"{counted(len(alike), 'job')} of one program, {trained:,} parameters that train, about {in_bytes(each)} each"
+    )
+    if free is not None:
+        words += f" of {in_bytes(free)} that are free"
+        if each * most > SHARE * free:
+            most = max(int(SHARE * free / each), 1)
+            words += f": at most {most} at once"
+    if limit or most == 1:
+        return Size(most, words)
+    return _paying(alike, steps, most, words)
+
+
+def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Size:
+    """The size whose jobs have the least share of a step each."""
+    alone = _seconds(alike[:1])
+    if alone * steps < SHORT:
+        return Size(most, words)
+    best, share = 1, alone
+    for size in [*(size for size in SIZES if size < most), most]:
+        try:
+            with running_out():
+                now = _seconds(alike[:size]) / size
+        except RunFailed:  # that many do not fit
+            break
+        if now < GAIN * share:
+            best, share = size, now
+        elif now > LOSS * share and size > SIZES[0]:
+            break
+    if best == 1:
+        return Size(1, f"{words}; together they are no faster here than alone: they train one after another")
+    took = (
+        f"a step of {best} takes {_shown(best * share)} and of one {_shown(alone)}: {alone / share:.1f} times as fast"
+    )
+    return Size(best, f"{words}; {took}")
+
+
+def _seconds(some: Sequence[Prepared]) -> float:
+    """Seconds of a step of these jobs, on weights that are dropped afterwards."""
+    engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
+    sessions: Sequence[Session] = []
+    try:
+        sessions = engine.realize_stack(plans) if len(plans) > 1 else [engine.realize(plans[0])]
+        for session in sessions:
+            session.opened().build()
+        batches = [prepared.batches.batch(0) for prepared in some]
+        numbers = [plan.numbers(0, prepared.config.settings.lr, {}) for plan, prepared in zip(plans, some, strict=True)]
+        taken: list[float] = []
+        began = time.perf_counter()
+        while not _enough(taken):
+            before = time.perf_counter()
+            waits = [s.launch(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
+            for wait in waits:
+                wait()
+            taken.append(time.perf_counter() - before)
+            if len(taken) > WARM_UP and time.perf_counter() - began > PATIENCE:
+                break
+        return statistics.median(taken[WARM_UP:])
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def _enough(taken: Sequence[float]) -> bool:
+    return len(taken) >= WARM_UP + STEPS and math.fsum(taken[WARM_UP:]) >= SLICE
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,182 @@
+"""Jobs that train together: a process for each device, which makes stacks of the jobs that it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+from toyexp.config.top_level import PARTS
+from toyexp.sweep.combinations import STACK
+from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.process import Order, Stop, run_process
+
+SAME = ("optim", "recipe", "callbacks", "data")  # parts whose settings, other than their names, are often numbers alone
+OF_A_STEP = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
+
+
+@dataclass(eq=False)
+class _Given:
+    """Jobs that a process was given, and what it has said of them."""
+
+    jobs: dict[int, Job]  # that have not ended, by their numbers
+    begun: set[int] = field(default_factory=set)
+    prepares: int | None = None  # the one that it looks at
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Hands jobs to processes that train them together."""
+
+    order: Callable[[Job], Order]  # of a job alone
+    begin: Callable[[Sequence[Job]], None]  # these train from now on
+    words: Sequence[str]  # what all jobs share
+    limit: int  # jobs in a stack; 0: as many as pay
+    stop: Stop
+    show: Callable[[Job | None, str, IO[str]], None]  # a line, and whose it is
+
+    def run(
+        self, jobs: Sequence[Job], processes: int, gpus: Callable[[], AbstractContextManager[list[str]]]
+    ) -> Iterator[tuple[Job, Ended]]:
+        """Trains them all, or until a signal comes; each as it ends, and how. Each process has its own `gpus`."""
+        ends: queue.SimpleQueue[tuple[Job, Ended] | BaseException | None] = queue.SimpleQueue()
+        parts: queue.SimpleQueue[list[Job]] = queue.SimpleQueue()
+        for part in dealt(jobs, processes):
+            parts.put(part)
+
+        def work() -> None:
+            try:
+                with contextlib.suppress(queue.Empty), gpus() as own:
+                    while not self.stop.requested:
+                        self._until_ended(parts.get_nowait(), own, ends)
+                ends.put(None)
+            except BaseException as error:
+                ends.put(error)
+
+        threads = [threading.Thread(target=work, name="stacks", daemon=True) for _ in range(processes)]
+        for thread in threads:
+            thread.start()
+        left = len(threads)
+        while left:
+            match ends.get():
+                case None:
+                    left -= 1
+                case BaseException() as error:
+                    raise error
+                case ended:
+                    yield ended
+
+    def _until_ended(self, jobs: Sequence[Job], gpus: Sequence[str], ends: queue.SimpleQueue[Any]) -> None:
+        """Has a process train these jobs, and where that dies another one those that it had not begun."""
+        given = _Given({job.number: job for job in jobs})
+        while given.jobs and not self.stop.requested:
+            ended = self._process(given, gpus, ends)
+            if self.stop.requested and not given.begun:
+                return
+            looked_at = {number for number in given.jobs if number == given.prepares}
+            for number in sorted(given.begun or looked_at or given.jobs):
+                said = ended if ended.code else Ended(1, "its process ended without a word of it")
+                ends.put((given.jobs.pop(number), said))
+            given.begun, given.prepares = set(), None
+
+    def _process(self, given: _Given, gpus: Sequence[str], ends: queue.SimpleQueue[Any]) -> Ended:
+        """One process, until it ends."""
+        orders = [(job, self.order(job)) for job in given.jobs.values()]
+        first = orders[0][1]
+        entries = [
+            {"number": job.number, "overrides": job.overrides, "directory": str(order.directory),
+             "goes_on": order.goes_on, "environment": dict(order.environment)}
+            for job, order in orders
+        ]  # fmt: skip
+        with tempfile.TemporaryFile("w+") as file, _Reports() as reports:
+            json.dump({"limit": self.limit, "jobs": entries}, file)
+            file.flush()
+            file.seek(0)
+            log = first.log.with_name(f"stack-{min(given.jobs)}.log")
+            files = (file.fileno(), reports.writing)
+            order = replace(
+                first, log=log, first=self.words, again=self.words, goes_on=False, gpus=gpus, files=files,
+                environment={STACK: ",".join(map(str, files))},
+            )  # fmt: skip
+
+            def poll() -> None:
+                for report in reports.new():
+                    self._hear(report, given, ends)
+
+            def show(line: str, stream: IO[str]) -> None:
+                poll()
+                number = re.match(r"\[(\d+)\] ", line)
+                self.show(given.jobs.get(int(number[1])) if number else None, line, stream)
+
+            ended = run_process(order, self.stop, show, poll)
+            poll()
+        return ended
+
+    def _hear(self, report: dict[str, Any], given: _Given, ends: queue.SimpleQueue[Any]) -> None:
+        """What a process says became of its jobs."""
+        match report:
+            case {"prepares": number}:
+                given.prepares = number
+            case {"begins": numbers}:
+                given.begun |= set(numbers)
+                self.begin([given.jobs[number] for number in numbers])
+            case {"ended": number, "code": code, "error": error}:
+                given.begun.discard(number)
+                ends.put((given.jobs.pop(number), Ended(code, error)))
+
+
+class _Reports:
+    """A pipe through which a process tells what becomes of its jobs, a line of JSON each."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._rest = b""
+
+    def __enter__(self) -> _Reports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._reading)
+        os.close(self.writing)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._reading, 1 << 16):
+                self._rest += chunk
+        *whole, self._rest = self._rest.split(b"\n")
+        for line in whole:
+            yield json.loads(line)
+
+
+def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
+    """The jobs of each process, and where there are more such parts than processes of those that come later.
+
+    Those that are likely of one program stand together; which are, is seen once they are ready.
+    """
+    kinds: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        kinds.setdefault(tuple(filter(_shapes, job.overrides)), []).append(job)
+    if processes == 1:
+        return [[job for kind in kinds.values() for job in kind]]
+    parts = []
+    for kind in kinds.values():
+        share = -(-len(kind) // processes)
+        parts += [kind[start : start + share] for start in range(0, len(kind), share)]
+    return parts
+
+
+def _shapes(word: str) -> bool:
+    """Whether a setting is likely to change what a step computes, beyond its numbers."""
+    key = word.partition("=")[0].lstrip("+~")
+    part, _, own = key.partition(".")
+    return key in OF_A_STEP or (part in (*PARTS, "callbacks") and (not own or part not in SAME))

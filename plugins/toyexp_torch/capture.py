@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +45,23 @@ class Inputs:
 
     def put(self, arrays: Mapping[Hashable, np.ndarray]) -> None:
         """Sends the arrays, once what was queued before has read the last ones."""
+        with self._next() as host:
+            for key, array in arrays.items():
+                np.copyto(host.arrays[key], array, casting="same_kind")
+
+    def put_joined(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
+        """The same for arrays that come in parts, which stand one after another along the first axis."""
+        with self._next() as host:
+            for key, arrays in parts.items():
+                np.concatenate(arrays, out=host.arrays[key], casting="same_kind")
+
+    @contextlib.contextmanager
+    def _next(self) -> Iterator[_Host]:
+        """The memory to fill, which is sent then."""
         self._hosts.reverse()
         host = self._hosts[0]
         host.sent.synchronize()
-        for key, array in arrays.items():
-            np.copyto(host.arrays[key], array, casting="same_kind")
+        yield host
         self._device.copy_(host.memory, non_blocking=True)
         host.sent.record()
 
@@ -66,8 +78,8 @@ class _Host:
 class Results:
     """A few numbers of each step, on their way from the GPU; of two steps at a time at most."""
 
-    def __init__(self, size: int):
-        self._hosts = [torch.zeros(size, dtype=torch.float32, pin_memory=True) for _ in range(2)]
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32):
+        self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(2)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Begins to copy them; what it returns waits until they are there."""

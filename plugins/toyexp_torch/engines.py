@@ -154,7 +154,6 @@ class TorchEngine(Engine):
             "engine.compile=true": self.compile,
             "engine.recompute=true": self.recompute,
             "engine.packed=true": self.packed,
-            "engine.dtype=bfloat16": self.dtype == "bfloat16",
             f"engine.devices={self.devices}": self.count() > 1,
         }
         of_one = next((key for key, on in asked.items() if on), "")

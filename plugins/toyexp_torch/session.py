@@ -298,10 +298,14 @@ class TorchSession(Session):
         self._leaves = self._grads = []
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
         self._flat = self._grad = self._rounded = self._update = self._resident = None  # type: ignore[assignment]
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._give_back()
 
     # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        """Gives the GPU's memory to other processes."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._wanted.dtype != "bfloat16":

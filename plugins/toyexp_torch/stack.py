@@ -1,13 +1,15 @@
 """Runs of one shape in one process, whose training steps are taken together.
 
 Each run has a session of its own. Its vectors are rows of the stack's matrices [K, N], so that everything but the
-training step is what `TorchSession` does, and no run is moved when another one ends.
+training step and the held-out loss is what `TorchSession` does, and no run is moved when another one ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,17 +19,46 @@ from torch import Tensor
 from toyexp import Batch, Plan, PlanTensor, State, StepMetrics
 from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
-from toyexp_torch.stack_step import StackedStep, StackedUpdate
+from toyexp_torch.stack_resident import StackedResident
+from toyexp_torch.stack_step import How, StackedStep, StackedUpdate
+
+log = logging.getLogger("toyexp")
+
+CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
+
+
+class _Answers:
+    """What comes of something that was begun for several runs: waited for once, by whoever asks first."""
+
+    def __init__(self, wait: Callable[[], Sequence[Any]]):
+        self._wait = wait
+        self._found: Sequence[Any] | BaseException | None = None
+
+    def all(self) -> Sequence[Any]:
+        """One for each run; where it has failed, it has for each that asks."""
+        if self._found is None:
+            try:
+                self._found = self._wait()
+            except BaseException as error:  # a signal too: each that waits is told of it
+                self._found = error
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+    def settle(self) -> None:
+        """Waits; of a failure those are told who ask."""
+        with contextlib.suppress(Exception):
+            self.all()
 
 
 @dataclass(eq=False)
 class _Asked:
-    """A step that a run has asked for."""
+    """What a run has asked for: a step of its micro-batches with each group's numbers, or their losses."""
 
     row: int
     micros: Sequence[Batch]
-    numbers: Sequence[np.ndarray]
-    answer: StepMetrics | BaseException | None = None  # None until it is taken
+    numbers: Sequence[np.ndarray] = field(default_factory=tuple)
+    answer: Callable[[], Any] | None = None  # None until it is begun
 
 
 class Stack:
@@ -36,15 +67,19 @@ class Stack:
     def __init__(self, plans: Sequence[Plan], wanted: Wanted):
         self._plans, self._device, self._settings = plans, torch.device(wanted.device), Switches(wanted)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
+        self._how, self._capture = How(wanted.dtype, wanted.compile), wanted.capture
         places, length = places_of(plans[0])
         self.flat, self.grad = (
             torch.zeros((len(plans), length), dtype=self._dtype, device=self._device) for _ in range(2)
         )
         self.update, self._places = StackedUpdate(plans[0], self.flat, self.grad, places), places
         self.sessions = [StackedSession(plan, wanted, self, row) for row, plan in enumerate(plans)]
-        self._asked: list[_Asked] = []
+        self._asked: list[_Asked] = []  # steps
+        self._held_out: list[_Asked] = []  # losses
+        self._begun: list[_Answers] = []  # steps whose numbers are on their way from a GPU
+        self._rows: list[int] = []  # those of the program
         self._step: StackedStep | None = None
-        self._rows: list[int] = []  # whose step that is
+        self._resident: StackedResident | None = None  # the same on a GPU
 
     def open(self) -> Sequence[StackedSession]:
         """The sessions, open; all are closed where one cannot be."""
@@ -55,65 +90,168 @@ class Stack:
                 session.close()
             raise
 
-    def ask(self, row: int, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> _Asked:
-        """Notes what a run wants computed; its step before this one is taken first."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps are taken beside the host's work."""
+        return self._device.type == "cuda"
+
+    @property
+    def uncaptured(self) -> str:
+        """Why a GPU's kernels are launched one by one; empty where they are not, or nobody knows yet."""
+        return self._resident.refused if self._resident else "" if self._capture else "engine.capture=false"
+
+    def ask(self, row: int, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
+        """Notes that a run wants a step, and gives what waits for it; its step before this one is begun first."""
         self.settle(row)
-        self._asked.append(_Asked(row, micros, numbers))
-        return self._asked[-1]
+        asked = _Asked(row, micros, numbers)
+        self._asked.append(asked)
+
+        def wait() -> StepMetrics:
+            if asked.answer is None:
+                self.take()
+            assert asked.answer is not None
+            found: StepMetrics = asked.answer()
+            return found
+
+        return wait
+
+    def ask_losses(self, row: int, micros: Sequence[Batch]) -> Callable[[], float]:
+        """The same for the sum of its losses on micro-batches, without training."""
+        self.settle(row)
+        asked = _Asked(row, micros)
+        self._held_out.append(asked)
+
+        def wait() -> float:
+            if asked.answer is None:
+                together, self._held_out = sorted(self._held_out, key=lambda a: a.row), []
+                self._begin(together, self._losses)
+            assert asked.answer is not None
+            found: float = asked.answer()
+            return found
+
+        return wait
 
     def settle(self, row: int) -> None:
-        """Takes the step that a run has asked for, if it has."""
+        """Begins the step that a run has asked for, if it has."""
         if any(asked.row == row for asked in self._asked):
             self.take()
 
     def leave(self, row: int) -> None:
         """A run has ended; what it asked for is not computed any more. The last one frees the memory."""
         self._asked = [asked for asked in self._asked if asked.row != row]
+        self._held_out = [asked for asked in self._held_out if asked.row != row]
         if all(session.state is State.CLOSED for session in self.sessions):
-            self._step = self.flat = self.grad = self.update = None  # type: ignore[assignment]
+            if self._resident is not None:
+                self._resident.close()
+            self._step = self._resident = None
+            self.flat = self.grad = self.update = None  # type: ignore[assignment]
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """One step of all runs that have asked for one; where it fails, it fails for each of them."""
-        asked = sorted(self._asked, key=lambda a: a.row)
-        self._asked = []
+        """Begins one step of all runs that have asked for one; where it fails, it fails for each of them."""
+        together, self._asked = sorted(self._asked, key=lambda a: a.row), []
+        self._begin(together, self._taken)
+
+    def _begin(self, together: Sequence[_Asked], compute: Callable[[Sequence[_Asked]], _Answers]) -> None:
         try:
             with self._settings.applied():
-                metrics = self._taken(asked).T.tolist()
-        except BaseException as error:  # a signal too: each that waits for its step is told of it
-            for one in asked:
-                one.answer = error
-        else:
-            for one, (loss, norm) in zip(asked, metrics, strict=True):
-                one.answer = StepMetrics(loss, norm)
+                answers = compute(together)
+        except BaseException as error:
+            answers = _Answers(_raising(error))
+        for place, asked in enumerate(together):
+            asked.answer = _one_of(answers, place)
 
-    def _taken(self, asked: Sequence[_Asked]) -> Tensor:
-        rows = [one.row for one in asked]
-        if self._step is None or rows != self._rows:
-            plans = [self._plans[row] for row in rows]
-            self._step = StackedStep(plans, rows, self.flat, self.grad, self._places, self.update, self._frozen(rows))
-            self._rows = rows
-        micros = [
-            {name: self._there([one.micros[i][name] for one in asked]) for name in self._plans[0].inputs}
-            for i in range(self._plans[0].accumulate)
-        ]
-        exact = torch.float64 if self._device.type == "cpu" else self._dtype
-        vectors = zip(*(one.numbers for one in asked), strict=True)
-        numbers = [torch.from_numpy(np.stack(group)).to(self._device, exact) for group in vectors]
-        return self._step(micros, numbers)
+    def _taken(self, asked: Sequence[_Asked]) -> _Answers:
+        self._prepare([one.row for one in asked])
+        if self._resident is None:
+            assert self._step is not None
+            micros = [self._there([one.micros[i] for one in asked]) for i in range(self._plans[0].accumulate)]
+            exact = torch.float64 if self._device.type == "cpu" else self._dtype
+            vectors = zip(*(one.numbers for one in asked), strict=True)
+            numbers = [torch.from_numpy(np.stack(group)).to(self._device, exact) for group in vectors]
+            metrics = self._step(micros, numbers).T.tolist()
+            return _Answers(lambda: [StepMetrics(*each) for each in metrics])
+        if len(self._begun) > 1:  # a third one would overwrite the numbers of the first
+            self._begun.pop(0).settle()
+        places = [self._rows.index(one.row) for one in asked]
+        fetched = self._resident.launch(
+            {place: (one.micros, one.numbers) for place, one in zip(places, asked, strict=True)}
+        )
+        count = len(self._rows)
 
-    def _there(self, arrays: Sequence[np.ndarray]) -> Tensor:
-        """An array of each run as one on the device."""
-        host = torch.from_numpy(np.stack(arrays))
-        return host.to(self._device, self._dtype if host.is_floating_point() else host.dtype)
+        def wait() -> Sequence[StepMetrics]:
+            found = fetched()
+            return [StepMetrics(found[place], found[count + place]) for place in places]
+
+        self._begun.append(_Answers(wait))
+        return self._begun[-1]
+
+    def _losses(self, asked: Sequence[_Asked]) -> _Answers:
+        """The sums of losses, batch by batch: a run with fewer of them than others has none in the end."""
+        self._prepare([one.row for one in asked])
+        total = torch.zeros(len(self._rows), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
+        total = total.to(self._device)
+        places = [self._rows.index(one.row) for one in asked]
+        for i in range(max(len(one.micros) for one in asked)):
+            those = {place: one.micros[i] for place, one in zip(places, asked, strict=True) if i < len(one.micros)}
+            if self._resident is not None:
+                total += self._resident.losses(those)
+                continue
+            assert self._step is not None
+            blank = {n: np.zeros_like(x) for n, x in asked[0].micros[0].items()} if len(those) < len(asked) else {}
+            total += self._step.losses(self._there([those.get(place, blank) for place in range(len(asked))]))
+        return _Answers(lambda: [sums[place] for sums in [total.tolist()] for place in places])
+
+    def _prepare(self, asking: Sequence[int]) -> None:
+        """Has a program ready in which the runs that ask are, and no others.
+
+        On a GPU, where it takes a while to capture one, it is of all that train and of some that have left.
+        """
+        on_gpu, rows = self.runs_ahead, [*asking]
+        if on_gpu:
+            open_ones = [row for row, session in enumerate(self.sessions) if session.state is State.BUILT]
+            rows = sorted({*open_ones, *asking})
+            still = len({*rows} & {*self._rows})
+            if self._step is not None and {*asking} <= {*self._rows} and still > CROWDED * len(self._rows):
+                return
+        elif self._step is not None and rows == self._rows:
+            return
+        if self._resident is not None:
+            self._resident.close()
+        self._step = self._resident = None  # their memory is free before there is another
+        plans, frozen = [self._plans[row] for row in rows], self._frozen(rows)
+        step = StackedStep(plans, rows, self.flat, self.grad, self._places, self.update, frozen, self._how)
+        if on_gpu:
+            sizes = self.update.sizes()
+            self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture)
+            if self._capture and self._resident.refused:
+                log.warning("the steps of a stack are launched kernel by kernel: %s", self._resident.refused)
+        self._step, self._rows = step, rows
+
+    def _there(self, micros: Sequence[Batch]) -> dict[str, Tensor]:
+        """A micro-batch of each run as one on the device."""
+        found = {}
+        for name in self._plans[0].inputs:
+            host = torch.from_numpy(np.stack([micro[name] for micro in micros]))
+            found[name] = host.to(self._device, self._dtype if host.is_floating_point() else host.dtype)
+        return found
 
     def _frozen(self, rows: Sequence[int]) -> dict[str, tuple[Tensor, bool]]:
-        """The tensors that do not train: what all runs have alike once, of others each one's, and whether so."""
+        """The tensors that do not train: what all runs have alike once, of others each one's, and whether so.
+
+        Where they differ, the sessions have theirs as rows of the program's from then on.
+        """
         found = {}
         for tensor in self._plans[0].tensors:
             if not tensor.trainable:
                 own = [self.sessions[row].frozen(tensor.name) for row in rows]
                 alike = all(values is own[0] for values in own)
                 found[tensor.name] = (own[0] if alike else torch.stack(own), not alike)
+                if not alike:
+                    del own
+                    for row, values in zip(rows, found[tensor.name][0], strict=True):
+                        self.sessions[row].hold(tensor.name, values)
         return found
 
     def shared(self, name: str, values: Tensor) -> Tensor:
@@ -123,6 +261,17 @@ class Stack:
             if other is not None and torch.equal(other, values):
                 return other
         return values
+
+
+def _raising(error: BaseException) -> Callable[[], Sequence[Any]]:
+    def wait() -> Sequence[Any]:
+        raise error
+
+    return wait
+
+
+def _one_of(answers: _Answers, place: int) -> Callable[[], Any]:
+    return lambda: answers.all()[place]
 
 
 def _once_settled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +297,7 @@ class StackedSession(TorchSession):
     def __init__(self, plan: Plan, wanted: Wanted, stack: Stack, row: int):
         super().__init__(plan, wanted, lambda *_: _Own(stack.update, row))  # type: ignore[arg-type]
         self.stack, self.row = stack, row
+        self._halved = False  # the program rounds the weights themselves where it computes in bfloat16
 
     def describe(self) -> dict[str, Any]:
         """With how many runs its steps are computed."""
@@ -157,6 +307,12 @@ class StackedSession(TorchSession):
         """A tensor that does not train; None while it has no values."""
         return self._tensors.get(name)
 
+    def hold(self, name: str, values: Tensor) -> None:
+        """Has a tensor that does not train where all runs have theirs side by side."""
+        self._tensors[name] = values
+        if self._params is not None:
+            self._params = self.plan.params(self._tensors)
+
     def _vectors(self, length: int) -> tuple[Tensor, Tensor]:
         return self.stack.flat[self.row], self.stack.grad[self.row]
 
@@ -165,7 +321,7 @@ class StackedSession(TorchSession):
 
     @property
     def _uncaptured(self) -> str:
-        return "a stack's steps are not"
+        return self.stack.uncaptured
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         """See TorchSession; what another run has as well is held once."""
@@ -174,19 +330,18 @@ class StackedSession(TorchSession):
             values = self._tensors.pop(tensor.name)
             self._tensors[tensor.name] = self.stack.shared(tensor.name, values)  # type: ignore[arg-type]
 
+    @property
+    def runs_ahead(self) -> bool:
+        """See Session."""
+        return self.stack.runs_ahead
+
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
         """See Session."""
-        asked = self.stack.ask(self.row, micros, numbers)
+        return self.stack.ask(self.row, micros, numbers)
 
-        def wait() -> StepMetrics:
-            if asked.answer is None:
-                self.stack.take()
-            if isinstance(asked.answer, BaseException):
-                raise asked.answer
-            assert asked.answer is not None
-            return asked.answer
-
-        return wait
+    def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
+        """See Session."""
+        return self.stack.ask_losses(self.row, [*micros])
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         """See Session."""
@@ -210,7 +365,10 @@ class StackedSession(TorchSession):
     do_restore = _once_settled(TorchSession.do_restore)
     do_decoder = _once_settled(TorchSession.do_decoder)
 
+    def _give_back(self) -> None:
+        """The others go on with it."""
+
     def do_close(self) -> None:
-        """See Session; the others go on."""
+        """See Session."""
         super().do_close()
         self.stack.leave(self.row)

@@ -6,51 +6,20 @@ whose gradient is 1 for each of them, so that bad numbers of one stay its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toyexp import Plan, Rule, printable
-from toyexp_torch.ops import TorchOps
 from toyexp_torch.session import places_of
-from toyexp_torch.update import Change, Formula, FusedAdamW, Stretch, Update, kernel_of, part_of
+from toyexp_torch.stack_ops import StackedOps
+from toyexp_torch.update import Change, Formula, FusedAdamW, Stretch, TritonAdamW, Update, kernel_of, part_of
 
 Micro = dict[str, Tensor]  # a micro-batch of each run, [K, rows, ...]
-
-
-class StackedOps(TorchOps):
-    """The ops of a forward pass that `torch.vmap` runs for several runs at once."""
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """See Ops."""
-        attended: Tensor = _Attention.apply(q, k, v, causal)
-        return attended
-
-
-class _Attention(torch.autograd.Function):
-    """Attention whose kernels know no stack: the runs' sequences are one longer batch to them."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """Of one run: where nothing that it reads differs between the runs."""
-        return TorchOps().attention(q, k, v, causal)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: under `torch.vmap` it is `vmap` that computes, whose gradient autograd knows."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, int]:
-        """q [K, B, T, H, D], k and v [K, B, T, Hkv, D] -> [K, B, T, H*D]."""
-        q, k, v = (
-            (x.unsqueeze(0).expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0)).flatten(0, 1)
-            for x, axis in zip((q, k, v), in_dims, strict=False)
-        )
-        return TorchOps().attention(q, k, v, causal).unflatten(0, (info.batch_size, -1)), 0
 
 
 class StackedFormula(Formula):
@@ -89,6 +58,22 @@ class AdamWByRow(FusedAdamW):
         return change
 
 
+class RowsOfAdamW(TritonAdamW):
+    """The kernel on some rows of matrices, each with its own numbers; it finds them by itself."""
+
+    rows: Tensor | None = None  # to which the rows of the gradient and of the numbers belong; None: all
+
+    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+        """See StackedFormula."""
+        from toyexp_torch.adamw_kernel import step_of_rows  # deferred: it needs Triton
+
+        def change(w: Tensor, g: Tensor, state: Mapping[str, Tensor], rounded: Tensor | None) -> None:
+            idle = self._go_on if skip is None else skip
+            step_of_rows(w, g, state["m"], state["v"], numbers, divisor, idle, self.rows)
+
+        return change
+
+
 class StackedUpdate(Update):
     """The optimiser's step on rows of matrices [K, ...]: of `rows`, to which the first rows of `grad` belong."""
 
@@ -98,13 +83,18 @@ class StackedUpdate(Update):
         self.rows: Tensor | None = None  # None: all of them
 
     def kernel_of(self, rule: Rule) -> type[Formula]:
-        """The formula: a fused kernel has one run's numbers."""
-        on_cpu = self._flat.device.type == "cpu"
-        return AdamWByRow if on_cpu and kernel_of(rule, self._flat) is FusedAdamW else StackedFormula
+        """A kernel that has each run's own numbers, or the formula."""
+        kernel = kernel_of(rule, self._flat)
+        if kernel is FusedAdamW and self._flat.device.type == "cpu":
+            return AdamWByRow
+        return RowsOfAdamW if kernel is TritonAdamW else StackedFormula
 
     def _change(self, stretch: Stretch, change: Change) -> None:
+        kernel = stretch.kernel
+        if isinstance(kernel, RowsOfAdamW):
+            kernel.rows = self.rows
         for w, g, state, _ in self._pieces(stretch):
-            if self.rows is None:
+            if self.rows is None or isinstance(kernel, RowsOfAdamW):
                 change(w, g, state, None)
                 continue
             near, held = w[self.rows], {slot: x[self.rows] for slot, x in state.items()}
@@ -113,57 +103,85 @@ class StackedUpdate(Update):
                 there.index_copy_(0, self.rows, values)
 
 
+@dataclass(frozen=True)
+class How:
+    """What a stack's engine asks of its computing."""
+
+    dtype: str = "float32"  # float32 | bfloat16 | float64
+    compile: bool = False
+
+    def rounding(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """In which its products round."""
+        if self.dtype != "bfloat16":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16)
+
+
 class StackedStep:
-    """A step of the runs in some rows of `flat` [K, N], and with them of the state that `update` holds.
+    """Steps and losses of the runs in some rows of `flat` [K, N], and of the state that `update` holds.
 
     `frozen` has each tensor that does not train: one for all these runs, or with True one of each of them, [k, ...].
     """
 
     def __init__(
         self, plans: Sequence[Plan], rows: Sequence[int], flat: Tensor, grad: Tensor, places: Mapping[str, slice],
-        update: StackedUpdate, frozen: Mapping[str, tuple[Tensor, bool]],
+        update: StackedUpdate, frozen: Mapping[str, tuple[Tensor, bool]], how: How = How(),
     ):  # fmt: skip
-        self._plan, self._flat, self._update, self._places = plans[0], flat, update, places
-        self._rows = None if len(rows) == len(flat) else torch.tensor(rows, device=flat.device)
+        self._plan, self._flat, self._update, self._places, self._how = plans[0], flat, update, places, how
+        self._rows = None if [*rows] == [*range(len(flat))] else torch.tensor(rows, device=flat.device)
         self._grad = grad[: len(rows)]
         self._shapes = {t.name: t.shape for t in self._plan.trainable}
         self._grads = [part_of(self._grad, here, self._shapes[name]) for name, here in places.items()]
         self._frozen = {name: values for name, (values, _) in frozen.items()}
-        self._axes = {name: 0 if own else None for name, (_, own) in frozen.items()}
-        self._ops = StackedOps()
+        axes = {name: 0 if own else None for name, (_, own) in frozen.items()}
+        rounds = torch.bfloat16 if how.dtype == "bfloat16" else None
+        self._ops = StackedOps(rounds, rounds if flat.device.type == "cuda" else None)
+        each = torch.vmap(self._loss, (dict.fromkeys(places, 0), axes, 0))
+        self._each = torch.compile(each, dynamic=False) if how.compile else each
         clips, skips = [p.grad_clip for p in plans], [p.skip_nonfinite for p in plans]
         self._clip = flat.new_tensor(clips) if any(clips) else None
         self._skips = flat.new_tensor(skips) if any(skips) else None
 
-    def __call__(self, micros: Sequence[Micro], numbers: Sequence[Tensor]) -> Tensor:
-        """Takes it; numbers [k, names] of each group. Each run's loss and its gradient's norm, [2, k]."""
+    def __call__(self, micros: Sequence[Micro], numbers: Sequence[Tensor], idle: Tensor | None = None) -> Tensor:
+        """Takes it; numbers [k, names] of each group. Each run's loss and its gradient's norm, [2, k].
+
+        Where `idle` [k] is 1 a run keeps all that it has.
+        """
         losses = self._backward(micros)
         norms = torch.linalg.vector_norm(self._grad, dim=1)
         metrics = torch.stack((losses, norms.to(losses.dtype)))
-        divisor = skip = None
+        divisor, skip = None, idle
         if self._clip is not None:
             beyond = ((norms + 1e-6) / self._clip).clamp(min=1.0)
             divisor = torch.where(self._clip > 0, beyond, torch.ones_like(beyond))
         if self._skips is not None:
             skip = self._skips * (1 - metrics.isfinite().all(0).to(self._skips.dtype))
+            skip = skip if idle is None else torch.maximum(skip, idle.to(skip.dtype))
         self._update.rows = self._rows
         self._update.on_device(numbers, divisor, skip)
         return metrics
 
+    def losses(self, micro: Micro) -> Tensor:
+        """Of one micro-batch each, without training: [k]."""
+        with torch.no_grad(), self._how.rounding(self._flat.device):
+            found: Tensor = self._each(self._weights(), self._frozen, micro)
+        return found
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What trains, [k, ...] each."""
+        flat = self._flat if self._rows is None else self._flat[self._rows]
+        return {name: part_of(flat, here, self._shapes[name]) for name, here in self._places.items()}
+
     def _backward(self, micros: Sequence[Micro]) -> Tensor:
         """Leaves each run's summed gradient in its row and returns the summed losses, [k]."""
-        flat = self._flat if self._rows is None else self._flat[self._rows]
-        leaves = {
-            name: part_of(flat, here, self._shapes[name]).detach().requires_grad_()
-            for name, here in self._places.items()
-        }
-        each = torch.vmap(self._loss, (dict.fromkeys(leaves, 0), self._axes, 0))
+        leaves = {name: values.detach().requires_grad_() for name, values in self._weights().items()}
         losses: list[Tensor] = []
         for micro in micros:
-            found = each(leaves, self._frozen, micro)
+            with self._how.rounding(self._flat.device):
+                found = self._each(leaves, self._frozen, micro)
             gradients = torch.autograd.grad(found.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
-            add(self._grads, [g.contiguous() for g in gradients])
+            add(self._grads, gradients)
             losses.append(found.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 

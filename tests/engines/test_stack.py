@@ -1,19 +1,17 @@
 """Runs whose steps are taken together: each is what it is alone."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, batches, plan, weighted, write_base
+from stacks import ADAMW, ENGINE, EXACT, OPTIMISERS, Job, alone, built, jobs_of, lora_jobs, training
+from tiny import batches, plan
 
-from toyexp import Bus, Callback, InputSpec, Run, RunFailed, Setup, UserError, hookimpl, unlike
+from toyexp import InputSpec, RunFailed, Setup, UserError, unlike
 from toyexp.contract.plan import optimised
-from toyexp.datasets.dropout import Dropout
-from toyexp.formats.gguf.write import write_model
-from toyexp.testing import token_dataset
 from toyexp.training.driver import drive_together
-from toyexp.training.loop import Training
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
@@ -22,42 +20,8 @@ from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
 from toyexp_optimisers.sgd import SGD
-from toyexp_recipes.lora import Lora
 from toyexp_recipes.vit_tiny import VitTiny
-from toyexp_torch.engines import TorchCPU
 from toyexp_torch.stack_step import StackedStep
-
-ENGINE = TorchCPU(threads=1)
-EXACT = TorchCPU(threads=1, dtype="float64")  # in which sums of another order are the same to some 1e-15
-
-
-@dataclasses.dataclass
-class Job:
-    """One run: its plan, its learning rate and the seed of its batches."""
-
-    plan: object
-    lr: float
-    data: int
-
-    def batch(self, step):
-        rows = self.plan.rows * self.plan.accumulate
-        stream = batches(rows, self.data)
-        return weighted((Dropout(stream, self.plan) if self.plan.drops else stream).batch(step), step)
-
-    def step(self, session, step):
-        return session.launch(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
-
-
-def built(sessions):
-    for session in sessions:
-        session.build()
-    return sessions
-
-
-def alone(job, steps, engine=ENGINE):
-    with built([engine.realize(job.plan)])[0] as session:
-        losses = [job.step(session, step)() for step in range(steps)]
-        return np.array(losses), session.snapshot()
 
 
 def together(jobs, steps, engine=ENGINE):
@@ -83,28 +47,6 @@ def assert_as_alone(jobs):
         np.testing.assert_allclose(theirs, losses, rtol=1e-11)
         for name, values in expected.items():
             np.testing.assert_allclose(weights[name], values, atol=1e-11, err_msg=name)
-
-
-ADAMW = [
-    (AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01),
-    (AdamWOptimiser(mode="from_scratch", beta1=0.8), 0.003),
-    (AdamWOptimiser(mode="lora", eps=1e-6, beta2=0.99), 0.001),
-]
-OPTIMISERS = {
-    "adamw": ADAMW,
-    "sgd": [(SGD(momentum=0.0), 0.1), (SGD(momentum=0.0, weight_decay=0.1), 0.03)],
-    "sgd_momentum": [(SGD(), 0.03), (SGD(momentum=0.5), 0.1)],
-    "lion": [(Lion(weight_decay=0.1), 0.001), (Lion(beta1=0.8), 0.0003)],
-    "adafactor": [(Adafactor(weight_decay=0.1), 0.03), (Adafactor(beta2_decay=-0.6), 0.01)],
-    "muon": [(Muon(weight_decay=0.1), 0.01), (Muon(momentum=0.9, adamw_lr=0.001), 0.003)],
-}
-
-
-def jobs_of(name, optimisers, **settings):
-    return [
-        Job(optimised(plan(name, seed=i, **settings), optimiser, lr), lr, i)
-        for i, (optimiser, lr) in enumerate(optimisers)
-    ]
 
 
 @pytest.mark.parametrize("model", ["llama_all", "gemma", "gpt2_untied"])
@@ -144,22 +86,6 @@ def test_vits_are_those_of_each_run_alone(block):
     ])  # fmt: skip
 
 
-def lora_jobs(tmp_path, bases, dropout):
-    jobs = []
-    for i, base in enumerate(bases):
-        folder = tmp_path / f"{i}"
-        folder.mkdir()
-        model = write_base(folder / "base.gguf", "llama")
-        if base:  # another one of the same shapes
-            values = {t.name: t.init.draw(t.shape, 70 + base, t.name) for t in model.tensors()}
-            write_model(folder / "base.gguf", model, values, None)
-        recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
-        recipe.check()
-        made = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
-        jobs.append(Job(optimised(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
-    return jobs
-
-
 @pytest.mark.parametrize("bases", [(0, 0), (0, 1)], ids=["of one base", "of two bases"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
@@ -175,6 +101,18 @@ def test_a_base_that_runs_share_is_held_once(tmp_path):
     sessions[1].upload(frozen[0], np.ones(sessions[1].plan.tensor(frozen[0]).shape, np.float32))
     assert (sessions[1].download(frozen[0]) == 1).all()
     assert not (sessions[0].download(frozen[0]) == 1).any()
+
+
+def test_a_bfloat16_stack_follows_each_run_alone():
+    """Products round to 8 bits, of sums in another order."""
+    engine = dataclasses.replace(ENGINE, dtype="bfloat16")
+    for model in ("llama", "gpt2"):
+        jobs = jobs_of(model, ADAMW)
+        found, _ = together(jobs, 10, engine)
+        for job, ours in zip(jobs, found, strict=True):
+            theirs, _ = alone(job, 10, engine)
+            np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol=5e-3)
+            assert (ours[:, 0] != alone(job, 10)[0][:, 0]).all()
 
 
 # -- each with its own numbers ----------------------------------------------------------------------------------------
@@ -233,7 +171,7 @@ def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser)
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd_momentum"])
 def test_those_that_are_left_go_on_where_a_run_ends(name):
     jobs = jobs_of("llama", [*OPTIMISERS[name], OPTIMISERS[name][0]])
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
     lengths = {0: 12, 1: 4, len(jobs) - 1: 7} if len(jobs) > 2 else {0: 12, 1: 4}
     losses = [[] for _ in jobs]
     for step in range(12):
@@ -243,29 +181,29 @@ def test_those_that_are_left_go_on_where_a_run_ends(name):
             losses[i].append(wait())
         for i in going:
             if step + 1 == lengths.get(i):
-                theirs = alone(jobs[i], step + 1)[1]
+                theirs = alone(jobs[i], step + 1, EXACT)[1]
                 for tensor, values in sessions[i].snapshot().items():
-                    np.testing.assert_allclose(values, theirs[tensor], atol=2e-6, err_msg=tensor)
+                    np.testing.assert_allclose(values, theirs[tensor], atol=1e-11, err_msg=tensor)
                 sessions[i].close()
     for job, ours, i in zip(jobs, losses, range(len(jobs)), strict=True):
-        theirs, _ = alone(job, lengths.get(i, 12))
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        theirs, _ = alone(job, lengths.get(i, 12), EXACT)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11)
 
 
 def test_a_session_of_a_stack_sees_its_own_run():
     jobs = jobs_of("llama", ADAMW)
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
     waits = [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]
     held_out = batches(3, 9).batch(0)
     for job, session in zip(jobs, sessions, strict=True):  # nobody has waited yet: the step is taken all the same
-        with built([ENGINE.realize(job.plan)])[0] as other:
+        with built([EXACT.realize(job.plan)])[0] as other:
             job.step(other, 0)()
-            assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-6)
-            np.testing.assert_allclose(session.logits(held_out), other.logits(held_out), atol=1e-5)
+            assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
+            np.testing.assert_allclose(session.logits(held_out), other.logits(held_out), atol=1e-6)
             ids = held_out["tokens"][0]
-            np.testing.assert_allclose(session.decoder().feed(ids), other.decoder().feed(ids), atol=1e-5)
+            np.testing.assert_allclose(session.decoder().feed(ids), other.decoder().feed(ids), atol=1e-6)
             for name, gradient in other.gradients(held_out).items():
-                np.testing.assert_allclose(session.gradients(held_out)[name], gradient, atol=1e-6)
+                np.testing.assert_allclose(session.gradients(held_out)[name], gradient, atol=1e-7)
     assert len({wait() for wait in waits}) == len(jobs)
 
 
@@ -307,46 +245,16 @@ def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):
 # -- each in its own loop ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
-class Watch(Callback):
-    """Notes what it hears, and stops its run after a step."""
-
-    name = "watch"
-    stops_at: int = 0
-    steps: list = dataclasses.field(default_factory=list)
-    evals: list = dataclasses.field(default_factory=list)
-
-    @hookimpl
-    def on_step(self, step, metrics):
-        self.steps.append((step, metrics["loss"], metrics["lr"], metrics["grad_norm"]))
-
-    @hookimpl
-    def on_eval(self, step, metrics):
-        self.evals.append((step, metrics["loss"]))
-
-    @hookimpl
-    def stop_reason(self, step):
-        return "enough" if step == self.stops_at else None
-
-
-def training(job, session, folder, steps, eval_every, stops_at):
-    watch = Watch(stops_at=stops_at)
-    bus = Bus({"watch": watch})
-    dataset = token_dataset(VOCAB, count=2000, seed=5)
-    run = Run("stacked", folder, 0, steps, job.lr, {}, "cpu", job.plan, session, dataset, {}, bus)
-    return watch, Training(run, bus, batches(3, job.data), eval_every)
-
-
 def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
     """One breaks, one is stopped, one has fewer steps and others evaluate more often: each as alone."""
     jobs = jobs_of("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
     how = [(9, 3, 0), (9, 0, 0), (9, 4, 5), (4, 2, 0), (9, 0, 0)]
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
     taken, step = [], StackedStep.__call__
 
-    def counted(self, micros, numbers):
+    def counted(self, micros, numbers, idle=None):
         taken.append(len(numbers[0]))
-        return step(self, micros, numbers)
+        return step(self, micros, numbers, idle)
 
     monkeypatch.setattr(StackedStep, "__call__", counted)
     stacked = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
@@ -356,16 +264,17 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
     broke = len(stacked[1][0].steps)
     assert taken == [sum(n >= i for n in (9, broke, 5, 4, 9)) for i in range(1, 10)]
     for job, of, (ours, _), end in zip(jobs, how, stacked, ends, strict=True):
-        with built([ENGINE.realize(job.plan)])[0] as session:
+        with built([EXACT.realize(job.plan)])[0] as session:
             theirs, it = training(job, session, tmp_path, *of)
             if isinstance(end, RunFailed):
                 with pytest.raises(RunFailed) as error:
                     it.train()
-                assert str(error.value) == str(end)
+                told, heard = (re.sub(r"\d+(\.\d+)?", "#", str(e)) for e in (error.value, end))
+                assert told == heard  # but for a loss of 1e12 and more, whose last digits are those of a sum's order
             else:
                 it.train()
-        np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-5)
-        np.testing.assert_allclose(np.reshape(ours.evals, (-1, 2)), np.reshape(theirs.evals, (-1, 2)), rtol=1e-5)
+        np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-9)
+        np.testing.assert_allclose(np.reshape(ours.evals, (-1, 2)), np.reshape(theirs.evals, (-1, 2)), rtol=1e-9)
 
 
 # -- what is no stack -------------------------------------------------------------------------------------------------
@@ -390,7 +299,7 @@ def test_plans_of_two_programs_are_refused_with_what_they_differ_in(first, secon
         ENGINE.realize_stack([first, second])
 
 
-@pytest.mark.parametrize("setting", [{"compile": True}, {"recompute": True}, {"packed": True}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("setting", [{"compile": True}, {"recompute": True}, {"packed": True}])
 def test_engines_that_compute_one_run_in_their_own_way_are_refused(setting):
     engine = dataclasses.replace(ENGINE, **setting)
     with pytest.raises(UserError, match=f"engine.{next(iter(setting))}="):

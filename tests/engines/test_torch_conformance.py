@@ -27,6 +27,20 @@ class TestCUDA(EngineSuite):
     engine = TorchCUDA()
 
 
+@dataclass
+class OnAGPU(TorchCUDA):
+    """The same on a GPU, where the steps are one graph."""
+
+    name: ClassVar[str] = "in_a_stack"
+
+    def realize(self, plan):
+        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)])[0]
+
+
+class TestCUDAInAStack(EngineSuite):
+    engine = OnAGPU()
+
+
 class TestMPS(EngineSuite):
     engine = TorchMPS()
     rtol = 1e-4  # Apple's kernels use fast approximations of exp and tanh

@@ -1,0 +1,154 @@
+"""engine=cuda: steps of a stack as one graph, beside the same launched one by one, and beside each run alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from several import OPTIMISERS
+from stacks import lora_jobs
+from tiny import batches, plan, weighted
+
+from toyexp import Unavailable
+from toyexp.contract.plan import optimised
+from toyexp.datasets.dropout import Dropout
+from toyexp_torch.engines import TorchCPU, TorchCUDA
+
+pytestmark = pytest.mark.device("cuda")
+
+try:
+    TorchCUDA().check()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+STEPS, RATES = 8, (1e-2, 3e-3, 1e-3)
+EXACT = TorchCUDA(dtype="float64")
+
+
+def plans_of(name="adamw", model="llama", **changes):
+    rule = OPTIMISERS[name].settled("lora")
+    return [optimised(plan(model, seed=i, **changes), rule, lr) for i, lr in enumerate(RATES)]
+
+
+def batch(the_plan, i, step):
+    stream = batches(the_plan.rows * the_plan.accumulate, i)
+    return weighted((Dropout(stream, the_plan) if the_plan.drops else stream).batch(step), step)
+
+
+def launched(session, i, step):
+    numbers = session.plan.numbers(step, RATES[i] / (1 + step / 10))
+    return session.launch(batch(session.plan, i, step), numbers)
+
+
+def together(plans, engine, lengths=(STEPS,) * 3, ahead=1):
+    """Losses and norms of each run's steps, its held-out loss and state at its end, and why it was not captured."""
+    sessions = engine.realize_stack(plans)
+    for session in sessions:
+        session.build()
+    metrics, under_way, ends = [[] for _ in plans], [[] for _ in plans], {}
+    for step in range(max(lengths) + 1):
+        for i, session in enumerate(sessions):
+            if step < lengths[i]:
+                under_way[i].append(launched(session, i, step))
+        for i in range(len(plans)):
+            while len(under_way[i]) > (ahead if step < lengths[i] else 0):
+                metrics[i].append(under_way[i].pop(0)())
+        over = [i for i in range(len(plans)) if i not in ends and step + 1 >= lengths[i] and not under_way[i]]
+        waits = {i: sessions[i].launch_evaluation([batch(plans[i], 9, k) for k in range(1 + i)]) for i in over}
+        for i, wait in waits.items():
+            ends[i] = wait(), sessions[i].snapshot(), sessions[i].describe()["captured"]
+            sessions[i].close()
+    return [(metrics[i], *ends[i]) for i in range(len(plans))]
+
+
+def alone(the_plan, i, engine, steps=STEPS):
+    with engine.realize(the_plan) as session:
+        session.build()
+        metrics = [launched(session, i, step)() for step in range(steps)]
+        return metrics, session.evaluate([batch(the_plan, 9, k) for k in range(1 + i)]), session.snapshot()
+
+
+def assert_same(plans, lengths=(STEPS,) * 3, **settings):
+    """To the bit, captured or not; and each run's first losses are those of the run alone."""
+    engine = TorchCUDA(deterministic=True, **settings)
+    captured = together(plans, engine, lengths)
+    one_by_one = together(plans, dataclasses.replace(engine, capture=False), lengths, ahead=0)
+    for i, (ours, theirs) in enumerate(zip(captured, one_by_one, strict=True)):
+        assert (ours[3], theirs[3]) == (True, "engine.capture=false")
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_equal(ours[1], theirs[1])
+        for name, array in ours[2].items():
+            np.testing.assert_array_equal(array, theirs[2][name], err_msg=name)
+        rtol = 2e-2 if settings else 1e-5  # what rounds more, rounds more where sums are of another order
+        lone = alone(plans[i], i, engine, lengths[i])[0]
+        np.testing.assert_allclose([m.loss for m in ours[0]], [m.loss for m in lone], rtol=rtol)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_every_optimiser_gives_the_same_bits(name):
+    assert_same(plans_of(name))
+
+
+@pytest.mark.parametrize("model", ["llama_all", "gemma", "gpt2", "qwen3"])
+def test_every_family_gives_the_same_bits(model):
+    assert_same(plans_of(model=model))
+
+
+def test_what_plans_differ_in_and_ask_for_gives_the_same_bits():
+    plans = plans_of(accumulate=2, rows=2)
+    clips = zip(plans, (0.0, 0.05, 1.0), (False, True, True), strict=True)
+    assert_same([dataclasses.replace(p, grad_clip=clip, skip_nonfinite=skip) for p, clip, skip in clips])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_runs_that_leave_change_nothing_for_the_others(name):
+    assert_same(plans_of(name), lengths=(3, 8, 5))
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"tf32": True}])
+def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
+    assert_same(plans_of(), **settings)
+
+
+@pytest.mark.parametrize("bases", [(0, 0, 0), (0, 1, 2)], ids=["of one base", "of three bases"])
+def test_adapters_with_dropout_give_the_same_bits(tmp_path, bases):
+    plans = [job.plan for job in lora_jobs(tmp_path, bases, dropout=0.5)]
+    assert_same(plans, lengths=(8, 4, 6))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("model", ["llama", "gpt2_untied"])
+def test_in_float64_all_that_a_run_has_is_what_it_has_alone_on_the_cpu(model, name):
+    plans = plans_of(name, model, grad_clip=0.1)
+    for i, (metrics, loss, kept, _) in enumerate(together(plans, EXACT, (8, 3, 6))):
+        theirs = alone(plans[i], i, TorchCPU(dtype="float64"), (8, 3, 6)[i])
+        np.testing.assert_allclose(metrics, theirs[0], rtol=1e-9)
+        assert loss == pytest.approx(theirs[1], rel=1e-9)
+        for tensor, values in theirs[2].items():
+            np.testing.assert_allclose(kept[tensor], values, atol=1e-9, err_msg=tensor)
+
+
+def test_in_float32_all_runs_follow_those_on_the_cpu():
+    plans = plans_of()
+    for i, (ours, *_) in enumerate(together(plans, TorchCUDA())):
+        theirs = alone(plans[i], i, TorchCPU())[0]
+        np.testing.assert_allclose([m.loss for m in ours], [m.loss for m in theirs], rtol=1e-4)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_bad_numbers_of_one_run_touch_no_other(skips):
+    plans = [dataclasses.replace(p, skip_nonfinite=skips) for p in plans_of()]
+    good = together(plans, TorchCUDA(deterministic=True))
+    sessions = TorchCUDA(deterministic=True).realize_stack(plans)
+    sessions[1].upload("output_norm.weight", np.full(32, np.nan, np.float32))
+    for session in sessions:
+        session.build()
+    before = sessions[1].snapshot()
+    for step in range(STEPS):
+        waits = [launched(session, i, step) for i, session in enumerate(sessions)]
+        assert [bool(np.isfinite(wait()).all()) for wait in waits] == [True, False, True]
+    for i in (0, 2):
+        for name, values in sessions[i].snapshot().items():
+            np.testing.assert_array_equal(values, good[i][2][name], err_msg=name)
+    same = all(np.array_equal(v, before[n], equal_nan=True) for n, v in sessions[1].snapshot().items())
+    assert same == skips

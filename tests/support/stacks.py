@@ -1,0 +1,120 @@
+"""Runs whose steps are taken together: their jobs, each of them alone, and loops that note what they hear."""
+
+import dataclasses
+
+import numpy as np
+from tiny import VOCAB, batches, plan, weighted, write_base
+
+from toyexp import Bus, Callback, Run, Setup, hookimpl
+from toyexp.contract.plan import optimised
+from toyexp.datasets.dropout import Dropout
+from toyexp.formats.gguf.write import write_model
+from toyexp.testing import token_dataset
+from toyexp.training.loop import Training
+from toyexp_optimisers.adafactor import Adafactor
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.sgd import SGD
+from toyexp_recipes.lora import Lora
+from toyexp_torch.engines import TorchCPU
+
+ENGINE = TorchCPU(threads=1)
+EXACT = TorchCPU(threads=1, dtype="float64")  # in which sums of another order are the same to some 1e-15
+
+
+@dataclasses.dataclass
+class Job:
+    """One run: its plan, its learning rate and the seed of its batches."""
+
+    plan: object
+    lr: float
+    data: int
+
+    def batch(self, step):
+        rows = self.plan.rows * self.plan.accumulate
+        stream = batches(rows, self.data)
+        return weighted((Dropout(stream, self.plan) if self.plan.drops else stream).batch(step), step)
+
+    def step(self, session, step):
+        return session.launch(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
+
+
+def built(sessions):
+    for session in sessions:
+        session.build()
+    return sessions
+
+
+def alone(job, steps, engine=ENGINE):
+    with built([engine.realize(job.plan)])[0] as session:
+        losses = [job.step(session, step)() for step in range(steps)]
+        return np.array(losses), session.snapshot()
+
+
+ADAMW = [
+    (AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01),
+    (AdamWOptimiser(mode="from_scratch", beta1=0.8), 0.003),
+    (AdamWOptimiser(mode="lora", eps=1e-6, beta2=0.99), 0.001),
+]
+OPTIMISERS = {
+    "adamw": ADAMW,
+    "sgd": [(SGD(momentum=0.0), 0.1), (SGD(momentum=0.0, weight_decay=0.1), 0.03)],
+    "sgd_momentum": [(SGD(), 0.03), (SGD(momentum=0.5), 0.1)],
+    "lion": [(Lion(weight_decay=0.1), 0.001), (Lion(beta1=0.8), 0.0003)],
+    "adafactor": [(Adafactor(weight_decay=0.1), 0.03), (Adafactor(beta2_decay=-0.6), 0.01)],
+    "muon": [(Muon(weight_decay=0.1), 0.01), (Muon(momentum=0.9, adamw_lr=0.001), 0.003)],
+}
+
+
+def jobs_of(name, optimisers, **settings):
+    return [
+        Job(optimised(plan(name, seed=i, **settings), optimiser, lr), lr, i)
+        for i, (optimiser, lr) in enumerate(optimisers)
+    ]
+
+
+def lora_jobs(tmp_path, bases, dropout):
+    jobs = []
+    for i, base in enumerate(bases):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        model = write_base(folder / "base.gguf", "llama")
+        if base:  # another one of the same shapes
+            values = {t.name: t.init.draw(t.shape, 70 + base, t.name) for t in model.tensors()}
+            write_model(folder / "base.gguf", model, values, None)
+        recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
+        recipe.check()
+        made = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
+        jobs.append(Job(optimised(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
+    return jobs
+
+
+@dataclasses.dataclass(eq=False)
+class Watch(Callback):
+    """Notes what it hears, and stops its run after a step."""
+
+    name = "watch"
+    stops_at: int = 0
+    steps: list = dataclasses.field(default_factory=list)
+    evals: list = dataclasses.field(default_factory=list)
+
+    @hookimpl
+    def on_step(self, step, metrics):
+        self.steps.append((step, metrics["loss"], metrics["lr"], metrics["grad_norm"]))
+
+    @hookimpl
+    def on_eval(self, step, metrics):
+        self.evals.append((step, metrics["loss"]))
+
+    @hookimpl
+    def stop_reason(self, step):
+        return "enough" if step == self.stops_at else None
+
+
+def training(job, session, folder, steps, eval_every, stops_at):
+    watch = Watch(stops_at=stops_at)
+    bus = Bus({"watch": watch})
+    dataset = token_dataset(VOCAB, count=2000, seed=5)
+    run = Run("stacked", folder, 0, steps, job.lr, {}, "cpu", job.plan, session, dataset, {}, bus)
+    return watch, Training(run, bus, batches(3, job.data), eval_every)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from made_runs import made
 
@@ -21,7 +22,7 @@ def here(tmp_path, monkeypatch):
     for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (3e-3, 1e-2)
                                                 for s in (0, 1)):  # fmt: skip
         made(f"outputs/sweep/{number}", recipe=recipe, lr=lr, seed=seed, steps=50)
-    made("outputs/killed", reason=None, until=30, seed=9)
+    made("outputs/killed", reason=None, until=30, seed=9, steps=50)
     (tmp_path / "outputs/conf").mkdir()
     (tmp_path / "outputs/conf/config.yaml").write_text("steps: 3\n")  # somebody's configuration
     return tmp_path
@@ -48,9 +49,9 @@ def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
     killed = next(run for run in runs if run["path"].endswith("killed"))
     last = [json.loads(line) for line in (here / "outputs/killed/events.jsonl").read_text().splitlines()]
     evals = [event["loss"] for event in last if event["kind"] == "eval"]
-    assert (killed["state"], killed["steps"], killed["of"], killed["loss"]) == ("killed", 30, 100, evals[-1])
+    assert (killed["state"], killed["steps"], killed["of"], killed["loss"]) == ("killed", 30, 50, evals[-1])
     table = answered(capsys, "runs").splitlines()
-    assert "30/100" in table[-3] and "killed" in table[-3]  # begun last
+    assert "30/50" in table[-3] and "killed" in table[-3]  # begun last
     assert table[-1] == "9 runs: 8 completed, 1 killed"
 
 
@@ -94,9 +95,75 @@ def test_csv_has_a_row_for_each_run(here, capsys):
     assert len(rows) == 4 and {row["recipe"] for row in rows} == {"warm"} and float(rows[0]["loss"]) > 0
 
 
+def test_compare_has_means_over_seeds_with_the_deviation_of_a_sample(here, capsys):
+    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    assert told["metric"] == "held-out loss" and len(told["points"]) == 4
+    assert set(told["differ"]) == {"recipe", "lr", "seed", "name"}
+    for point in told["points"]:
+        losses = []
+        for run in point["runs"]:
+            losses.append(json.loads((here / run["path"] / "result.json").read_text())["eval_loss"])
+            assert (run["recipe"], f"{run['lr']:g}") == tuple(f"{v}" for v in point["settings"].values())
+        assert len(losses) == 2 and point["mean"] == pytest.approx(np.mean(losses))
+        assert point["deviation"] == pytest.approx(np.std(losses, ddof=1))
+    means = [point["mean"] for point in told["points"]]
+    assert means == sorted(means) and [point["best"] for point in told["points"]] == [True, False, False, False]
+    table = answered(capsys, "compare", "outputs/sweep").splitlines()
+    assert table[0].split()[:4] == ["recipe", "lr", "runs", "steps"] and table[1].endswith("best")
+    assert f"{means[0]:.4f} ± {told['points'][0]['deviation']:.4f}" in table[1]
+    assert "8 runs in 4 points" in table[6]
+
+
+def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
+    def runs(*words):
+        points = json.loads(answered(capsys, "compare", *words, "--json"))["points"]
+        return sorted(run["path"] for point in points for run in point["runs"])
+
+    both = ["outputs/sweep/0", "outputs/sweep/5"]
+    assert runs(*both) == both and runs("outputs/sweep/[05]") == both and runs(*both, both[0]) == both
+    assert runs("outputs", "seed=9") == ["outputs/killed"] and len(runs("outputs/s*p", "lr>0.003")) == 4
+
+
+def test_a_run_that_did_not_end_counts_for_nothing_and_is_told(here, capsys):
+    told = answered(capsys, "compare", "outputs")
+    assert "not counted: 1 killed" in told
+    (row,) = [line for line in told.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
+    assert "2-" not in row.split()[3]  # nor do its steps
+
+
+def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
+    for number, (model, d_model, layers) in enumerate([("llama", 32, 1), ("gpt2", 64, 2), ("gpt2", 64, 2)]):
+        made(tmp_path / str(number), model=model, model__d_model=d_model, model__n_layers=layers, seed=number, steps=5)
+    table = answered(capsys, "compare", str(tmp_path)).splitlines()
+    assert table[0].split()[:2] == ["model", "runs"] and "with model: model.d_model" in "\n".join(table)
+
+
+def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
+    for number, accuracy in enumerate((0.5, 0.9, 0.7)):
+        made(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
+    told = json.loads(answered(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
+    assert [point["mean"] for point in told["points"]] == [0.9, 0.7, 0.5] and told["points"][0]["best"]
+    rows = list(csv.DictReader(io.StringIO(answered(capsys, "compare", str(tmp_path), "--csv", "--metric=accuracy"))))
+    assert [row["held-out accuracy"] for row in rows] == ["0.9", "0.7", "0.5"] and rows[0]["best"] == "best"
+
+
+def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
+    made("outputs/other", steps=50, data__max_mb=2.0)
+    events = here / "outputs/other/events.jsonl"
+    events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
+    assert "their data differ (tokens_sha256)" in answered(capsys, "compare", "outputs/other", "outputs/sweep")
+    assert "their data differ" not in answered(capsys, "compare", "outputs/sweep")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["compare"], ["takes runs, sweeps"]),
+        (["compare", "nowhere"], ["compare nowhere", "not found"]),
+        (["compare", "outputs/x*"], ["matches no run"]),
+        (["compare", "outputs/conf"], ["holds no run"]),
+        (["compare", "outputs", "seed=77"], ["seed=77", "none of 9 runs"]),
+        (["compare", "outputs", "--metric", "accuracy"], ["--metric accuracy", "no run here"]),
         (["runs", "nowhere"], ["runs nowhere", "no directory and no filter"]),
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
         (["runs", "loss<"], ["loss<", "takes a value"]),

@@ -85,6 +85,10 @@ OWN = (
         "runs", "The runs that are here: when, what, how far, how well.", "--json --csv",
         {"--sort": "loss", "--last": "20"}, "directory",
     ),
+    _shipped(
+        "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv",
+        {"--metric": "accuracy"}, "directory",
+    ),
     _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
     _shipped("help", "How to use the command line."),
 )  # fmt: skip

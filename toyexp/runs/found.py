@@ -18,7 +18,8 @@ from toyexp.base.errors import UserError
 from toyexp.base.files import absent, open_file
 from toyexp.base.ownership import LOCK, SWEEP
 from toyexp.sweep.directory import NUMBERS, PRUNES
-from toyexp.training.checkpoint import conforms, result_of
+from toyexp.sweep.ranking import METRIC
+from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
 
 HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
 TAIL = 1 << 16  # bytes of the events of a run without a result
@@ -98,11 +99,9 @@ def named(command: str, words: Sequence[str]) -> list[Path]:
         places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
         runs = [run for place in places for run in _at(Path(place))]
         if not runs:
-            what = "holds no run" if exists else "matches nothing" if glob.has_magic(word) else absent(Path(word))
+            what = "holds no run" if exists else "matches no run" if glob.has_magic(word) else absent(Path(word))
             if exists and (Path(word) / SWEEP).is_file():
                 what = "is a sweep of which no run has begun"
-            elif places and not exists:
-                what = "matches nothing that holds a run"
             raise UserError(f"{command} {word}: {what}; what is here: toyexp runs")
         found.update(dict.fromkeys(runs))
     return list(found)
@@ -114,6 +113,21 @@ def _at(place: Path) -> Iterator[Path]:
         yield from below(place)
     elif place.name in ("events.jsonl", "config.yaml", "result.json"):
         yield from (run for run in below(place.parent) if run == place.parent)
+
+
+def metric_of(places: Sequence[Path]) -> str:
+    """What the sweeps at these places went by, where that is one metric; the loss otherwise."""
+    found = {word.removeprefix(METRIC) for place in places for word in _own(place / SWEEP) if word.startswith(METRIC)}
+    return found.pop() if len(found) == 1 else "loss"
+
+
+def _own(state: Path) -> list[str]:
+    """A sweep's own settings."""
+    try:
+        words: Any = read_json(state).get("sweep")
+    except Damaged:
+        return []
+    return list(words) if conforms(words, list[str]) else []
 
 
 def look(path: Path) -> Run:

@@ -1,0 +1,132 @@
+"""Runs side by side: `toyexp compare`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import UserError, choose, for_terminal
+from toyexp.base.words import columns, count, counted, short
+from toyexp.commands.options import Answer
+from toyexp.commands.runs import as_csv, one_form, told
+from toyexp.contract.command import Arguments
+from toyexp.runs.chosen import divided, filtered
+from toyexp.runs.comparison import Comparison, Entry, over_seeds
+from toyexp.runs.found import look, metric_of, named
+from toyexp.sweep.ranking import TRAIN, Point
+
+HELP = """\
+usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json]
+
+Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory that holds
+runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm 'lr>1e-3').
+
+Runs that differ in their seed alone are one point, with the mean and the standard deviation (over n-1) of those that
+came to their end. The best point comes first. What tells points apart in the same way as another setting (the sizes of
+a preset) stands below the table.
+
+--metric accuracy    the held-out score that decides; loss, unless a sweep's own sweep.metric says otherwise
+--csv                a row for each run; --json: the points, their runs, and what differs"""
+
+
+@dataclass(frozen=True)
+class Compared(Answer):
+    """The answer."""
+
+    comparison: Comparison
+
+    def plain(self) -> dict[str, Any]:
+        """The points, the best first, and what differs."""
+        found = self.comparison
+        points = []
+        for point in found.ranking.points:
+            settings = {key: point.jobs[0].settings.get(key) for key in found.keys}
+            known = not math.isnan(point.mean)
+            points.append({
+                "settings": settings, "mean": point.mean if known else None, "deviation": point.deviation,
+                "counted": len(point.values), "best": point is found.ranking.best,
+                "runs": [entry.run.plain() for entry in point.jobs],
+            })  # fmt: skip
+        every = [*found.keys, *(key for some in found.along.values() for key in some), *found.also]
+        differ = {key: found.values(key) for key in every}
+        return {"metric": found.ranking.column, "points": points, "differ": differ, "notes": found.notes()}
+
+    def lines(self) -> list[str]:
+        """A table of the points, and below it what else differs and what to know."""
+        found = self.comparison
+        ranking = found.ranking
+        scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
+        others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
+        heads = [*(found.keys or ["name"]), "runs", "steps", ranking.column, *others, "speed", ""]
+        rows = [heads, *(self._row(point, scores) for point in ranking.points)]
+        keys = len(found.keys) or 1
+        numbers = {keys, keys + 1, *range(keys + 3, len(heads) - 1)}
+        lines = columns([[for_terminal(cell) for cell in row] for row in rows], right=numbers)
+        points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
+        below = [f"{counted(len(found.entries), 'run')}{points}"]
+        if ranking.seeds:
+            below[0] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
+        for leader, keys_along in found.along.items():
+            some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
+            more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
+            below.append(f"with {leader}: {some}{more}")
+        also = [key for key in found.also if key not in ("seed", "name")]
+        below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
+        below += [f"note: {note}" for note in found.notes()]
+        return [*lines, "", *map(for_terminal, below)]
+
+    def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
+        found, first = self.comparison, point.jobs[0]
+        done = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
+        cells = [first.settings.get(key, "-") for key in found.keys] or [first.run.name]
+        steps = sorted({run.steps for run in done if run.steps is not None})
+        of = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+        others = [over_seeds(run.value(name) for run in done)[0] for name in scores]
+        if found.ranking.column != TRAIN:
+            others.append(over_seeds(run.train_loss for run in done)[0])
+        speed = over_seeds(run.speed for run in done)[0]
+        counts = f"{len(point.values)}/{len(point.jobs)}" if len(point.values) < len(point.jobs) else str(len(done))
+        mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
+        speed_told = "-" if speed is None else f"{count(speed)}/s"
+        return [*cells, counts, of, str(point), *map(told, others), speed_told, mark]
+
+    def csv(self) -> str:
+        """A row for each run, in the order of the points."""
+        found = self.comparison
+        heads = ["run", "name", *found.keys, "seed", "state", "steps", "held-out loss",
+                 *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
+                 f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
+        table = [heads]
+        for entry, point in found.ranking.jobs():
+            run, known = entry.run, bool(point.values)
+            cells = [short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
+                     run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
+                     run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
+                     "best" if point is found.ranking.best else None]  # fmt: skip
+            table.append(["" if cell is None else str(cell) for cell in cells])
+        return as_csv(table)
+
+
+def run(arguments: Arguments) -> int:
+    """Compares what is named."""
+    one_form(arguments)
+    places, filters = divided(arguments.rest)
+    if not places:
+        raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
+    paths = named("compare", places)
+    runs = filtered([look(path) for path in paths], filters)
+    if not runs:
+        raise UserError(
+            f"compare {' '.join(f.typed for f in filters)}: none of {counted(len(paths), 'run')} is like that"
+        )
+    metric = arguments.values.get("--metric")
+    comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]))
+    if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
+        raise UserError(f"--metric {metric}: no run here has such a score; {choose(metric, known)}")
+    answer = Compared(comparison)
+    if "--csv" in arguments.switches:
+        print(answer.csv(), end="")
+        return 0
+    return answer.show(arguments)

@@ -1,0 +1,133 @@
+"""Runs side by side: what differs in their settings, and how well each choice did, over its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from toyexp.runs.events import start_of
+from toyexp.runs.found import DONE, Run
+from toyexp.runs.settings import settings
+from toyexp.sweep.ranking import METRIC, Ranking, ranked
+
+PARTS = ("recipe", "model", "data", "engine", "optim")  # what is chosen by name leads what it brings along
+# What may differ between two runs of one choice: their numbers do not depend on it, or only as on a seed.
+OF_ONE_CHOICE = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
+
+
+@dataclass
+class Entry:
+    """A run among others; `overrides` are the settings by which its point differs from other points."""
+
+    number: int
+    run: Run
+    settings: Mapping[str, str]
+    overrides: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.status = "completed" if run.state in DONE else run.state  # whether its numbers count
+        scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
+        self.result: dict[str, Any] = scores  # as result.json has them
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What its first event tells of data, engine and machine."""
+        return start_of(self.run.path)
+
+
+@dataclass
+class Comparison:
+    """Runs, in points that differ in more than their seed, the best first."""
+
+    entries: list[Entry]
+    keys: list[str]  # by which points differ, those that say the same as another left out
+    along: dict[str, list[str]]  # and those, under the one that leads them
+    also: list[str]  # what differs and makes no other point
+    ranking: Ranking[Entry]
+
+    @classmethod
+    def of(cls, runs: Iterable[Run], metric: str = "loss") -> Comparison:
+        """Compares them by a held-out score, or by the training loss where no run has it."""
+        entries = [Entry(number, run, settings(run.path)) for number, run in enumerate(runs)]
+        differ = differing([entry.settings for entry in entries])
+        keys, along = led([key for key in differ if key not in OF_ONE_CHOICE], entries)
+        every = [*keys, *(key for some in along.values() for key in some)]
+        for entry in entries:
+            entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
+        also = [key for key in differ if key not in every]
+        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric]))
+
+    def values(self, key: str) -> list[str]:
+        """The values that a setting has among these runs."""
+        return list(dict.fromkeys(e.settings[key] for e in self.entries if key in e.settings))
+
+    @property
+    def scores(self) -> list[str]:
+        """What the models report beside the held-out loss."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
+
+    def notes(self) -> list[str]:
+        """What has to be known before the numbers are believed."""
+        told = []
+        of_points = [[_held_out(entry) for entry in point.jobs] for point in self.ranking.points]
+        facts = [fact for some in of_points for fact in some[:1] if fact]
+        if other := sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)}):
+            told.append(
+                f"their data differ ({', '.join(other)}): losses over other data, or other tokens, do not compare"
+            )
+        lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
+        if len(lengths) > 1 and "steps" not in self.keys:
+            told.append(f"they were to take {' or '.join(map(str, sorted(lengths)))} steps")
+        if versions := _several(entry.facts.get("backend", {}).get("framework") for entry in self.entries):
+            told.append(f"several versions: {versions}")
+        if hosts := _several(entry.facts.get("host", {}).get("name") for entry in self.entries):
+            told.append(f"several machines: {hosts}; their speeds do not compare")
+        bad = [entry.run for entry in self.entries if entry.run.state not in DONE]
+        for state in dict.fromkeys(run.state for run in bad):
+            some = [run for run in bad if run.state == state]
+            told.append(f"not counted: {len(some)} {state}" + (f" ({some[0].why})" if some[0].why else ""))
+        return told
+
+
+def differing(each: Sequence[Mapping[str, str]]) -> list[str]:
+    """The settings that have several values among the runs that have them, choices by name first, then in their order.
+
+    What only some have, as recipe.rank of recipe=lora, is no difference between those that have it.
+    """
+    keys = list(dict.fromkeys(key for one in each for key in one))
+    found = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
+    return [key for key in PARTS if key in found] + [key for key in found if key not in PARTS]
+
+
+def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
+    """Keys that tell runs apart in different ways, and behind each those that do it in the same."""
+    leaders: dict[tuple[int, ...], str] = {}
+    along: dict[str, list[str]] = {}
+    for key in keys:
+        seen: dict[str | None, int] = {}
+        pattern = tuple(seen.setdefault(entry.settings.get(key), len(seen)) for entry in entries)
+        leader = leaders.setdefault(pattern, key)
+        if leader != key:
+            along.setdefault(leader, []).append(key)
+    return list(leaders.values()), along
+
+
+def over_seeds(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation (over n-1) of what there is."""
+    known = [value for value in values if value is not None]
+    return (statistics.fmean(known) if known else None), (statistics.stdev(known) if len(known) > 1 else None)
+
+
+def _held_out(entry: Entry) -> dict[str, Any]:
+    """What the data say of themselves, in which two runs with comparable losses are alike."""
+    told = entry.facts.get("data")
+    return {k: v for k, v in told.items() if k not in ("left_out", "name")} if isinstance(told, dict) else {}
+
+
+def _several(values: Iterable[Any]) -> str:
+    known = sorted({str(value) for value in values if value})
+    return ", ".join(known) if len(known) > 1 else ""

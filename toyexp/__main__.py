@@ -1,15 +1,26 @@
 """`python -m toyexp` and the command `toyexp`: something is on the screen before anything is loaded."""
 
+import os
 import sys
 
 from toyexp.base.ending import exit_code_of
+from toyexp.base.ranks import FORKS
 from toyexp.base.terminal import status
 
 
 def main() -> int:
     """Runs the command line of this process; returns its exit code."""
+    if FORKS in os.environ and not _is_forked():
+        return 0
     status("starting")
     return exit_code_of(_load_and_run)
+
+
+def _is_forked() -> bool:
+    """As the process that a sweep's jobs are forked from: to its end, or in one that is forked, where it is true."""
+    from toyexp.commands.forks import serve
+
+    return serve()
 
 
 def _load_and_run() -> int:

@@ -81,6 +81,11 @@ class GGMLEngine(Engine):
         if reason := beyond(plan):
             raise UserError(f"engine={self.name}: {reason}")
 
+    def preload(self) -> None:
+        """ggml's functions, which look for devices when they are first asked for one."""
+        require_ggml()
+        import toyexp_ggml.session  # noqa: F401
+
     def realize(self, plan: Plan) -> Session:
         """A session on this device; raises Unavailable when the device is not here."""
         self.check()

@@ -127,6 +127,11 @@ class TorchEngine(Engine):
         """Raises UserError for its rows."""
         self.check_rows(plan.rows, plan.accumulate)
 
+    def preload(self) -> None:
+        """torch, and what is written over it."""
+        import_torch()
+        import toyexp_torch.session  # noqa: F401
+
     def of_one_row(self) -> Engine:
         """Its first device, which is given all threads."""
         return self if self.count() == 1 else replace(self, devices="1", shard=False)

@@ -19,6 +19,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.ranks import lonely_ranks, started_ranks
 from toyexp.base.words import typed as plain
 from toyexp.config.base import base_of, by_key
+from toyexp.config.beforehand import take
 from toyexp.config.build import parts_of, resolved, typed
 from toyexp.config.chosen import check_files, placed
 from toyexp.config.engines import pick_engine
@@ -42,7 +43,8 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     keys = Keys.of(registry)
     check_settings(given, keys, source)
     try:
-        cfg = compose_raw(keys.in_lists(given), source)
+        words = keys.in_lists(given)
+        cfg = take(words, source) or compose_raw(words, source)
     except UserError:  # of `trust`, in its own words
         raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it

@@ -61,6 +61,12 @@ class Engine(ABC):
         """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""
         return 0
 
+    def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
+        """Imports what a run on it computes with: the jobs of a sweep are forked from a process that has done so once.
+
+        No device is asked for, nothing is computed and no thread started: neither would live on in them.
+        """
+
     def of_one_row(self) -> Engine:
         """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
         return self

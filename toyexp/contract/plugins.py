@@ -21,6 +21,8 @@ from toyexp.contract.rules import KINDS, Candidate, check_classes, check_exporte
 GROUP = "toyexp"  # of entry points
 OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
+_kept: Registry | None = None
+
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
     """All installed plugins, and then the local `modules`.
@@ -28,6 +30,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     A broken installed plugin becomes a Problem; a broken module of `modules` was asked for, so it raises UserError.
     `installed` replaces the installed plugins, as (entry point, package) pairs.
     """
+    if installed is None and _kept is not None and _kept.modules == tuple(modules):
+        return _kept
     registry = Registry(modules=tuple(modules))
     there = _installed() if installed is None else installed
     found = [Candidate(entry.name, package, entry.load, _unmet_requirement(entry, package)) for entry, package in there]
@@ -51,6 +55,12 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
         if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
             sys.path.append(here)
     return registry
+
+
+def keep(registry: Registry) -> None:
+    """What `load` returns from now on, in this process and those forked from it, where the same modules are named."""
+    global _kept
+    _kept = registry
 
 
 def _installed() -> list[tuple[EntryPoint, str]]:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError
+from toyexp.config.beforehand import told_apart
 from toyexp.config.build import made, typed, without_hydra
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
@@ -49,7 +50,7 @@ class Lookahead:
 
     def config(self, job: Job) -> Composed:
         """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
-        composed = self._with_values(*_told_apart(job.overrides))
+        composed = self._with_values(*told_apart(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
         return composed
@@ -117,7 +118,7 @@ class Lookahead:
 
         What lies in files and what the engine says is only known when the job runs.
         """
-        names, others = _told_apart(job.overrides)
+        names, others = told_apart(job.overrides)
         composed = self._with_values(names, others)
         if whole:
             composed.look_over()
@@ -180,7 +181,7 @@ def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
     wrong: dict[int, UserError] = {}
     seen: set[tuple[str, ...]] = set()
     for job in _one_changed(jobs[:VALUES]):
-        names = _told_apart(job.overrides)[0]
+        names = told_apart(job.overrides)[0]
         if names not in seen and len(seen) == CHOICES:
             continue
         try:
@@ -226,14 +227,3 @@ def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
 def _differing(first: Job, job: Job) -> tuple[bool, ...]:
     """Of each value, whether it differs."""
     return tuple(map(operator.ne, first.overrides, job.overrides))
-
-
-def _told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The words that choose by name, add a key or hold keys of their own, and those that give a key a value."""
-    keys = {word: word.partition("=") for word in words}
-    names = tuple(
-        w
-        for w, (key, _, value) in keys.items()
-        if key in GROUPS or not key.replace(".", "").isidentifier() or key[:6] == "hydra." or value[:1] == "{"
-    )
-    return names, [word for word in words if word not in names]

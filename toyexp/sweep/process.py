@@ -25,6 +25,7 @@ from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import CORES
 from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.forking import Process, Start, spawned
 from toyexp.sweep.gpus import VISIBLE
 from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
@@ -79,7 +80,7 @@ class Stop:
         self.requested = False
         self.also: Callable[[], None] = lambda: None  # how jobs on other machines hear of it
         self._count = 0
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[Process] = set()
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """What the interpreter calls."""
@@ -104,7 +105,7 @@ class Stop:
                 process.kill()
 
     @contextlib.contextmanager
-    def watching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    def watching(self, process: Process) -> Iterator[None]:
         """From now on a signal reaches `process`, and one that came already does."""
         self._processes.add(process)
         if self.requested:
@@ -132,13 +133,14 @@ def run_process(
     show: Callable[[str, IO[str]], None],
     poll: Callable[[], None] = lambda: None,
     terminal: bool = False,
+    start: Start = spawned,
 ) -> Ended:
     """Runs a job in a process of its own and waits for it; `show` gets its lines, and the log has them too.
 
     With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
     """
     try:
-        return _run(order, stop, show, poll, terminal)
+        return _run(order, stop, show, poll, terminal, start)
     except UserError as error:
         return Ended(2, str(error))
     except OSError as error:  # no memory for a process, no room for its log
@@ -146,26 +148,19 @@ def run_process(
 
 
 def _run(
-    order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool
-) -> Ended:
+    order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool,
+    start: Start,
+) -> Ended:  # fmt: skip
     words = order.words()
-    environment = {**os.environ, **order.environment, LIFELINE: "1"}
-    if order.cores:
-        given = {name: environment.get(name, str(order.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
-        environment |= {CORES: str(order.cores), **given}
+    environment = {**os.environ, **of_cores(order.cores), **order.environment, LIFELINE: "1"}
     if order.gpus:
         environment[VISIBLE] = ",".join(order.gpus)
     order.log.parent.mkdir(parents=True, exist_ok=True)
     with (
         open(order.log, "ab", buffering=0) as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "toyexp", *words],
-            stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment, pass_fds=order.files,
-            process_group=0,  # a Ctrl-C reaches it through us, once
-        ) as process,
+        start(words, environment, terminal, order.files) as process,
         stop.watching(process),
-    ):  # fmt: skip
+    ):
         last = _LastWords()
         for line, to_stderr in _lines(process, log, poll):
             if not (to_stderr and last.hears(line)):
@@ -175,6 +170,12 @@ def _run(
         for line in last.held:
             show(line, sys.stderr)
     return Ended(code, last.text() if code else "")
+
+
+def of_cores(count: int) -> dict[str, str]:
+    """What tells a process and its libraries of its share of the machine's cores; 0: nothing."""
+    libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {CORES: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}} if count else {}
 
 
 class _LastWords:
@@ -197,7 +198,7 @@ class _LastWords:
         return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
 
 
-def _lines(process: subprocess.Popen[bytes], log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
+def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
     """What a process prints, line by line, and whether to stderr; until it ended, even if its own children live on."""
     left: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
     ended = None

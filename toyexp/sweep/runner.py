@@ -22,8 +22,9 @@ from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
+from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.process import Order, Stop, on_cluster, run_process, side_by_side
+from toyexp.sweep.process import Order, Stop, of_cores, on_cluster, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.training.checkpoint import result_of
@@ -64,6 +65,7 @@ class Runner:
         self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self._stop = Stop()
+        self._forks: Forks | None = None
         self._printing = threading.Lock()
         self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
         self._gpus = Gpus(visible())
@@ -126,6 +128,7 @@ class Runner:
     def run(self, jobs: Sequence[Job]) -> int:
         """Runs these jobs; returns the exit code of the sweep."""
         try:
+            self._forks = self._forks_of_jobs()
             jobs = self._look_ahead(jobs)
             self._board = self._watched()
             with self._signals():
@@ -135,8 +138,22 @@ class Runner:
             return self._report()
         finally:
             self._unwatched()
+            if self._forks:
+                self._forks.close()
             if self._folder:
                 self._folder.close()
+
+    def _forks_of_jobs(self) -> Forks | None:
+        """What the jobs that run here are forked from, where that is possible."""
+        each = self._settings.isolate and self._settings.launcher in ("serial", "joblib")
+        if not each or sys.platform not in PLATFORMS:
+            return None
+        environment = {**os.environ, **of_cores(self._cores)}
+        return Forks(self._shared(), environment, lambda: self._stop.requested)
+
+    def _shared(self) -> list[str]:
+        """The words of all jobs."""
+        return [*(word for flag in self._memory["flags"].items() for word in flag), *self._memory["settings"]]
 
     def _watched(self) -> Board | None:
         def ranking() -> Ranking[Job]:
@@ -246,12 +263,11 @@ class Runner:
         from toyexp.config.words import setting
 
         assert self._folder is not None
-        directory, fixed = self._folder.run(job), self._memory["settings"]
-        flags = [word for flag in self._memory["flags"].items() for word in flag]
+        directory = self._folder.run(job)
         where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        plugins = [word for word in fixed if word.startswith("plugins=")]
+        plugins = [word for word in self._memory["settings"] if word.startswith("plugins=")]
         return Order(
-            directory, self._folder.log(job), [*flags, *fixed, *job.overrides, *where],
+            directory, self._folder.log(job), [*self._shared(), *job.overrides, *where],
             [f"resume={directory}", *plugins], job.attempts > (self._settings.launcher != "stacked"), self._cores,
         )  # fmt: skip
 
@@ -259,14 +275,10 @@ class Runner:
         """Trains jobs together, those of a search a generation at a time."""
         from toyexp.sweep.stacked import Stacked  # deferred: the other launchers need none of it
 
-        stacked = Stacked(self._order, self._begin, self._stacks_words(), self._settings.jobs, self._stop, self._show)
+        stacked = Stacked(self._order, self._begin, self._shared(), self._settings.jobs, self._stop, self._show)
         generation = self._settings.jobs if self._settings.search else None
         while batch := list(itertools.islice(jobs, generation)):
             yield from stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus))
-
-    def _stacks_words(self) -> list[str]:
-        """What the process of a stack is told."""
-        return [*(word for flag in self._memory["flags"].items() for word in flag), *self._memory["settings"]]
 
     def _show(self, job: Job | None, line: str, stream: IO[str]) -> None:
         """A line of a process, which a job printed, or none that is known."""
@@ -295,7 +307,8 @@ class Runner:
             with self._printing:
                 if board:
                     board.begin(job)
-            ended = run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty())
+            start = self._forks.start if self._forks else spawned
+            ended = run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty(), start=start)
             with self._printing:
                 if board:
                     board.leave(job)

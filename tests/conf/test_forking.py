@@ -1,0 +1,261 @@
+"""Jobs of a sweep are forked from a process that has all loaded, and are what processes of their own are."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from toyexp.base.errors import UserError
+from toyexp.commands.line import main
+from toyexp.config import beforehand
+from toyexp.config.request import Request
+from toyexp.config.schema import Source, compose_raw
+from toyexp.sweep import forking, runner
+from toyexp.sweep.forking import Forks
+
+# What a job has is written down, and then all of it changed; how it ends depends on its seed.
+TRACE = """
+import ctypes, json, os, random, resource, signal, subprocess, sys, threading, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from toyexp import Callback, hookimpl
+
+IMPORTED = os.environ.get("GIVEN"), os.getcwd()
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Trace)
+
+
+@dataclass(eq=False)
+class Trace(Callback):
+    "Changes what a process has one of."
+
+    name: ClassVar[str] = "trace"
+    held: ClassVar[list] = []
+
+    @hookimpl
+    def on_start(self, run):
+        threads = {thread.name for thread in threading.enumerate()}
+        status = Path("/proc/self/status").read_text().split()
+        seen = {
+            "environment": dict(os.environ), "directory": os.getcwd(), "imported": IMPORTED, "held": list(self.held),
+            "threads": sorted(threads), "umask": os.umask(0o22), "path": sys.path, "limit": sys.getrecursionlimit(),
+            "group": os.getpgid(0) == os.getpid(), "blocked": status[status.index("SigBlk:") + 1],
+            "ignored": status[status.index("SigIgn:") + 1], "caught": status[status.index("SigCgt:") + 1],
+            "files": sorted(os.readlink(f"/proc/self/fd/{n}").partition(":")[0] for n in (0, 1, 2)),
+            "nice": os.nice(0), "core": resource.getrlimit(resource.RLIMIT_CORE), "tty": sys.stdout.isatty(),
+        }
+        own = {"python": random.random(), "numpy": float(np.random.rand())}
+        own["forked"] = "toyexp.commands.forks" in sys.modules
+        (run.dir / "seen.json").write_text(json.dumps([seen, own]))
+        os.environ["LEFT"] = os.environ.pop("GIVEN", "")
+        self.held.append(run.seed)
+        sys.path.append("/left")
+        sys.setrecursionlimit(5000)
+        os.umask(0o77)
+        os.nice(1)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        random.seed(1), np.random.seed(1)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        threading.Thread(target=time.sleep, args=(60,), name="left", daemon=True).start()
+        print("a line of job", run.seed)
+        os.chdir("/")
+
+    @hookimpl
+    def on_step(self, run, step):
+        if run.seed == 2:
+            os._exit(7)
+        if run.seed == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.seed == 4:
+            ctypes.string_at(0)
+        if run.seed == 5:
+            def deeper():
+                return deeper()
+            deeper()
+        if run.seed == 6:
+            sys.exit("enough")
+        if run.seed == 7:
+            subprocess.Popen(["sleep", "30"])  # which holds this process's output open
+"""
+PLUGINS = "plugins=[toyexp.testing.null,trace]"
+TINY = ["data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "steps=2", "eval_every=0",
+        "checkpoint_every=0"]  # fmt: skip
+QUICK = ["engine=noop", *TINY, PLUGINS, "callbacks=[events,trace]"]
+forks = pytest.mark.skipif(sys.platform not in forking.PLATFORMS, reason="jobs are forked on Linux alone")
+SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def entries(folder):
+    return json.loads((folder / "sweep.json").read_text())["jobs"]
+
+
+def seen(folder):
+    return {entry["number"]: json.loads(path.read_text()) for entry in entries(folder)
+            if (path := folder / str(entry["directory"]) / "seen.json").exists()}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    """The same sweep with its jobs forked, and with two of them spawned."""
+    place = tmp_path_factory.mktemp("forking")
+    (place / "trace.py").write_text(TRACE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("GIVEN", "before")
+        patch.delitem(sys.modules, "trace", raising=False)
+        began = time.monotonic()
+        code = main(["-m", *QUICK, f"seed={','.join(map(str, SEEDS))}", "hydra.sweep.dir=forked"])
+        took = time.monotonic() - began
+        patch.setattr(runner, "PLATFORMS", ())
+        main(["-m", *QUICK, "seed=1,8", "hydra.sweep.dir=spawned"])
+    return code, took, place / "forked", place / "spawned"
+
+
+@forks
+def test_a_forked_job_finds_what_a_process_of_its_own_finds(sweeps):
+    _, _, forked, spawned = sweeps
+    first, last = (seen(spawned)[n] for n in (0, 1))
+    assert first[0] == last[0] and not first[1]["forked"]
+    found = seen(forked)
+    assert len(found) == len(SEEDS)
+    for values, own in found.values():
+        assert own["forked"]
+        assert values == first[0]
+    for kind in ("python", "numpy"):
+        assert len({own[kind] for _, own in found.values()}) == len(SEEDS)
+
+
+@forks
+def test_however_a_forked_job_ends_it_ends_alone_and_is_reported(sweeps):
+    code, took, folder, _ = sweeps
+    assert code == 1 and took < 25  # what a job leaves running for 30 s holds nobody up
+    told = {SEEDS[entry["number"]]: (entry["status"], entry["code"], entry["error"]) for entry in entries(folder)}
+    assert [seed for seed, (status, _, _) in told.items() if status == "completed"] == [1, 7, 8]
+    assert told[2][:2] == ("killed", 7) and "exit code 7" in told[2][2]
+    assert told[3][:2] == ("killed", -signal.SIGKILL) and "SIGKILL" in told[3][2]
+    assert told[4][:2] == ("killed", -signal.SIGSEGV) and "SIGSEGV" in told[4][2]
+    assert told[5][:2] == ("failed", 1) and "RecursionError" in told[5][2]
+    assert told[6][:2] == ("failed", 1) and "enough" in told[6][2]
+    for number, seed in enumerate(SEEDS):
+        assert f"a line of job {seed}" in (folder / "logs" / f"{number}.log").read_text()
+
+
+def stray():
+    """The processes that fork, by their numbers: they are what this process started and nobody else has ended."""
+    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(n) for n in own if b"TOYEXP_FORKS=" in Path(f"/proc/{n}/environ").read_bytes()]
+
+
+@forks
+def test_nothing_of_what_forks_is_left_when_a_sweep_is_over(sweeps):
+    assert stray() == []
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "trace", raising=False)
+    (tmp_path / "trace.py").write_text(TRACE)
+    return tmp_path
+
+
+@forks
+def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
+    started = []
+
+    class Killed(Forks):
+        def start(self, *order):
+            if len(started) == 1:
+                self._process.kill()
+                self._process.wait()
+            started.append(super().start(*order))
+            return started[-1]
+
+    monkeypatch.setattr(runner, "Forks", Killed)
+    assert main(["-m", *QUICK, "seed=1,8,9", "hydra.sweep.dir=s"]) == 0
+    assert [own["forked"] for _, own in seen(place / "s").values()] == [True, False, False]
+
+
+@forks
+def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(place):
+    (place / "trace.py").write_text(TRACE + "\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
+    assert main(["-m", *QUICK, "seed=1", "hydra.sweep.dir=s"]) == 0
+    assert [own["forked"] for _, own in seen(place / "s").values()] == [False]
+
+
+@forks
+@pytest.mark.parametrize(("engine", "package"), [("cpu", "torch"), ("ggml", "ggml")])
+def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engine, package):
+    pytest.importorskip(package)
+    words = [f"engine={engine}", *TINY, "callbacks=[events]"]
+    server = Forks(words, dict(os.environ), lambda: False)
+    try:
+        for name, start in (("forked", server.start), ("spawned", forking.spawned)):
+            with start([*words, f"hydra.run.dir={name}"], dict(os.environ), False) as process:
+                errors = process.stderr.read()
+                assert process.wait(60) == 0, errors
+            assert isinstance(process, forking.Forked) == (name == "forked")
+    finally:
+        server.close()
+    one, other = (json.loads((place / name / "result.json").read_text()) for name in ("forked", "spawned"))
+    assert one["train_loss"] == other["train_loss"] > 0
+
+
+# -- what is composed beforehand --------------------------------------------------------------------------------------
+
+WORDS = [
+    ["lr=0.1", "seed=3"],
+    ["model=small", "model.n_layers=1", "lr=1e-2", "name=${model.name}-${seed}", "seed=4"],
+    ["engine=ggml", "engine.threads=2", "optim=sgd", "optim.momentum=0.5", "hydra.run.dir='a b'", "hydra.job.num=3"],
+    ["callbacks=[default]", "callbacks.cosine.warmup=3", "checkpoint_every=10s"],
+    ["recipe=lora", "recipe.base=x.gguf", "recipe.targets=[attn_q]", "data=text", "data.path='a,b'", "eval_every=0"],
+    ["experiment=bench_100k", "steps=3", "hydra.run.dir=/x"],
+]
+
+
+CHOOSE = ("model", "engine", "optim", "recipe", "data", "experiment", "callbacks")
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_what_was_composed_beforehand_is_what_hydra_composes(words):
+    request = Request.of(words)
+    beforehand.keep([word for word in words if word.partition("=")[0] in CHOOSE], request.source)
+    lines = [str(o.input_line) for o in request.settings]
+    found, whole = beforehand.take(lines, request.source), compose_raw(lines, request.source)
+    assert found is not None and beforehand.take(lines, request.source) is None  # it is taken once
+    for cfg in (found, whole):
+        OmegaConf.set_readonly(cfg.hydra, False)
+        cfg.hydra.overrides.task, cfg.hydra.overrides.hydra, cfg.hydra.job.override_dirname = [], [], ""
+    assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(whole)
+
+
+@pytest.mark.parametrize("word", ["lr=much", "modle.n_layers=2", "model.n_layer=2", "lr=[1]"])
+def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_any_run(word):
+    request = Request.of(["steps=3"])
+    with pytest.raises(UserError) as usual:
+        request.compose(word)
+    beforehand.keep(["steps=3"], request.source)
+    with pytest.raises(UserError) as found:
+        request.compose(word)
+    assert str(found.value) == str(usual.value)
+
+
+def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nname: ${hydra:job.override_dirname}\n")
+    source = Source.of(str(tmp_path), "mine")
+    beforehand.keep([], source)
+    assert beforehand.take(["seed=5"], source) is None
+    beforehand.keep(["+made_up=1"], Source.of())  # which counts in the order in which it was typed
+    assert beforehand.take(["+made_up=1"], Source.of()) is None

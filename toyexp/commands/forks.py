@@ -1,0 +1,148 @@
+"""The process that the jobs of a sweep are forked from: all is loaded there, no device is open and no thread runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.ma  # which numpy imports where it is first used, as the next one
+import numpy.random
+
+import toyexp.commands.line  # what a job begins with, and what it comes to
+import toyexp.training.experiment
+import toyexp.training.resume  # noqa: F401
+from toyexp.base.ranks import FORKS
+from toyexp.commands.flags import split
+from toyexp.config.beforehand import keep
+from toyexp.config.keys import Keys
+from toyexp.config.request import Request
+from toyexp.config.schema import AUTO, Source
+from toyexp.contract.engine import Engine
+from toyexp.contract.plugins import keep as keep_plugins
+from toyexp.sweep.begin import FLAGS
+from toyexp.sweep.forking import NUMBER, hear
+
+HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
+
+
+def serve() -> bool:
+    """Forks a process for each job that it is told of: true there, and false here once nobody asks any more."""
+    control = socket.socket(fileno=int(os.environ.pop(FORKS)))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
+    with control, contextlib.suppress(ConnectionError):
+        if (asked := hear(control)) is None:
+            return False
+        with contextlib.suppress(Exception):  # what is wrong with the settings is for the jobs to say
+            _load(asked[0]["words"])
+        fit = _is_fit()
+        control.sendall(b"1" if fit else b"0")
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
+        while fit and (heard := hear(control, 4)) is not None:
+            order, files = heard
+            with contextlib.suppress(Exception):
+                _composed(order["words"])
+            if _forked(control, files):
+                _become(order, files)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                return True
+            for file in files:
+                os.close(file)
+    return False
+
+
+def _load(words: Sequence[str]) -> None:
+    """Imports what the jobs will: plugins by their names, and what the engine computes with."""
+    import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
+
+    request = _composed(words)
+    keep_plugins(request.registry)
+    name = str(request.compose().cfg.engine.name)
+    for offer in request.registry.engines():
+        if name in (AUTO, offer.name):
+            with contextlib.suppress(Exception):  # it is not installed
+                cast("type[Engine]", offer.cls)().preload()
+    _composed(words)
+
+
+def _composed(words: Sequence[str]) -> Request:
+    """What words ask for, composed as far as other jobs may ask for the same."""
+    flags, settings = split(words)
+    request = Request.of(settings, Source.of(*map(flags.get, FLAGS)))
+    keep(Keys.of(request.registry).in_lists(request.settings), request.source)
+    return request
+
+
+def _is_fit() -> bool:
+    """Whether a process forked from this one has nothing of it that only one can have."""
+    gc.collect()
+    gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it
+    if not (trial := os.fork()):
+        os._exit(0)
+    os.waitpid(trial, 0)
+    with contextlib.suppress(OSError):
+        opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        threads = list(Path("/proc/self/task").iterdir())  # OpenBLAS has ended its own before the fork
+        return len(threads) == 1 and not any(name.startswith(DEVICES) for name in opened)
+    return False
+
+
+def _forked(control: socket.socket, files: Sequence[int]) -> bool:
+    """Forks a process that waits for the job, and from that one the job: true in the job, and false here.
+
+    The last of the files hears the job's number and how it ended; until it is closed, the number is not given again.
+    """
+    channel = files[-1]
+    try:
+        if os.fork():
+            return False
+        control.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not (job := os.fork()):
+            return True
+    except OSError as error:
+        job = -(error.errno or 1)
+    with contextlib.suppress(OSError):
+        os.write(channel, NUMBER.pack(job))
+    if control.fileno() >= 0:
+        return False
+    for file in files[:-1]:
+        os.close(file)
+    if job > 0:
+        ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+        code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
+        with contextlib.suppress(OSError):  # the sweep is gone
+            os.write(channel, NUMBER.pack(code))
+            os.read(channel, 1)
+        os.waitpid(job, 0)
+    os._exit(0)
+
+
+def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Makes this process what a job's is that was started by its words."""
+    os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
+    for number, file in enumerate(files[:-1]):
+        os.dup2(file, number)
+    for file in files:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["directory"])
+    sys.argv[1:] = order["words"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before, raw = getattr(sys, name), io.FileIO(number, "w" if number else "r", closefd=False)
+        whole = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        lines = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(cast("Any", whole), before.encoding, before.errors, line_buffering=lines)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    np.random.seed()  # as Python has done with its own random numbers

@@ -176,6 +176,36 @@ def test_with_pruning_the_first_seed_decides_over_the_others():
     assert [(job["trial"], job["status"]) for job in jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
 
 
+def test_a_search_of_which_no_run_comes_to_its_end_says_so(capsys):
+    assert main(["-m", *CPU, "lr=1e30,1e31", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 1
+    out = capsys.readouterr().out
+    assert "best    none: no point has a held-out loss" in out and "again" not in out
+    assert found()["best"] is None and [trial["state"] for trial in found()["trials"]] == ["pruned"] * 2
+
+
+def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
+    words = [
+        "-m",
+        *CPU,
+        LOG,
+        "model.n_layers=1,2",
+        "sweep.search=tpe",
+        "sweep.trials=5",
+        "sweep.repeats=2",
+        "--dry-run",
+    ]
+    assert main([*words, HERE, "hydra.sweep.dir=s", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["search"] == f"5 points of 2 runs, by tpe: {LOG} model.n_layers=1,2"
+    # probes: both ends of the interval, with the first of the list, and the second of the list
+    assert (told["jobs"], [len(shape["jobs"]) for shape in told["shapes"]]) == (10, [7, 3])
+    flops = [shape["flops_per_step"] for shape in told["shapes"]]
+    assert flops[0] < flops[1] and told["flops"] == 8 * (7 * flops[0] + 3 * flops[1])
+    assert not Path("s").exists()
+    assert main([*words, "lr=0.1,0.2", "model.n_layers=1", "eval_every=0"]) == 2
+    assert "needs evals" in capsys.readouterr().err
+
+
 def test_a_point_whose_run_fails_has_no_score_and_the_search_goes_on(capsys):
     sweep = [*NOOP, "lr=0.1,5,0.2", "callbacks.slow.fails_above=1", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 1
@@ -328,7 +358,11 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
         (["seed=1,2", "hydra/sweeper=optuna"], ["sweep.search=tpe sweep.trials=20"]),
         (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"], ["no eval comes before the last step"]),
-        (["--dry-run", "seed=1,2", "sweep.search=grid"], ["sweep.search=grid: chooses its points as it goes"]),
+        ([LOG, "sweep.search=tpe", "sweep.trials=2000000000"], ["sweep.trials=2000000000: a sweep has at most 100000"]),
+        (
+            ["lr=1,2", "sweep.search=tpe", "sweep.trials=9", "sweep.repeats=60000"],
+            ["sweep.trials=2 sweep.repeats=60000"],
+        ),
         ([LOG, "sweep.search=tpe", "sweep.trials=9", "sweep.launcher=submitit"], ["sweep.jobs=4"]),
     ],
 )

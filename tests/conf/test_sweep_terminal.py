@@ -8,11 +8,18 @@ import sys
 import threading
 
 from toyexp.sweep.board import MOST, Board
-from toyexp.sweep.directory import Job, Status
+from toyexp.sweep.directory import Job, Status, SweepDir, print_table
 from toyexp.sweep.ranking import ranked
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=5", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
+
+
+ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+
+
+def job(number, loss):
+    return Job(number, [f"lr={number}"], f"{number}-run", Status.COMPLETED, result={"steps": 3, "eval_loss": loss})
 
 
 def on_a_terminal(words, folder):
@@ -68,6 +75,19 @@ def test_a_sweep_before_a_terminal_is_a_picture_and_leaves_whole_lines(tmp_path)
     assert not any(line.startswith("[0] engine") for line in left)  # which the log has
     assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
     assert any(line.startswith("job  overrides") for line in left)
+    assert any(line.startswith("  0  lr=0.01 ") and "  s/0-scratch-llama" in line for line in left)
+
+
+def test_a_table_that_is_too_wide_names_runs_below_the_directory(tmp_path, monkeypatch, capsys):
+    folder = SweepDir.create(tmp_path / ("d" * 60), [job(0, 2.0), job(1, 1.0)], ASKED)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns, shown in (("80", "1-run  best"), ("300", f"{folder.path}/1-run  best")):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_table(folder.jobs, folder)
+        *_, first, second = capsys.readouterr().out.splitlines()
+        assert first.endswith(f"  {shown}") and second.split()[:2] == ["0", "lr=0"]
+        assert len(first) < int(columns)
+    folder.close()
 
 
 def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsys):

@@ -53,11 +53,10 @@ def sweep(asked: Asked) -> int:
     of_jobs = replace(request, settings=fixed)
     settings = _settings(of_jobs, own)
     if settings.search is not None:
-        _require_no_foresight(asked, settings)
         from toyexp.sweep.search import Searcher
 
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
-        return Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)).run([])
+        return _done(Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)), [])
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     return _done(Runner(asked, of_jobs, settings, jobs, memory, values), jobs)
@@ -110,18 +109,11 @@ def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, o
         return Runner(asked, request, settings, folder.jobs, memory, {}, folder)
     from toyexp.sweep.search import Searcher
 
-    _require_no_foresight(asked, settings)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
     keys = space(settings.search, parse(memory["space"]))
     return Searcher(asked, request, settings, folder.jobs, memory, keys, folder)
-
-
-def _require_no_foresight(asked: Asked, settings: Sweep) -> None:
-    if "--dry-run" in asked.flags:
-        told = "chooses its points as it goes; --dry-run without -m shows what a run at one of them would be"
-        raise UserError(f"sweep.search={settings.search}: {told}")
 
 
 def _is_own(override: Any) -> bool:

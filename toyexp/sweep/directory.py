@@ -7,7 +7,9 @@ import csv
 import io
 import logging
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -292,21 +294,29 @@ def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """The same for the person who watches: one line a job, the best first, and why where it is not completed."""
+    """The same for the person who watches: one line a job, the best first, and why where it is not completed.
+
+    Where a terminal is too narrow for whole paths, runs stand by their names below the sweep's directory.
+    """
     names = scores(jobs)
     heads = ["steps", "train loss", "held-out loss", *(f"held-out {name}" for name in names)]
-    table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
     ranking = folder.ranking() if folder else ranked(jobs)
-    best = ranking.best
-    for job, _ in ranking.jobs():
-        why = job.error or ""
-        end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
-        if job.status == Status.COMPLETED:
-            end = short(folder.run(job)) if folder and job.directory else ""
-            end += "  best" if best and job is best.jobs[0] else ""
-        table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
+
+    def lines(whole: bool) -> list[str]:
+        table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
+        for job, _ in ranking.jobs():
+            why = job.error or ""
+            end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
+            if job.status == Status.COMPLETED:
+                end = (short(folder.run(job)) if whole else job.directory) if folder and job.directory else ""
+                end += "  best" if ranking.best and job is ranking.best.jobs[0] else ""
+            table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
+        return list(columns(table, right={0, *range(2, len(table[0]) - 1)}))
+
+    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else sys.maxsize
+    shown = lines(whole=True)
     say("")
-    for line in columns(table, right={0, *range(2, len(table[0]) - 1)}):
+    for line in shown if max(map(len, shown)) < width else lines(whole=False):
         say(line)
     if ranking.seeds:
         say(f"\n{SPREAD}")

@@ -59,6 +59,7 @@ class Foresight:
     gpus: int
     asked: Mapping[str, Any]  # as a sweep's directory has it
     folder: SweepDir | None  # of a sweep that is gone on with
+    search: str = ""  # how points are chosen that these jobs stand for
 
     def show(self, jobs: Sequence[Job], as_json: bool) -> int:
         """Says what these jobs would be; returns 2 where one of those tried is refused, and 1 where it fails."""
@@ -190,7 +191,8 @@ class Foresight:
                 values = varied.setdefault(key, [])
                 values += [] if value in values else [value]
         return {
-            "directory": str(root), "settings": self.asked["settings"], "varied": varied, "jobs": len(seconds),
+            "directory": str(root), "settings": self.asked["settings"], "varied": varied, "search": self.search,
+            "jobs": len(seconds),
             "launcher": self.settings.launcher, "at_once": workers, "cores": self.cores, "shapes": entries,
             "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
         }  # fmt: skip
@@ -203,7 +205,9 @@ class Foresight:
         say(f"sweep    {short(Path(told['directory']))}, {counted(told['jobs'], 'job')}, {how} ({told['launcher']})")
         if told["settings"]:
             say(f"settings {' '.join(told['settings'])}")
-        for key, values in told["varied"].items():
+        if self.search:
+            say(f"search   {self.search}")
+        for key, values in told["varied"].items() if not self.search else ():
             more = f",... ({len(values)} values)" if len(values) > 12 else ""
             say(f"varies   {key}={','.join(values[:12])}{more}")
         for line in tried[0].found["about"] if tried[0].found else ():
@@ -235,6 +239,10 @@ class Foresight:
             say("         where the cluster starts so many at once, on machines like this one")
         elif at_once > 1:
             say(f"         {counted(self.cores, 'core')} each; tried one at a time, they may be slower side by side")
+        if self.search:
+            say("         its points are yet to be chosen: these are runs at the ends of intervals, and at each value")
+        if self.settings.prune:
+            say(f"         without what sweep.prune={self.settings.prune} saves")
         say("         callbacks, checkpoints and exports come on top")
         say("nothing was trained, and nothing written but what data keep in their cache")
 

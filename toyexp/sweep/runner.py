@@ -64,6 +64,7 @@ class Runner:
         self._ahead = Lookahead(request, values)
         self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
+        self.how_chosen = ""  # of a search: its points
         self._stop = Stop()
         self._forks: Forks | None = None
         self._printing = threading.Lock()
@@ -176,9 +177,9 @@ class Runner:
 
         try:
             left = self._checked(jobs)
-            folder, gpus = self._folder, self._most_gpus
-            whole = Foresight(self._ahead, self._settings, self._limit, self._cores, gpus, self._memory, folder)
-            return whole.show(left, "--json" in self.asked.flags) or (2 if len(left) < len(jobs) else 0)
+            how = (self._settings, self._limit, self._cores, self._most_gpus, self._memory, self._folder)
+            code = Foresight(self._ahead, *how, self.how_chosen).show(left, "--json" in self.asked.flags)
+            return code or (2 if len(left) < len(jobs) else 0)
         finally:
             if self._folder:
                 self._folder.close()

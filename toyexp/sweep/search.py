@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -15,7 +16,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.terminal import say, status
 from toyexp.base.words import counted, short
 from toyexp.base.writing import dump_json, in_one_piece
-from toyexp.sweep.combinations import TRIAL
+from toyexp.sweep.combinations import MOST_JOBS, TRIAL
 from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import first_look, require_directories
 from toyexp.sweep.process import Order
@@ -43,9 +44,13 @@ class Searcher(Runner):
         self._study: Study | None = None  # in the sweep's directory, once there is one
         there_are = grid(keys) if settings.search == "grid" else size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
+        if self._points * settings.repeats > MOST_JOBS:
+            each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
+            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MOST_JOBS} jobs")
         self._first_asked = 0  # the step from which on a run may be stopped
         super().__init__(asked, request, settings, self._probes, memory, {}, folder)
         self._jobs = jobs
+        self.how_chosen = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         if settings.launcher == "submitit" and not settings.jobs:
             self._limit = self._points * settings.repeats
         self._turn = threading.Lock()  # of who asks for a job, or tells of one
@@ -54,29 +59,40 @@ class Searcher(Runner):
 
     def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
         """Looks at every value, and has the directory and the study."""
-        status("checking the values of the search")
-        first = self._probes[0]
-        for error in first_look(self._probes, self._ahead).values():
-            raise error
-        self._check_metric()
-        cfg = self._ahead.config(first).cfg
-        self._seed = int(cfg.seed)
-        if self._folder is None:
-            require_directories(self._probes, self._ahead)
-            root, _ = self._ahead.directory(first, None)
-            self._folder = SweepDir.create(root, self._jobs, self._memory)
+        self._check()
         settings = self._settings
+        if self._folder is None:
+            root, _ = self._ahead.directory(self._probes[0], None)
+            self._folder = SweepDir.create(root, self._jobs, self._memory)
         study = Study(self._folder.path, str(settings.search), settings.metric, self._keys, self._seed)
         study.require(len(self._by_trial()))
         self._study = study
         for job in self._jobs:
             self._tell(job)
-        many = f" of {counted(self._settings.repeats, 'run')}" if self._settings.repeats > 1 else ""
-        told = f"{self._settings.search} over {', '.join(key.key for key in self._keys)}"
-        if settings.search != "grid" and self._points < (settings.trials or 0):
-            many = f" (there are no more){many}"
-        say(f"sweep   {short(self._folder.path)}, {counted(self._points, 'point')}{many}: {told}")
+        told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
+        say(f"sweep   {short(self._folder.path)}, {self._how_many()}: {told}")
         return list(jobs)
+
+    def _check(self) -> None:
+        status("checking the values of the search")
+        for error in first_look(self._probes, self._ahead).values():
+            raise error
+        self._check_metric()
+        self._seed = int(self._ahead.config(self._probes[0]).cfg.seed)
+        if self._folder is None:
+            require_directories(self._probes, self._ahead)
+
+    def _checked(self, jobs: Sequence[Job]) -> list[Job]:
+        """These jobs, and those that are yet to be chosen, as one of the probes each: what is foreseen."""
+        self._check()
+        more = self._in_sight()[len(self._jobs) :]
+        probes = itertools.cycle(self._probes)
+        return [*jobs, *(Job(job.number, probe.overrides) for job, probe in zip(more, probes, strict=False))]
+
+    def _how_many(self) -> str:
+        asked, repeats = self._settings.trials or 0, self._settings.repeats
+        no_more = " (there are no more)" if self._points < asked else ""
+        return counted(self._points, "point") + no_more + (f" of {counted(repeats, 'run')}" if repeats > 1 else "")
 
     def _check_metric(self) -> None:
         """Raises UserError where a run would have no such score, or none to be stopped by."""
@@ -223,35 +239,46 @@ class Searcher(Runner):
 
     def _report(self) -> int:
         code = super()._report()
-        if self._study is not None and (best := self._study.best()) is not None:
-            self._tell_best(best)
+        if self._study is not None:
+            self._tell_best(self._study)
         return code
 
-    def _tell_best(self, best: int) -> None:
+    def _tell_best(self, study: Study) -> None:
         """Prints the best point, what matters and what to type, and keeps it with all points in search.json."""
-        assert self._study is not None and self._folder is not None
-        settings, jobs = self._settings, self._by_trial()[best]
-        scores, importances = self._scores(jobs), self._study.importances()
-        words = [word for word in jobs[0].overrides if settings.repeats == 1 or not word.startswith("seed=")]
-        mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
-        over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
-        command = shlex.join(self._command(jobs[0]))
-        say(f"best    {' '.join(words)}: held-out {settings.metric} {mean:.4f}{over}")
-        if importances:
-            say(f"keys    what matters: {', '.join(f'{key} {share:.0%}' for key, share in importances.items())}")
-        say(f"again   {command}")
-        say(f"study   optuna-dashboard {shlex.quote(short(self._study.path))}")
-        kept = {
+        assert self._folder is not None
+        settings = self._settings
+        kept: dict[str, Any] = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
-            "best": {"trial": best, "settings": words, "score": mean, "deviation": spread, "command": command,
-                     "jobs": [job.number for job in jobs]},
-            "importances": importances, "trials": list(self._study.outcomes()),
+            "best": None, "importances": study.importances(), "trials": list(study.outcomes()),
         }  # fmt: skip
+        if (best := study.best()) is None:
+            say(f"best    none: no point has a held-out {settings.metric}")
+        else:
+            kept["best"] = self._best(best)
+        if kept["importances"]:
+            told = ", ".join(f"{key} {share:.0%}" for key, share in kept["importances"].items())
+            say(f"keys    what matters: {told}")
+        if kept["best"]:
+            say(f"again   {kept['best']['command']}")
+        say(f"study   optuna-dashboard {shlex.quote(short(study.path))}")
         try:
             with in_one_piece(self._folder.path / "search.json") as place:
                 place.write_text(dump_json(kept, indent=1) + "\n")
         except OSError as error:
             say(f"search.json: not written ({error.strerror})")
+
+    def _best(self, trial: int) -> dict[str, Any]:
+        """The best point as it is kept, of which a line is printed."""
+        jobs = self._by_trial()[trial]
+        scores = self._scores(jobs)
+        words = [word for word in jobs[0].overrides if self._settings.repeats == 1 or not word.startswith("seed=")]
+        mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
+        over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
+        say(f"best    {' '.join(words)}: held-out {self._settings.metric} {mean:.4f}{over}")
+        return {
+            "trial": trial, "settings": words, "score": mean, "deviation": spread,
+            "command": shlex.join(self._command(jobs[0])), "jobs": [job.number for job in jobs],
+        }  # fmt: skip
 
     def _command(self, job: Job) -> list[str]:
         """What is typed for the same run alone."""

@@ -151,3 +151,17 @@ def test_the_median_of_those_that_ended_stops_from_that_step_on(tmp_path):
 )
 def test_the_first_eval_at_which_a_run_may_be_stopped_is_in_its_second_quarter(steps, every, first):
     assert first_asked(steps, every) == first and first % every == 0 and first >= steps / 4 > first - every
+
+
+@pytest.mark.parametrize("prune", ["asha", "median"])
+def test_a_run_that_was_killed_after_it_had_asked_is_told_the_same_again(tmp_path, prune):
+    study = Study(tmp_path, "random", "loss", space("random", parse([LOG])), 0)
+    for point in range(6):
+        study.ask(point)
+        judge = Judge(study.path, point, prune, 10)
+        stopped = [judge.stops(step, point + step / 100) for step in (10, 15, 20, 25)]
+        if point < 5:  # the journal has what they told, whatever came of it
+            study.tell(point, float(point))
+    again = Judge(study.path, 5, prune, 10)
+    assert [again.stops(step, 5 + step / 100) for step in (10, 15, 20, 25)] == stopped and stopped[0]
+    assert list(trials(study)[5].intermediate_values) == [10, 15, 20, 25]

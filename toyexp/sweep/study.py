@@ -6,6 +6,7 @@ What it knows stands in a journal, which optuna-dashboard opens and which severa
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import pickle
@@ -147,25 +148,40 @@ class Judge:
 
     def __init__(self, journal: Path, number: int, prune: str, first: int):
         optuna = require("tpe")
-        pruners = {
-            "asha": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=2),
-            "median": lambda: optuna.pruners.MedianPruner(n_warmup_steps=first),
-        }
         with _whole(journal):
             sampler = optuna.samplers.RandomSampler()  # of which nothing is asked
-            study = optuna.load_study(
-                study_name=NAME, storage=_storage(journal), sampler=sampler, pruner=pruners[prune]()
-            )
-            trials = study.get_trials(deepcopy=False)
-            self._trial = optuna.trial.Trial(study, trials[number]._trial_id)
-            self._known = dict(trials[number].intermediate_values)
+            self._study = optuna.load_study(study_name=NAME, storage=_storage(journal), sampler=sampler)
+            own = self._study.get_trials(deepcopy=False)[number]
+            self._trial, self._told = optuna.trial.Trial(self._study, own._trial_id), set(own.intermediate_values)
+        self._number, self._first = number, first
+        self._median = optuna.pruners.MedianPruner(n_warmup_steps=first) if prune == "median" else None
 
     def stops(self, step: int, score: float) -> bool:
-        """Notes the score of an eval; whether the run is to end there."""
-        if step not in self._known:  # a run that goes on from its checkpoint may have told it before it was killed
-            self._known[step] = score
+        """Notes the score of an eval; whether the run is to end there.
+
+        A run that goes on from its checkpoint asks again what it may have asked before it was killed, and is told the
+        same: of itself, only what it knew at that step counts.
+        """
+        if step not in self._told:
             self._trial.report(score, step)
-        return bool(self._trial.should_prune())
+        trials = self._study.get_trials(deepcopy=False)
+        if self._median is None:
+            return self._is_halved(step, score, trials)
+        own = copy.copy(trials[self._number])
+        own.intermediate_values = {known: value for known, value in own.intermediate_values.items() if known <= step}
+        return bool(self._median.prune(self._study, own))
+
+    def _is_halved(self, step: int, score: float, trials: Sequence[Any]) -> bool:
+        """Asynchronous successive halving (https://arxiv.org/abs/1810.05934): of those that came here the better half.
+
+        That is asked at `first`, and at twice, four, eight times that step.
+        """
+        times, beside = divmod(step, self._first)
+        if beside or times & (times - 1):
+            return False
+        sign = 1 if self._study.direction.name == "MINIMIZE" else -1
+        known = sorted(sign * t.intermediate_values[step] for t in trials if step in t.intermediate_values)
+        return not sign * score <= known[max(len(known) // 2, 1) - 1]
 
 
 def _storage(path: Path) -> Any:

@@ -7,7 +7,7 @@ into the gradients of the input and the weight, all in the forward pass (Hsu et 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -21,8 +21,16 @@ ROWS, COLUMNS = 128, 64  # multiples in which a matrix product works best
 BLOCK = 8192  # logits that a kernel looks at together
 
 
-@torch.compiler.disable  # its kernels are written out
-def projected_loss(x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tensor) -> Tensor:
+class Choice(Protocol):
+    """Which positions a loss is made of."""
+
+    kept: Tensor | None  # [n], none of them twice, all that weigh something among them; None: all
+
+
+@torch.compiler.disable  # its kernels are written out, and a compiler would make another program for each `n`
+def projected_loss(
+    x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tensor, choice: Choice | None = None
+) -> Tensor:
     """The cross-entropy of logits x w^T, as TorchOps has it: x [..., d], w [V, d], targets and weights [...].
 
     The numbers of a packed w are made once: the gradient needs them no second time.
@@ -30,7 +38,8 @@ def projected_loss(x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tens
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
     numbers = w.numbers(dtype) if isinstance(w, Packed) else w
-    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), numbers, targets.flatten(), weights.flatten(), dtype)
+    kept = choice and choice.kept
+    loss: Tensor = ProjectedLoss.apply(x.flatten(0, -2), numbers, targets.flatten(), weights.flatten(), dtype, kept)
     return loss
 
 
@@ -42,12 +51,16 @@ class ProjectedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype, kept: Tensor | None = None
+    ) -> Tensor:
         """See the class; products are in `dtype`, softmax, loss and the weight's gradient in float32."""
         wants_x, wants_w = ctx.needs_input_grad[:2]
-        count, vocab = len(x), len(w)
-        width = _rounded_up(vocab, COLUMNS)
         near = x.to(dtype)
+        if kept is not None:
+            near, targets, weights = (t.index_select(0, kept) for t in (near, targets, weights))
+        count, vocab = len(near), len(w)
+        width = _rounded_up(vocab, COLUMNS)
         table = w.to(dtype) if width == vocab else w.new_zeros((width, w.shape[1]), dtype=dtype)
         if width != vocab:
             table[:vocab].copy_(w)
@@ -66,13 +79,15 @@ class ProjectedLoss(torch.autograd.Function):
                 torch.mm(logits, table, out=dx[here])
             if dw is not None:
                 _add_product(dw, logits.T, near[here])
+        if dx is not None and kept is not None:
+            dx = dx.new_zeros(x.shape).index_copy_(0, kept, dx)
         ctx.save_for_backward(dx, dw if dw is None else dw[:vocab])
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass found."""
-        return (*ctx.saved_tensors, None, None, None)
+        return (*ctx.saved_tensors, None, None, None, None)
 
 
 @triton.jit

@@ -84,6 +84,8 @@ class LossOps(TorchOps):
 class ProjectedLossOps(LossOps):
     """Of a loss on a GPU with Triton: the logits of a large vocabulary never stand in memory."""
 
+    kept: Tensor | None = None  # the positions of whose logits the loss is made, [n]; None: of all
+
     def __init__(self, ops: TorchOps):
         super().__init__(ops)
         from toyexp_torch.head import projected_loss  # deferred: it needs Triton
@@ -94,9 +96,14 @@ class ProjectedLossOps(LossOps):
         """See LossOps; an adapter's product stands beside another one."""
         return not isinstance(w, Adapted) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
+    @staticmethod
+    def selects(count: int) -> bool:
+        """Whether it is worth to be told of so many logits which ones are kept."""
+        return count >= LARGE
+
     def joined(self, logits: Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
         """See LossOps."""
-        return self._projected_loss(logits.x, logits.w, targets, weights)
+        return self._projected_loss(logits.x, logits.w, targets, weights, self)
 
 
 def ops_of_loss(ops: TorchOps, device: str) -> TorchOps:

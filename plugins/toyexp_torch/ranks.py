@@ -134,6 +134,11 @@ class RankSession(TorchSession):
         self._place = place
         self._under_way: Callable[[], object] = lambda: None
 
+    @property
+    def selects(self) -> bool:
+        """No: ranks would capture at different steps what all of them have to call together."""
+        return False
+
     def join(self, group: Group) -> None:
         """From now on there are others."""
         self._group = group
@@ -179,8 +184,7 @@ class RankSession(TorchSession):
         """As on one device, but that each gradient goes its way as soon as the last pass has it."""
         losses = []
         for number, micro in enumerate(micros, 1):
-            with self._autocast():
-                loss = self._loss(micro)
+            loss = self._loss_of(micro)
             self._first, self._last, self._had = number == 1, number == len(micros), set[str]()
             if self._last:
                 self._sums.begin()

@@ -5,7 +5,9 @@ So both can be captured as graphs, and nothing is waited for but the loss and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,52 +17,62 @@ from toyexp import Batch, Plan
 from toyexp_torch.capture import Captured, Inputs, Kind, Results
 from toyexp_torch.update import Update
 
+KEPT = "kept positions"  # beside a micro-batch's inputs: those of which the loss is made
+PARTS, ROWS = 8, 128  # how finely their number is graded: a graph for each; a multiple in which products work best
+
 Micro = dict[str, Tensor]
 
 
 class Resident:
-    """`measured` leaves the gradients and gives [loss, norm], `evaluated` a loss, both of batches on the GPU."""
+    """`measured` leaves the gradients and gives [loss, norm], `evaluated` a loss, both of batches on the GPU.
+
+    Where it `selects`, they are told the positions whose targets weigh something, and a few that do not.
+    """
 
     def __init__(
         self, plan: Plan, update: Update, measured: Callable[[Sequence[Micro]], Tensor],
-        evaluated: Callable[[Micro], Tensor], capture: bool,
+        evaluated: Callable[[Micro], Tensor], capture: bool, selects: bool = False,
     ):  # fmt: skip
         self._plan, self._update, self._measured, self._evaluated = plan, update, measured, evaluated
-        self._off = "" if capture else "engine.capture=false"
+        self._positions, self._selects = plan.rows * math.prod(plan.inputs["targets"].shape), selects
+        off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # one after the other, graphs can share their memory
         one: dict[Hashable, Kind] = {
             name: ((plan.rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in plan.inputs.items()
         }
+        if selects:
+            one[KEPT] = (self._positions,), np.dtype(np.int64)
         self._alone = Inputs(one)
-        self._loss = Captured(self._loss_there, self._loss_there, pool, self._off)
+        self._loss = ByCount(self._positions, lambda n: Captured(*2 * (partial(self._loss_of, n),), pool, off))
         if plan.trainable:
             numbers: dict[Hashable, Kind] = {
                 i: ((size,), np.dtype(np.float64)) for i, size in enumerate(update.sizes())
             }
             many: dict[Hashable, Kind] = {(i, name): kind for i in range(plan.accumulate) for name, kind in one.items()}
             self._inputs, self._results = Inputs(many | numbers), Results(2)
-            self._micros: list[Micro] = [
-                {n: self._inputs.tensors[i, n] for n in plan.inputs} for i in range(plan.accumulate)
-            ]
             self._numbers = [self._inputs.tensors[i] for i in numbers]
-            self._step = Captured(self._work, self._rehearse, pool, self._off)
-            self._step.prepare()
+            self._step = ByCount(
+                self._positions,
+                lambda n: Captured(partial(self._work, n), partial(self._rehearse, n), pool, off),
+            )
+            self._step.whole.prepare()
 
     @property
     def refused(self) -> str:
         """Why the step is not captured; empty where it is."""
-        return self._step.refused if self._plan.trainable else self._loss.refused
+        return self._step.whole.refused if self._plan.trainable else self._loss.whole.refused
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
         """Begins a step; what it returns waits for its loss and the gradient's norm."""
-        batches = {(i, name): micro[name] for i, micro in enumerate(micros) for name in self._plan.inputs}
-        self._inputs.put(batches | dict(enumerate(numbers)))
-        return self._results.fetch(self._step())
+        arrays, count = self._read(micros)
+        self._inputs.put(arrays | dict(enumerate(numbers)))
+        return self._results.fetch(self._step.of(count)())
 
     def loss(self, micro: Batch) -> Tensor:
         """Of one micro-batch, without training."""
-        self._alone.put({name: micro[name] for name in self._plan.inputs})
-        return self._loss()
+        arrays, count = self._read([micro])
+        self._alone.put({name: array for (_, name), array in arrays.items()})
+        return self._loss.of(count)()
 
     def close(self) -> None:
         """Frees the graphs."""
@@ -68,16 +80,39 @@ class Resident:
         if self._plan.trainable:
             self._step.close()
 
-    def _loss_there(self) -> Tensor:
-        return self._evaluated({name: self._alone.tensors[name] for name in self._plan.inputs})
+    def _read(self, micros: Sequence[Batch]) -> tuple[dict[tuple[int, str], np.ndarray], int]:
+        """What the graphs are to read, and how many positions of each micro-batch they are to look at."""
+        arrays = {(i, name): micro[name] for i, micro in enumerate(micros) for name in self._plan.inputs}
+        if not self._selects:
+            return arrays, self._positions
+        weighing = [np.flatnonzero(micro["weights"]) for micro in micros]
+        count = graded(max(map(len, weighing)), self._positions)
+        if count < self._positions:
+            for i, (micro, some) in enumerate(zip(micros, weighing, strict=True)):
+                arrays[i, KEPT] = np.concatenate((some, np.flatnonzero(micro["weights"].ravel() == 0)))
+        return arrays, count
 
-    def _work(self) -> Tensor:
-        metrics = self._measured(self._micros)
+    def _micro(self, tensors: Mapping[str, Tensor], count: int) -> Micro:
+        """A micro-batch, and `count` of its positions unless that is all."""
+        micro = {name: tensors[name] for name in self._plan.inputs}
+        return micro if count == self._positions else {**micro, KEPT: tensors[KEPT][:count]}
+
+    def _micros(self, count: int) -> list[Micro]:
+        tensors = self._inputs.tensors
+        names = [*self._plan.inputs, *([KEPT] if self._selects else [])]
+        each = ({name: tensors[i, name] for name in names} for i in range(self._plan.accumulate))
+        return [self._micro(own, count) for own in each]
+
+    def _loss_of(self, count: int) -> Tensor:
+        return self._evaluated(self._micro(self._alone.tensors, count))  # type: ignore[arg-type]
+
+    def _work(self, count: int) -> Tensor:
+        metrics = self._measured(self._micros(count))
         self._update.on_device(self._numbers, self._divisor(metrics[1]), self._skip(metrics))
         return metrics
 
-    def _rehearse(self) -> None:
-        metrics = self._measured(self._micros)
+    def _rehearse(self, count: int) -> None:
+        metrics = self._measured(self._micros(count))
         never = torch.ones((), device=metrics.device)
         self._update.on_device(self._numbers, self._divisor(metrics[1]), never)
 
@@ -88,3 +123,31 @@ class Resident:
     def _skip(self, metrics: Tensor) -> Tensor | None:
         """1 where a bad number is to leave everything as it was, else 0."""
         return 1 - metrics.isfinite().all().to(torch.float32) if self._plan.skip_nonfinite else None
+
+
+class ByCount:
+    """The same work on some of all positions: a graph for each number of them, captured when it is first asked for."""
+
+    def __init__(self, positions: int, made: Callable[[int], Captured]):
+        self._made, self.whole = made, made(positions)
+        self._some = {positions: self.whole}
+
+    def of(self, count: int) -> Captured:
+        """The one for that many, or for all where it cannot be captured, as where memory is short, and that can."""
+        if count not in self._some:
+            self._some[count] = self._made(count)
+            self._some[count].refused = self.whole.refused
+        some = self._some[count]
+        some.prepare()
+        return self.whole if some.refused and not self.whole.refused else some
+
+    def close(self) -> None:
+        """Frees them."""
+        for captured in self._some.values():
+            captured.close()
+
+
+def graded(count: int, positions: int) -> int:
+    """The next larger of a few numbers up to all positions."""
+    step = -(-positions // (PARTS * ROWS)) * ROWS
+    return min(-(-max(count, 1) // step) * step, positions)

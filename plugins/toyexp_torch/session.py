@@ -20,10 +20,10 @@ from torch import Tensor
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
 from toyexp_torch.decoder import CachedDecoder
 from toyexp_torch.host_copy import HostCopy
-from toyexp_torch.loss import ops_of_loss
+from toyexp_torch.loss import ProjectedLossOps, ops_of_loss
 from toyexp_torch.ops import TorchOps
 from toyexp_torch.packed import Packed
-from toyexp_torch.resident import Resident
+from toyexp_torch.resident import KEPT, Resident
 from toyexp_torch.update import ALIGNMENT, Update
 
 
@@ -173,7 +173,21 @@ class TorchSession(Session):
 
     def _make_resident(self) -> Resident | None:
         """What computes on the GPU."""
-        return Resident(self.plan, self._update, self._measured, self._evaluated, self._wanted.capture)
+        return Resident(self.plan, self._update, self._measured, self._evaluated, self._wanted.capture, self.selects)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the loss is told which positions weigh something."""
+        targets = self.plan.inputs["targets"]
+        count = self.plan.rows * math.prod(targets.shape) * (targets.below or 0)
+        return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects(count)
+
+    def _loss_of(self, micro: dict[str, Tensor]) -> Tensor:
+        """The loss of a micro-batch, beside whose inputs the positions may stand that weigh something."""
+        if isinstance(self._loss_ops, ProjectedLossOps):
+            self._loss_ops.kept = micro.get(KEPT)
+        with self._autocast():
+            return self._loss({name: tensor for name, tensor in micro.items() if name != KEPT})
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
         return self._computed(self._ops, batch)
@@ -227,8 +241,7 @@ class TorchSession(Session):
         if not self._gathers:
             self._grad.zero_()
         for micro in micros:
-            with self._autocast():
-                loss = self._loss(micro)
+            loss = self._loss_of(micro)
             if self._gathers:
                 self._gather(loss, first=not losses)
             else:
@@ -256,8 +269,8 @@ class TorchSession(Session):
             return float(self._evaluated(self._upload_batch(micro)))
 
     def _evaluated(self, micro: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), self._autocast():
-            return self._loss(micro)
+        with torch.no_grad():
+            return self._loss_of(micro)
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._settings.applied(), torch.no_grad(), self._autocast():

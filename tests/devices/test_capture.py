@@ -8,6 +8,7 @@ from tiny import batches, plan, write_base
 from toyexp import Unavailable
 from toyexp.contract.plan import optimised
 from toyexp_recipes.lora import Lora
+from toyexp_torch import loss, resident
 from toyexp_torch.engines import TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")
@@ -17,6 +18,7 @@ try:
 except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
+head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
 STEPS = 8
 
 
@@ -63,6 +65,27 @@ def test_what_a_plan_asks_for_gives_the_same_bits(changes):
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}, {"tf32": True}])
 def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
     assert_same(optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}])
+def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, changes, settings):
+    """A graph for each number of them that comes; the numbers are those of all."""
+    the_plan = optimised(plan("llama", rows=8, **changes), OPTIMISERS["adamw"], 1e-3)
+    whole = outcome(the_plan, **settings)
+    counts, found = [], head.ProjectedLoss.forward
+
+    def forward(ctx, *arguments):
+        counts.append(None if arguments[-1] is None else len(arguments[-1]))
+        return found(ctx, *arguments)
+
+    monkeypatch.setattr(head.ProjectedLoss, "forward", staticmethod(forward))
+    monkeypatch.setattr(loss, "LARGE", 0)
+    monkeypatch.setattr(resident, "ROWS", 4)
+    some = assert_same(the_plan, **settings)
+    assert set(counts) > {None} and 96 > max(filter(None, counts)) > 60, "of 96 some four fifths weigh something"
+    np.testing.assert_allclose(some[0], whole[0], rtol=2e-2 if settings.get("dtype") else 1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])

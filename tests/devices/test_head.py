@@ -1,5 +1,7 @@
 """engine=cuda: the loss of a large vocabulary, computed a chunk of positions at a time, against float64."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -73,3 +75,19 @@ def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
     assert abs(loss.item() / wanted.item() - 1) < 2e-6
     found = torch.autograd.grad(loss, x)[0].flatten(0, 1).double()
     assert ((found - gradient).abs().max() / gradient.abs().max()) < 2e-6
+
+
+def test_of_some_positions_it_is_what_it_is_of_all_where_the_others_weigh_nothing():
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = torch.randn(500, 64, device="cuda", generator=generator).requires_grad_()
+    w = (torch.randn(1000, 64, device="cuda", generator=generator) / 4).requires_grad_()
+    targets = torch.randint(1000, (500,), device="cuda", generator=generator, dtype=torch.int32)
+    weights = torch.zeros(500, device="cuda")
+    weights[::3] = 0.01
+    order = torch.randperm(500, device="cuda", generator=generator)
+    kept = torch.cat((order[weights[order] > 0], order[weights[order] == 0]))[:200]
+    loss = head.projected_loss(x, w, targets, weights, SimpleNamespace(kept=kept))
+    for found, wanted in zip(
+        (loss, *torch.autograd.grad(loss, (x, w))), by_float64(x, w, targets, weights), strict=True
+    ):
+        assert ((found.double() - wanted).abs().max() / wanted.abs().max()) < 2e-6

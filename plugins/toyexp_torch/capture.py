@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes
+log = logging.getLogger("toyexp")
 
 Kind = tuple[tuple[int, ...], np.dtype]  # an array's shape and type
 
@@ -101,8 +103,10 @@ class Captured:
     `rehearse()` is called before: the same kernels, but nothing that lasts is changed by them.
     """
 
-    def __init__(self, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any, refused: str = ""):
-        self._work, self._rehearse, self._pool = work, rehearse, pool
+    def __init__(
+        self, title: str, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any, refused: str = ""
+    ):
+        self._title, self._work, self._rehearse, self._pool = title, work, rehearse, pool
         self.refused = refused  # why it is called and not captured
         self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
@@ -128,6 +132,7 @@ class Captured:
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.synchronize()
             self.refused = str(error).strip().partition("\n")[0]
+            log.info("%s is launched kernel by kernel: %s", self._title, self.refused)
 
     def close(self) -> None:
         """Frees the graph."""

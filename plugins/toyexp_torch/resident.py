@@ -43,7 +43,9 @@ class Resident:
         if selects:
             one[KEPT] = (self._positions,), np.dtype(np.int64)
         self._alone = Inputs(one)
-        self._loss = ByCount(self._positions, lambda n: Captured(*2 * (partial(self._loss_of, n),), pool, off))
+        self._loss = ByCount(
+            self._positions, lambda n: Captured("a held-out loss", *2 * (partial(self._loss_of, n),), pool, off)
+        )
         if plan.trainable:
             numbers: dict[Hashable, Kind] = {
                 i: ((size,), np.dtype(np.float64)) for i, size in enumerate(update.sizes())
@@ -53,7 +55,7 @@ class Resident:
             self._numbers = [self._inputs.tensors[i] for i in numbers]
             self._step = ByCount(
                 self._positions,
-                lambda n: Captured(partial(self._work, n), partial(self._rehearse, n), pool, off),
+                lambda n: Captured("a step", partial(self._work, n), partial(self._rehearse, n), pool, off),
             )
             self._step.whole.prepare()
 

@@ -36,7 +36,7 @@ class StackedResident:
             name: ((count * shape[0], *shape[1:]), dtype) for name, (shape, dtype) in one.items()
         }
         self._held_out, self._blank = Inputs(of_all), blank
-        self._losses = Captured(self._losses_there, self._losses_there, pool, off)
+        self._losses = Captured("a held-out loss", self._losses_there, self._losses_there, pool, off)
         kinds: dict[Hashable, Kind] = {(i, n): kind for i in range(plan.accumulate) for n, kind in of_all.items()}
         kinds |= {i: ((count * size,), np.dtype(np.float64)) for i, size in enumerate(sizes)}
         self._inputs = Inputs({**kinds, "idle": ((count,), np.dtype(np.float32))})
@@ -46,7 +46,7 @@ class StackedResident:
         self._micros = [self._by_run(micro) for micro in micros]
         self._numbers = [self._inputs.tensors[i].view(count, size) for i, size in enumerate(sizes)]
         self._inputs.put({"idle": np.ones(count)})
-        self._taken = Captured(self._work, self._work, pool, off)  # all runs are idle when it is rehearsed
+        self._taken = Captured("a step", self._work, self._work, pool, off)  # all runs are idle when it is rehearsed
         self._taken.prepare()
 
     @property

@@ -1,5 +1,8 @@
 """engine=cuda: captured steps beside the same steps launched one kernel at a time, where there is an NVIDIA GPU."""
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from several import OPTIMISERS, make_infinite, read
@@ -7,6 +10,7 @@ from tiny import batches, plan, write_base
 
 from toyexp import Unavailable
 from toyexp.contract.plan import optimised
+from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_torch import loss, resident
 from toyexp_torch.engines import TorchCUDA
@@ -18,6 +22,7 @@ try:
 except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
+torch = pytest.importorskip("torch")
 head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
 STEPS = 8
 
@@ -104,10 +109,44 @@ def test_a_bad_step_leaves_everything_as_it_was(name):
     assert all(np.isfinite(array).all() for array in arrays.values())
 
 
+@dataclass
+class Waits(Llama):
+    """A llama that looks at what is on the GPU: in a step, or where nothing is to have a gradient."""
+
+    name: ClassVar[str] = "waits"
+    in_a_step: bool = True
+
+    def forward(self, ops, p, batch):
+        if torch.is_grad_enabled() == self.in_a_step and float(batch["tokens"].sum()) < 0:
+            raise ValueError("no token is below 0")
+        return super().forward(ops, p, batch)
+
+
+@pytest.mark.parametrize("in_a_step", [True, False])
+def test_what_waits_for_the_gpu_is_not_captured_and_computes_the_same(caplog, in_a_step):
+    the_plan = optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2)
+    waits = replace(the_plan, model=Waits(**vars(the_plan.model), in_a_step=in_a_step))
+    wanted = outcome(the_plan)
+    with caplog.at_level("INFO", "toyexp"):
+        found = outcome(waits)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    assert found[1] == wanted[1]
+    assert (found[3] is True) == (not in_a_step), "run_start says why it is not captured"
+    what = "a step" if in_a_step else "a held-out loss"
+    assert any(line.startswith(f"{what} is launched kernel by kernel: ") for line in caplog.messages)
+    with TorchCUDA().realize(waits) as session:
+        session.build()
+        assert len(list(session.notes())) == in_a_step
+
+
+def test_evaluations_of_what_can_be_are_captured(caplog):
+    with caplog.at_level("INFO", "toyexp"):
+        outcome(optimised(plan("gpt2"), OPTIMISERS["adamw"], 1e-2))
+    assert not [line for line in caplog.messages if "kernel by kernel" in line]
+
+
 def test_a_clipped_step_is_that_of_pytorch():
     the_plan = optimised(plan("llama", grad_clip=0.05), OPTIMISERS["adamw"], 1e-2)
-    import torch
-
     with TorchCUDA().realize(the_plan) as session:
         session.build()
         batch = batches(rows=3).batch(0)

@@ -17,6 +17,7 @@ import yaml
 
 from toyexp.base.errors import UserError
 from toyexp.commands.line import main
+from toyexp.sweep.pruning import ordered
 from toyexp.training.rundir import lock
 
 optuna = pytest.importorskip("optuna")
@@ -170,10 +171,13 @@ def test_a_search_has_no_more_runs_than_there_are_points(capsys):
     assert main(["sweep.resume=s", "sweep.trials=9"]) == 0 and len(jobs()) == 2
 
 
-def test_with_pruning_the_first_seed_decides_over_the_others():
+def test_with_pruning_the_first_seed_decides_over_the_others(monkeypatch):
+    told = []
+    monkeypatch.setattr("toyexp.sweep.search.ordered", lambda *asked: told.append(asked[1]) or ordered(*asked))
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
     assert [(job["trial"], job["status"]) for job in jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
+    assert told == [0, 1]  # the second seed of the first point is not asked
 
 
 def test_a_search_of_which_no_run_comes_to_its_end_says_so(capsys):

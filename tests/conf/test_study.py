@@ -5,13 +5,14 @@ import os
 import pickle
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.config.words import parse
-from toyexp.sweep.pruning import first_asked
-from toyexp.sweep.space import size, space
+from toyexp.sweep.pruning import Pruning, first_asked
+from toyexp.sweep.space import probes, size, space
 from toyexp.sweep.study import Judge, Study
 
 optuna = pytest.importorskip("optuna")
@@ -165,3 +166,42 @@ def test_a_run_that_was_killed_after_it_had_asked_is_told_the_same_again(tmp_pat
     again = Judge(study.path, 5, prune, 10)
     assert [again.stops(step, 5 + step / 100) for step in (10, 15, 20, 25)] == stopped and stopped[0]
     assert list(trials(study)[5].intermediate_values) == [10, 15, 20, 25]
+
+
+def test_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
+    keys = space("random", parse(["a=interval(0.123456, 0.123457)", "b=interval(1.0, 2.0)"]))
+    study = Study(tmp_path, "random", "loss", keys, 0)
+    drawn = [[float(word.partition("=")[2]) for word in study.ask(number)] for number in range(30)]
+    assert all(0.123456 <= a <= 0.123457 for a, _ in drawn)
+    assert all(float(f"{b:.4g}") == b for _, b in drawn) and any(float(f"{b:.3g}") != b for _, b in drawn)
+
+
+def test_the_same_seed_draws_the_same_points_and_another_one_others(tmp_path):
+    keys, drawn = space("random", parse([LOG])), []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / folder).mkdir()
+        study = Study(tmp_path / folder, "random", "loss", keys, seed)
+        drawn.append([study.ask(number) for number in range(3)])
+    assert drawn[0] == drawn[1] and not {tuple(w) for w in drawn[0]} & {tuple(w) for w in drawn[2]}
+
+
+def test_a_run_is_stopped_before_its_last_step_alone():
+    asked = Pruning(Path("study.log"), 0, "asha", "loss", 2)
+    asked._judge = SimpleNamespace(stops=lambda step, score: step > 0)
+    for step in (0, 8):
+        asked.on_eval(SimpleNamespace(steps=8), step, {"loss": 1.0})
+        assert asked.stop_reason() is None
+    asked.on_eval(SimpleNamespace(steps=8), 4, {"loss": 1.0})
+    assert (
+        asked.stop_reason() == "sweep.prune=asha: the held-out loss 1.0 after step 4 is bad beside that of other points"
+    )
+    with pytest.raises(UserError, match=r"sweep\.metric=loss: an eval has ppl"):
+        asked.on_eval(SimpleNamespace(steps=8), 4, {"ppl": 1.0})
+
+
+def test_each_value_and_both_ends_of_an_interval_are_looked_at():
+    keys = space("tpe", parse(["a=x,y,z", "b=interval(0.0, 1.0)", "c=int(interval(2, 5))"]))
+    assert [probe.overrides for probe in probes(keys)] == [
+        ["a=x", "b=0.0", "c=2"], ["a=y", "b=0.0", "c=2"], ["a=z", "b=0.0", "c=2"],
+        ["a=x", "b=1.0", "c=2"], ["a=x", "b=0.0", "c=5"],
+    ]  # fmt: skip

@@ -450,7 +450,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("resume=a resume=b", ["resume=b", "given already, as resume=a"]),
         ("-m seed=1,2 optim.beta1=2", ["optim.beta1=2.0: must be at least 0"]),
         ("-m seed=1,2 stesp=5", ["unknown key stesp;", "did you mean steps?"]),
-        ("-m hydra/launcher=ray", ["sweep.launcher=serial, joblib, stacked, submitit"]),
+        ("-m hydra/launcher=ray_aws", ["sweep.launcher=serial, joblib, stacked, submitit, ray"]),
         ("-m hydra.sweeper.max_batch_size=5", ["runs the jobs of a sweep itself"]),
         ("-m seed=1,2 sweep.jbos=2", ["did you mean sweep.jobs?"]),
         ("-m seed=1,2 sweep.timeout_min=5", ["did you mean sweep.submitit.timeout_min?"]),

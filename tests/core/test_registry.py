@@ -505,6 +505,7 @@ INSIDE_FUNCTIONS = {
     "llama_cpp",
     "joblib",
     "submitit",
+    "ray",
     "optuna",
     "cmaes",
 }

@@ -32,6 +32,7 @@ SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
 HYDRA = {
     "hydra/launcher=basic": ["sweep.launcher=serial"],
     "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=ray": ["sweep.launcher=ray"],
     "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
     "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],
     "hydra/sweeper=basic": [],

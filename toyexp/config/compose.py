@@ -26,7 +26,7 @@ from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
 from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
 from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
-from toyexp.config.top_level import Submitit, Sweep
+from toyexp.config.top_level import OF_LAUNCHERS, Sweep
 from toyexp.config.trust import require_plugins
 from toyexp.config.words import as_typed, is_number
 from toyexp.contract.callback import Callback, answers_lr
@@ -169,7 +169,7 @@ class Composed:
         """How the jobs of a sweep are run; UserError for what cannot be."""
         only = OmegaConf.masked_copy(self.cfg, ["sweep"])
         node = typed(Sweep, resolved(only)["sweep"], "sweep")
-        settings = Sweep(**{**node, "submitit": Submitit(**node["submitit"])})
+        settings = Sweep(**{**node, **{launcher: cls(**node[launcher]) for launcher, cls in OF_LAUNCHERS.items()}})
         settings.check()
         return settings
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toyexp.config.schema import Root, Source, all_offered, offered
 from toyexp.config.shipped import conf_dir
-from toyexp.config.top_level import PARTS, Submitit, Sweep
+from toyexp.config.top_level import OF_LAUNCHERS, PARTS, Sweep
 from toyexp.contract.registry import Registry
 from toyexp.contract.rules import types_of
 
@@ -49,7 +49,7 @@ class Keys:
     def under(self, where: str) -> set[str]:
         """The names of the keys that may stand at a place."""
         own = {name for cls in self.classes.get(where, ()) for name in self.fields(cls)}
-        return own if where in ("", "sweep", "sweep.submitit") else own | {"name"}
+        return own if where == "" or where.partition(".")[0] == "sweep" else own | {"name"}
 
     @staticmethod
     def fields(cls: type) -> set[str]:
@@ -93,7 +93,8 @@ def _placed(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type
     """The classes by where their settings stand."""
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
-    return {"": [Root], "sweep": [Sweep], "sweep.submitit": [Submitit], **parts, **callbacks}
+    launchers = {f"sweep.{launcher}": [cls] for launcher, cls in OF_LAUNCHERS.items()}
+    return {"": [Root], "sweep": [Sweep], **launchers, **parts, **callbacks}
 
 
 def names_in(cfg: DictConfig, kind: str) -> list[str]:

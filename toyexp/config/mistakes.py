@@ -91,7 +91,7 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
         return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
     if kind in GROUPS and rest:
         return _wrong_part(override, kind, rest, keys)
-    if key in ("sweep", "sweep.submitit"):
+    if kind == "sweep" and key in keys.classes:
         return f"{line}: give its settings one by one: {key}.<setting>=..."
     if rest and kind in keys.under("") and kind != "sweep":
         return f"{line}: {kind} holds one value: {kind}=..."
@@ -184,7 +184,8 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     if kind == "hydra":
         return f"unknown key {key}; {choose(key, HYDRA_KEYS)}"
     if kind not in keys.under(""):  # it stands elsewhere, or one like it does
-        places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), "sweep", "sweep.submitit"]
+        of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
+        places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
         homes = [f"{place}.{key}" for place in places if key in keys.under(place)]
         homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.under(""))])]
         theirs = in_our_words(key, "...")

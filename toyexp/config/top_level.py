@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,10 +15,15 @@ from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
-LAUNCHERS = ("serial", "joblib", "stacked", "submitit")
+LAUNCHERS = ("serial", "joblib", "stacked", "submitit", "ray")
 SEARCHES = ("random", "tpe", "cmaes", "grid")
 PRUNERS = ("asha", "median")
 OF_A_SEARCH = ("trials", "metric", "repeats", "prune")
+RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable for the cluster to use
+LIMITS = {  # the least that is taken
+    "submitit": {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0, "requeues": 0},
+    "ray": {"gpus": 0, "cpus": 1, "retries": 0},
+}
 COMPARED = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # what makes the points of a search alike
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
@@ -41,14 +47,32 @@ class Submitit:
     gpus: int = 0  # per job; 0: as many as its engine says that it takes
     cpus: int | None = None  # cores per job; null: the cluster's default
     mem_gb: float | None = None  # memory per job; null: the cluster's default
+    requeues: int = 10  # how often a job whose time is up is queued again
+
+
+@dataclass
+class Ray:
+    """Where `sweep.launcher=ray` runs jobs, and what each takes there."""
+
+    address: str | None = None  # of a cluster: auto (that of this machine) | HOST:PORT; null: one for the sweep, here
+    gpus: float = 0  # per job, 0.5: two share one; 0: as many as its engine says that it takes
+    cpus: int | None = None  # cores per job; null: its share of the machines
+    retries: int = 3  # how often a job that was lost with its node is begun again, from its checkpoint
+
+    def cluster(self) -> str | None:
+        """The address of a cluster that is there; None: one is started."""
+        return self.address or os.environ.get(RAY_ADDRESS) or None
+
+
+OF_LAUNCHERS = {"submitit": Submitit, "ray": Ray}  # the launchers with settings of their own
 
 
 @dataclass
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it, and conf/config.yaml shows it as it stands here."""
 
-    launcher: str = "serial"  # serial | joblib (several at once here) | stacked (as one program) | submitit (a cluster)
-    jobs: int = 0  # at once; 0: 1 with serial, all cores' with joblib, as many as pay with stacked, all with submitit
+    launcher: str = "serial"  # serial | joblib (several at once) | stacked (as one program) | submitit, ray (clusters)
+    jobs: int = 0  # at once; 0: 1 with serial, all with submitit, as many as pay with stacked, else as many as fit
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
@@ -59,6 +83,7 @@ class Sweep:
     repeats: int = 1  # with search: runs of each point, with seeds seed, seed+1, ...; their mean is its score
     prune: str | None = None  # with search: asha | median stop a run at an eval that is bad beside other points'
     submitit: Submitit = field(default_factory=Submitit)  # what a job asks the cluster for
+    ray: Ray = field(default_factory=Ray)  # where the jobs run, and what each takes there
 
     def check(self) -> None:
         """Raises UserError for what cannot work together."""
@@ -71,13 +96,16 @@ class Sweep:
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
         self._check_search()
-        asked = [f.name for f in dataclasses.fields(self.submitit) if changed(self.submitit, f.name)]
-        if asked and self.launcher != "submitit":
-            raise UserError(
-                f"sweep.submitit.{asked[0]}={getattr(self.submitit, asked[0])}: goes with sweep.launcher=submitit"
-            )
-        limits = {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0}
-        require_within("sweep.submitit", self.submitit, **{name: f"[{low},{MOST}]" for name, low in limits.items()})
+        for launcher in OF_LAUNCHERS:
+            own = getattr(self, launcher)
+            asked = [f.name for f in dataclasses.fields(own) if changed(own, f.name)]
+            if asked and self.launcher != launcher:
+                given = f"sweep.{launcher}.{asked[0]}={getattr(own, asked[0])}"
+                raise UserError(f"{given}: goes with sweep.launcher={launcher}")
+            limits = {name: f"[{low},{MOST}]" for name, low in LIMITS[launcher].items()}
+            require_within(f"sweep.{launcher}", own, **limits)
+        if self.ray.gpus > 1 and self.ray.gpus % 1:
+            raise UserError(f"sweep.ray.gpus={self.ray.gpus}: takes a whole number, or a share of one GPU: 0.5")
 
     def _check_search(self) -> None:
         words = {"search": SEARCHES, "prune": PRUNERS}
@@ -111,5 +139,6 @@ def in_our_words(key: str, value: str) -> str | None:
 
 def top_level() -> Iterator[tuple[str, Setting]]:
     """Every key that is no part's, by its whole name."""
-    for prefix, cls in (("", Settings), ("sweep.", Sweep), ("sweep.submitit.", Submitit)):
-        yield from ((prefix + s.name, s) for s in settings_of(cls) if s.name != "submitit")
+    own = ((f"sweep.{launcher}.", cls) for launcher, cls in OF_LAUNCHERS.items())
+    for prefix, cls in (("", Settings), ("sweep.", Sweep), *own):
+        yield from ((prefix + s.name, s) for s in settings_of(cls) if s.name not in OF_LAUNCHERS)

@@ -1,4 +1,4 @@
-"""How the jobs of a sweep are started: one after another, side by side, or on a cluster; each in its own process."""
+"""How the jobs of a sweep are started: one after another or side by side, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.ownership import keep_aside
@@ -30,12 +30,7 @@ from toyexp.sweep.gpus import VISIBLE
 from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
 
-if TYPE_CHECKING:
-    from toyexp.config.top_level import Submitit
-
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
-SAVING = 60.0  # seconds that a run has for saving when its node is taken away
-POLL = 0.2  # seconds between looks at a cluster's jobs
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
 LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
 NOT_STARTED = 126  # the exit code that shells have for it
@@ -77,10 +72,14 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0  # of the signal
-        self.requested = False
-        self.also: Callable[[], None] = lambda: None  # how jobs on other machines hear of it
+        self.ends = 0  # how often the jobs were to end
         self._count = 0
         self._processes: set[Process] = set()
+
+    @property
+    def requested(self) -> bool:
+        """Whether the jobs are to end."""
+        return self.ends > 0
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """What the interpreter calls."""
@@ -90,8 +89,7 @@ class Stop:
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Has the jobs that run save and end."""
-        self.requested = True
-        self.also()
+        self.ends += 1
         for process in list(self._processes):
             process.send_signal(number)
 
@@ -241,100 +239,3 @@ def require(launcher: str) -> None:
         return
     with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
         importlib.import_module(launcher)
-
-
-class OnCluster:
-    """What submitit runs on a node: a job's process, and when the node is taken away, the rest of it later."""
-
-    def __init__(self, order: Order, stop_file: Path):
-        self._order, self._stop_file, self._stop = order, stop_file, Stop()
-
-    def __call__(self) -> Ended:
-        """Runs the job; submitit's own log gets what it prints."""
-        return run_process(self._order, self._stop, lambda line, to: print(line, file=to, flush=True), self._poll)
-
-    def _poll(self) -> None:
-        if self._stop_file.exists() and not self._stop.requested:
-            self._stop.end()
-
-    def checkpoint(self) -> Any:
-        """What submitit calls when the time is up: the run saves, and goes on when there is a node again."""
-        from submitit.helpers import DelayedSubmission
-
-        self._stop.end()
-        self._stop.wait(SAVING)
-        return DelayedSubmission(OnCluster(replace(self._order, goes_on=True), self._stop_file))
-
-    __submitit_checkpoint__ = checkpoint  # its name from the next submitit on
-
-
-def on_cluster(
-    jobs: Iterator[Job],
-    order: Callable[[Job], Order],
-    folder: Path,
-    settings: Submitit,
-    limit: int,
-    stop: Stop,
-    say: Callable[[str], None],
-    gpus: int,
-) -> Iterator[tuple[Job, Ended]]:
-    """At most `limit` at once, by submitit; when the sweep is stopped the running ones save, the others leave.
-
-    Each asks for so many `gpus` where the settings leave that open.
-    """
-    executor = _executor(folder, settings, gpus)
-    stop_file = folder / "submitit" / "stop"
-    stop_file.parent.mkdir(exist_ok=True)
-    stop_file.unlink(missing_ok=True)
-    stop.also = stop_file.touch
-    running: list[tuple[Job, Any]] = []
-    cancelled = False
-    while True:
-        while len(running) < limit and (job := next(jobs, None)) is not None:
-            try:
-                handle = executor.submit(OnCluster(order(job), stop_file))
-            except Exception as error:  # whatever the cluster has against it
-                yield job, Ended(NOT_STARTED, f"submitit: {_last_line(error)}")
-                continue
-            say(f"[{job.number}] {job.label}".rstrip() + f"  submitted as {handle.job_id}")
-            running.append((job, handle))
-        if not running:
-            return
-        if stop.requested and not cancelled:
-            cancelled = True
-            for _, handle in running:
-                if handle.state == "PENDING":
-                    handle.cancel()
-        for entry in [entry for entry in running if entry[1].done()]:
-            running.remove(entry)
-            yield entry[0], _result(entry[1], stop.requested)
-        time.sleep(POLL)
-
-
-def _executor(folder: Path, settings: Submitit, gpus: int) -> Any:
-    """What jobs are submitted by; UserError for a cluster that is not there."""
-    import submitit
-
-    try:
-        executor = submitit.AutoExecutor(folder / "submitit", cluster=settings.cluster)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
-    executor.update_parameters(
-        name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or gpus or None,
-        cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
-    )  # fmt: skip
-    return executor
-
-
-def _result(handle: Any, stopped: bool) -> Ended:
-    """What OnCluster returned; a job that was cancelled, or whose node went away, returned nothing."""
-    try:
-        return handle.result()
-    except Exception as error:  # submitit's own, with the end of the job's log
-        if stopped:
-            return Ended(128 + signal.SIGTERM, "interrupted")
-        return Ended(128 + signal.SIGKILL, f"submitit: {_last_line(error)}")
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

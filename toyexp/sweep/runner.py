@@ -24,7 +24,7 @@ from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.process import Order, Stop, of_cores, on_cluster, run_process, side_by_side
+from toyexp.sweep.process import Order, Stop, of_cores, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.training.checkpoint import result_of
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from toyexp.config.compose import Composed
     from toyexp.config.request import Request
     from toyexp.config.top_level import Sweep
+    from toyexp.sweep.cluster import Cluster
     from toyexp.training.parts import Result
 
 log = logging.getLogger("toyexp")
@@ -65,13 +66,14 @@ class Runner:
         self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self.how_chosen = ""  # of a search: its points
+        self._cluster: Cluster | None = None  # that the jobs are handed to
         self._stop = Stop()
         self._forks: Forks | None = None
         self._printing = threading.Lock()
         self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
         self._gpus = Gpus(visible())
-        share = share_of(settings, jobs, self._ahead, self._gpus)
-        self._limit, self._cores, self._most_gpus = share.jobs, share.cores, share.gpus
+        self._share = share_of(settings, jobs, self._ahead, self._gpus)
+        self._limit, self._cores, self._most_gpus = self._share.jobs, self._share.cores, self._share.gpus
 
     # -- what there is to do --
 
@@ -141,6 +143,8 @@ class Runner:
             self._unwatched()
             if self._forks:
                 self._forks.close()
+            if self._cluster:
+                self._cluster.close()
             if self._folder:
                 self._folder.close()
 
@@ -155,6 +159,19 @@ class Runner:
     def _shared(self) -> list[str]:
         """The words of all jobs."""
         return [*(word for flag in self._memory["flags"].items() for word in flag), *self._memory["settings"]]
+
+    def _reach(self) -> None:
+        """Has the cluster of jobs that are handed to one; UserError where there is none, before anything is written."""
+        settings = self._settings
+        if settings.launcher == "submitit":
+            from toyexp.sweep.on_submitit import OnSubmitit
+
+            self._cluster = OnSubmitit(settings.submitit, self._most_gpus, self._limit)
+        if settings.launcher == "ray":
+            from toyexp.sweep.on_ray import OnRay
+
+            self._cluster = OnRay(settings, self._share, say)
+            self._limit = self._cluster.limit()
 
     def _watched(self) -> Board | None:
         def ranking() -> Ranking[Job]:
@@ -187,6 +204,8 @@ class Runner:
     def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs to run, of which the first says where all of them are."""
         left = self._checked(jobs)
+        if left:
+            self._reach()
         while left and self._folder is None and not self._placed(left[0]):
             left.pop(0)
         return left
@@ -251,13 +270,13 @@ class Runner:
         settings = self._settings
         if settings.launcher == "joblib":
             return side_by_side(jobs, self._process, self._limit)
-        if settings.launcher == "submitit" and self._folder is not None:
-            return on_cluster(
-                jobs, self._order, self._folder.path, settings.submitit, self._limit, self._stop, self._say_it,
-                self._most_gpus,
-            )  # fmt: skip
         if settings.launcher == "stacked":
             return self._in_stacks(jobs)
+        if self._cluster and self._folder:
+            from toyexp.sweep.cluster import on_cluster
+
+            self._cluster.begin(self._folder.path)
+            return on_cluster(jobs, self._order, self._cluster, self._stop, self._say_it)
         return ((job, (self._process if settings.isolate else self._here)(job)) for job in jobs)
 
     def _order(self, job: Job) -> Order:
@@ -336,7 +355,8 @@ class Runner:
                 print_result(self.asked.experiment(cfg, self._folder.run(job)))
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
-            self._stop.number, self._stop.requested = code - 128, True
+            self._stop.number = code - 128
+            self._stop.end()
             return Ended(code, str(error))
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
@@ -355,7 +375,7 @@ class Runner:
                 self._board.ended(job)
             if job.status == Status.COMPLETED:
                 self._say_it(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
-        if job.status == Status.COMPLETED and self._settings.launcher == "submitit":  # it printed elsewhere
+        if job.status == Status.COMPLETED and self._cluster:  # it printed elsewhere
             self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
         if job.status in FAILURES:
             self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)

@@ -60,6 +60,7 @@ class Searcher(Runner):
     def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
         """Looks at every value, and has the directory and the study."""
         self._check()
+        self._reach()
         settings = self._settings
         if self._folder is None:
             root, _ = self._ahead.directory(self._probes[0], None)

@@ -15,12 +15,22 @@ if TYPE_CHECKING:
     from toyexp.sweep.lookahead import Lookahead
 
 
+AUTO = -1  # GPUs of a job whose engine is chosen when it begins
+
+
 class Share(NamedTuple):
     """How many run at once, jobs or processes that train several, and what each of them has."""
 
     jobs: int
     cores: int  # 0: all there are
     gpus: int  # of the one that takes the most
+    processes: int = 1  # of the one that is the most of them
+    counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
+
+    def gpus_of(self, there: int) -> int:
+        """How many GPUs the job takes that takes the most, where there are so many; 0: as many as one asks for."""
+        auto = min(there, 1)
+        return max((there if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
 
 def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus) -> Share:
@@ -28,26 +38,23 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
     launcher, cluster = settings.launcher, settings.submitit.cluster
     if launcher == "serial":
         return Share(1, 0, 0)
-    most_gpus = _takes_gpus(settings, jobs, ahead)
+    here = launcher in ("joblib", "stacked") or (launcher == "ray" and not settings.ray.cluster())
+    share = Share(settings.jobs or len(jobs), 0, 0, counts=[ahead.gpus(job, AUTO) for job in _of_each_engine(jobs)])
+    most_gpus = share.gpus_of(len(visible()) if here else 0)
+    most = max((ahead.processes(job) for job in _of_each_engine(jobs)), default=1)
+    share = share._replace(gpus=most_gpus, processes=most)
     if launcher == "submitit" and (cluster == "slurm" or (cluster is None and shutil.which("srun"))):
-        return Share(settings.jobs or len(jobs), 0, most_gpus)
+        return share
+    if launcher == "ray" and not here:
+        return share
     at_once = gpus.at_once(most_gpus)
     if launcher == "stacked":  # which has a process for each device
-        return Share(max(at_once, 1), max(available_cores() // max(at_once, 1), 1), most_gpus)
-    most = max((ahead.processes(job) for job in _of_each_engine(jobs)), default=1)
+        return share._replace(jobs=max(at_once, 1), cores=max(available_cores() // max(at_once, 1), 1))
     limit = settings.jobs or max(available_cores() // most, 1)
     if at_once and (most_gpus > 1 or not settings.jobs):
         limit = min(limit, at_once)
     cores = max(available_cores() // limit, min(most, available_cores()))  # where more were asked for at once
-    return Share(limit, cores, most_gpus)
-
-
-def _takes_gpus(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead) -> int:
-    """How many GPUs the job takes that takes the most, as far as that is known before one runs."""
-    here = settings.launcher in ("joblib", "stacked")
-    counts = [ahead.gpus(job, auto=1 if here else 0) for job in _of_each_engine(jobs)]
-    everything = len(visible()) if here else 0  # a cluster has as many as it is asked for
-    return max((everything if count is None else count for count in counts), default=0)
+    return share._replace(jobs=limit, cores=cores)
 
 
 def _of_each_engine(jobs: Sequence[Job]) -> Iterable[Job]:

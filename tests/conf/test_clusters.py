@@ -1,0 +1,208 @@
+"""Jobs on clusters: what is lost begins again elsewhere, and the rest is as with jobs on this machine."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import (
+    QUICK,
+    TROUBLE,
+    has_checkpoint,
+    jobs,
+    kill,
+    parent,
+    run_of,
+    start,
+    statuses,
+    steps_of,
+    wait_for,
+    writer,
+)
+
+from toyexp.commands.line import main
+from toyexp.sweep.cluster import Cluster, Lost, OnNode, on_cluster
+from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.process import NOT_STARTED, Order, Stop
+from toyexp.training.rundir import lock
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "trouble.py").write_text(TROUBLE)
+    monkeypatch.delitem(sys.modules, "trouble", raising=False)
+
+
+@pytest.fixture
+def on_ray():
+    """The module, where Ray is."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
+    from toyexp.sweep import on_ray
+
+    return on_ray
+
+
+# -- handing over, with a cluster that does as it is told ------------------------------------------------------------
+
+
+class Told(Cluster):
+    """Ends each job as the next word for it says: an exit code, `lost`, or `waits` until it is stopped."""
+
+    title = "told"
+
+    def __init__(self, words, limit=2, retries=2):
+        self.words, self.most, self.retries = words, limit, retries
+        self.batches, self.stopped, self.peak = [], [], 0
+
+    def begin(self, folder):
+        """Nothing."""
+
+    def limit(self):
+        return self.most
+
+    def work(self, order):
+        return order
+
+    def submit(self, works):
+        self.batches.append(list(works))
+        if "refused" in [self.words[number][0] for number in works]:
+            raise RuntimeError("a long story\nno such partition")
+        return [(f" as {number}", (number, self.words[number].pop(0))) for number in works]
+
+    def ended(self, handles):
+        self.peak = max(self.peak, len(handles))
+        return [handle for handle in handles if handle[1] != "waits" or self.stopped]
+
+    def result(self, handle):
+        word = handle[1]
+        return Lost("its node is gone") if word == "lost" else Ended(143 if word == "waits" else int(word))
+
+    def stop(self, handles, times):
+        self.stopped.append(times)
+
+
+def handed(words, stop=None, **settings):
+    """What came of jobs with these words, their attempts, what was said, and the cluster."""
+    cluster, said = Told({n: list(w) for n, w in enumerate(words)}, **settings), []
+    found = [Job(number, [], attempts=1) for number in range(len(words))]
+    ended = on_cluster(iter(found), lambda job: job.number, cluster, stop or Stop(), said.append)
+    return {job.number: end for job, end in ended}, [job.attempts for job in found], said, cluster
+
+
+def test_a_job_that_is_lost_begins_again_a_few_times_and_then_that_is_said():
+    words = [["0"], ["lost", "lost", "0"], ["lost"] * 9, ["1"], ["0"]]
+    ended, attempts, said, cluster = handed(words)
+    assert {number: end.code for number, end in ended.items()} == {0: 0, 1: 0, 2: 137, 3: 1, 4: 0}
+    assert str(ended[2]) == "told: its node is gone, begun again 2 times"
+    assert attempts == [1, 3, 3, 1, 1] and cluster.peak == 2
+    assert "[1] lost (its node is gone): begun again, 2 of 2 times" in said
+    ended, *_ = handed([["lost"]], retries=0)
+    assert ended[0].error == "told: its node is gone"
+
+
+def test_what_there_is_room_for_is_handed_over_in_one_go_and_never_nothing():
+    assert handed([["0"]] * 5, limit=9)[3].batches == [[0, 1, 2, 3, 4]]
+    ended, *_, cluster = handed([["0"]] * 3, limit=0)  # all nodes are gone, and one that comes needs a job to wait
+    assert [*ended] == [0, 1, 2] and cluster.batches == [[0], [1], [2]]
+
+
+def test_what_a_cluster_refuses_has_ended_and_the_others_run():
+    ended, *_ = handed([["refused"], ["0"]], limit=1)
+    assert ended[0] == Ended(NOT_STARTED, "told: no such partition") and ended[1].code == 0
+
+
+def test_a_stop_reaches_the_jobs_once_for_each_signal_and_lost_ones_are_not_begun_again():
+    stop = Stop()
+    for _ in range(2):
+        stop.handle(signal.SIGINT)
+    ended, attempts, _, cluster = handed([["lost", "0"], ["waits"]], stop=stop)
+    assert {number: end.code for number, end in ended.items()} == {0: 143, 1: 143}
+    assert attempts == [1, 1] and cluster.stopped == [0, 1]
+
+
+def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    work, seen = OnNode(Order(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
+    monkeypatch.setattr("toyexp.sweep.cluster.run_process", lambda order, *rest: seen.append(order.goes_on) or Ended(0))
+    held = lock(folder)
+
+    def give_back(seconds):
+        os.close(held)
+
+    monkeypatch.setattr("toyexp.sweep.cluster.time.sleep", give_back)
+    assert work() == Ended(0) and seen == [True]
+    again = lock(folder)
+    monkeypatch.setattr("toyexp.sweep.cluster.time.sleep", lambda seconds: (tmp_path / "stop").touch())
+    assert work() == Ended(143, "interrupted") and seen == [True]
+    os.close(again)
+
+
+# -- Ray --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "found"),
+    [
+        ([(4, 0)], (0, 1, 0, None), (4, 1)),
+        ([(4, 0), (8, 0)], (0, 2, 0, None), (6, 2)),
+        ([(4, 0), (8, 0)], (3, 1, 0, None), (3, 4)),  # three of four cores, one on the smaller node
+        ([(4, 0), (8, 0)], (50, 1, 0, None), (50, 1)),  # most of them wait
+        ([(16, 4), (8, 0)], (0, 1, 1, None), (4, 4)),
+        ([(16, 4), (16, 4)], (0, 1, 0.5, None), (16, 2)),
+        ([(16, 4)], (0, 1, 2, 3), (2, 3)),
+        ([(16, 4)], (0, 1, 8, None), (0, 1)),
+        ([], (0, 1, 0, None), (0, 1)),
+    ],
+)
+def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
+    assert on_ray.share([on_ray.Node(*node) for node in nodes], *settings) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "told"),
+    [
+        (["sweep.ray.address=127.0.0.1:1"], "", "sweep.ray.address=127.0.0.1:1: nothing answers there"),
+        (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: takes auto, or HOST:PORT"),
+        (["sweep.ray.address=ray://h:10001"], "", "sweep.ray.address=ray://h:10001: takes auto, or HOST:PORT"),
+        ([], "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: nothing answers there"),
+        (["sweep.ray.gpus=1.5"], "", "sweep.ray.gpus=1.5: takes a whole number, or a share of one GPU: 0.5"),
+        (["sweep.ray.retries=-1"], "", "sweep.ray.retries=-1: must be at least 0"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
+    on_ray, words, variable, told, monkeypatch, capsys
+):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert main(["-m", *QUICK, "seed=0,1", "sweep.launcher=ray", *words]) == 2
+    assert told in capsys.readouterr().err and not Path("s").exists()
+    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
+
+
+@LINUX
+@pytest.mark.slow
+def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_killed_goes_on(on_ray):
+    words = [*QUICK, "steps=40,4,5,6,7,8,9,10,11", "callbacks.trouble.raises=6", "callbacks.trouble.killed=9",
+             "callbacks.trouble.slow=40", "callbacks.trouble.told=true"]  # fmt: skip
+    process = start("-m", *words, "sweep.launcher=ray", TOYEXP_NOTED="yes", CUDA_VISIBLE_DEVICES="")
+    wait_for(lambda: has_checkpoint(0), process)
+    worker = parent(writer(0))
+    kill(worker)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1, err
+    assert statuses() == "cccfcckcc"
+    assert [job["attempts"] for job in jobs()] == [2, *[1] * 8]
+    assert "[0] lost (its worker was killed): begun again, 1 of 3 times" in out
+    assert "resumed from step" in Path("s/logs/0.log").read_text()
+    assert steps_of(0) == list(range(1, 41))
+    for line in (out + err).splitlines():  # nothing that Ray has to say
+        ours = ("ray     a cluster of its own", "sweep ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
+        assert not line or line.startswith(ours), line
+    assert len(err.splitlines()) == 2 and "job 3: callbacks.trouble failed" in err and "job 6: killed by SIGKILL" in err
+    told = eval((run_of(1) / "told").read_text())
+    assert told[2:] == ["yes", None, str(Path.cwd())] and told[1] in ("1", "2")

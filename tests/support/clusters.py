@@ -1,0 +1,133 @@
+"""What tests of jobs on clusters share: runs that go wrong, and a cluster of Ray's of several nodes, here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TROUBLE = """
+import os, signal, time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, hookimpl
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Trouble)
+
+
+@dataclass(eq=False)
+class Trouble(Callback):
+    "Goes wrong before the last step of a run of so many steps."
+
+    name: ClassVar[str] = "trouble"
+
+    raises: int = -1
+    killed: int = -1
+    slow: int = -1  # this one takes its time, unless it goes on from a checkpoint
+    told: bool = False  # writes down what its process was given
+
+    @hookimpl
+    def on_start(self, run):
+        if self.told:
+            names = ("CUDA_VISIBLE_DEVICES", "TOYEXP_CORES", "TOYEXP_NOTED", "SLURM_ARRAY_TASK_ID")
+            (run.dir / "told").write_text(repr([os.environ.get(name) for name in names] + [os.getcwd()]))
+
+    @hookimpl
+    def on_step(self, run, step):
+        if run.steps == self.slow and not run.resumed:
+            time.sleep(0.05)
+        if run.resumed or step != run.steps - 1:
+            return
+        if run.steps == self.raises:
+            raise ZeroDivisionError("on purpose")
+        if run.steps == self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+MODULES = "plugins=[toyexp.testing.null,trouble]"
+QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16",
+         "checkpoint_every=5", "eval_every=0", "callbacks=[events,trouble]", "hydra.sweep.dir=s"]  # fmt: skip
+
+# A head that runs no job and two nodes with a core each; a line on its standard input ends the node of that number.
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+cluster.wait_for_nodes()
+print(cluster.address, *(node.raylet_socket_name for node in nodes), flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes[int(line)], allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+
+def start(*words: str, **environment: str) -> subprocess.Popen[str]:
+    """`toyexp WORDS` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "toyexp", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+    )  # fmt: skip
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    """Until it holds; AssertionError with what the process said when that ends first, or it takes too long."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            raise AssertionError(process.communicate())
+        time.sleep(0.05)
+
+
+def jobs() -> list[dict[str, object]]:
+    """The jobs of the sweep `s`, as its directory has them."""
+    found: list[dict[str, object]] = json.loads(Path("s/sweep.json").read_text())["jobs"]
+    return found
+
+
+def statuses() -> str:
+    """The first letters of what became of each: c, f, k, i, w."""
+    return "".join(str(job["status"])[0] for job in jobs())
+
+
+def run_of(number: int) -> Path:
+    """The directory of a job."""
+    return Path("s") / f"{number}-scratch-llama"
+
+
+def has_checkpoint(number: int) -> bool:
+    """Whether a job has one."""
+    return any(run_of(number).glob("checkpoints/step-*"))
+
+
+def steps_of(number: int) -> list[int]:
+    """The steps that a run's events record."""
+    lines = map(json.loads, (run_of(number) / "events.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == "step"]
+
+
+def writer(number: int) -> int:
+    """The process that writes a run."""
+    return int((run_of(number) / "run.lock").read_text().split()[0])
+
+
+def parent(process: int) -> int:
+    """Of a process."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def kill(process: int) -> None:
+    """At once."""
+    os.kill(process, signal.SIGKILL)

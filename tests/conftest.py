@@ -2,6 +2,9 @@
 
 import gc
 import os
+import shutil
+import sys
+import tempfile
 
 import pytest
 
@@ -9,6 +12,15 @@ import pytest
 # factor of ten. Read by OpenMP when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def pytest_configure(config):
+    """What tests start finds toyexp compiled, as anywhere else, also where Python is told to keep no bytecode."""
+    if sys.dont_write_bytecode:
+        kept = tempfile.mkdtemp(prefix="toyexp-bytecode-")
+        config.add_cleanup(lambda: shutil.rmtree(kept, ignore_errors=True))
+        os.environ["PYTHONPYCACHEPREFIX"] = kept
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish():

@@ -42,6 +42,7 @@ class Lookahead:
     values: Mapping[str, Any]  # of the words that vary, where they are known
     _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)
     _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
+    _of_hydra: dict[tuple[str, ...], str] = field(default_factory=dict)  # each choice of names, as text
     _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
 
     @cached_property
@@ -71,11 +72,15 @@ class Lookahead:
     def of_a_run(self, job: Job) -> Composed:
         """What a run of the job is made from, in this process."""
         composed = self.config(job)
-        if re.search(r"hydra[.:](?!job\.num)", str(OmegaConf.to_container(without_hydra(composed.cfg)))):
+        names = _told_apart(job.overrides)[0]
+        if names not in self._of_hydra:
+            self._of_hydra[names] = str(OmegaConf.to_container(without_hydra(composed.cfg)))
+        if re.search(r"hydra[.:](?!job\.num)", self._of_hydra[names] + job.label):
             return self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
         HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
         given = [*self.request.settings, *parse(job.overrides)]
-        return replace(composed, cfg=copy.deepcopy(composed.cfg), given=given)
+        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
+        return replace(composed, cfg=cfg, given=given)
 
     def gpus(self, job: Job, auto: int) -> int | None:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
@@ -106,12 +111,15 @@ class Lookahead:
 
     def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""
-        recipe = cast("type[Recipe]", class_of("recipe", composed.cfg.recipe, self.request.registry))
-        if recipe.base_file is Recipe.base_file:
+        if not self._has_base(composed):
             return composed
         settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
         settled.settle()
         return settled
+
+    def _has_base(self, composed: Composed) -> bool:
+        recipe = cast("type[Recipe]", class_of("recipe", composed.cfg.recipe, self.request.registry))
+        return recipe.base_file is not Recipe.base_file
 
     def check(self, job: Job, whole: bool = False) -> None:
         """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.

@@ -47,9 +47,10 @@ class Board:
         self.draw(soon=True)
 
     def leave(self, job: Job) -> None:
-        """The process of a job has ended."""
-        _, since, _ = self._running.pop(job.number)
-        self._walls[job.number] = time.monotonic() - since
+        """The process of a job has ended, or one that did not come to begin it."""
+        if job.number in self._running:
+            _, since, _ = self._running.pop(job.number)
+            self._walls[job.number] = time.monotonic() - since
 
     def ended(self, job: Job) -> None:
         """It is known what became of a job."""

@@ -174,7 +174,8 @@ class Foresight:
             for job in shape.jobs:
                 begins, steps = self._steps(job, shape, root)
                 evals = evaluations(begins, steps, every)
-                start = shape.start if self.settings.isolate or not seconds else of["ready"]
+                own = self.settings.isolate and self.settings.launcher != "stacked"  # a process
+                start = shape.start if own or not seconds else of["ready"]
                 seconds[job.number] = start + (steps - begins) * of["step"] + evals * of["evaluation"]
                 flops[job.number] = (steps - begins) * found["flops_per_step"]
             entries.append({"jobs": [j.number for j in shape.jobs], "own": shape.own, "start": shape.start, **found})
@@ -200,8 +201,10 @@ class Foresight:
     def _tell(self, told: Mapping[str, Any], tried: Sequence[Shape]) -> None:
         """The same for a person."""
         at_once = told["at_once"]
+        stacked = self.settings.launcher == "stacked"
         how = "one after another" if at_once == 1 else f"{at_once} at once"
         how += "" if self.settings.isolate else " in one process"
+        how = "together as far as they are one program" if stacked else how
         say(f"sweep    {short(Path(told['directory']))}, {counted(told['jobs'], 'job')}, {how} ({told['launcher']})")
         if told["settings"]:
             say(f"settings {' '.join(told['settings'])}")
@@ -235,7 +238,9 @@ class Foresight:
         one = told["seconds_of_jobs"].values()
         each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
         say(f"time     about {duration(told['seconds'])}: {counted(told['jobs'], 'job')}, {each} each, {how}")
-        if at_once > 1 and self.settings.launcher == "submitit":
+        if stacked:
+            say("         counted one after another; what training together saves is measured when it begins")
+        elif at_once > 1 and self.settings.launcher == "submitit":
             say("         where the cluster starts so many at once, on machines like this one")
         elif at_once > 1:
             say(f"         {counted(self.cores, 'core')} each; tried one at a time, they may be slower side by side")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +31,11 @@ from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe
 from toyexp.sweep.directory import Job
+from toyexp.sweep.gpus import VISIBLE, visible
 
 CHOICES = 8  # choices of names that are composed ahead: a composition takes a third of a second
 VALUES = 1000  # jobs that are looked at ahead
+SMALL = 20_000_000  # parameters of a model whose jobs are faster together on a GPU; of 6M they are three times as fast
 
 
 @dataclass
@@ -72,7 +76,7 @@ class Lookahead:
     def of_a_run(self, job: Job) -> Composed:
         """What a run of the job is made from, in this process."""
         composed = self.config(job)
-        names = _told_apart(job.overrides)[0]
+        names = told_apart(job.overrides)[0]
         if names not in self._of_hydra:
             self._of_hydra[names] = str(OmegaConf.to_container(without_hydra(composed.cfg)))
         if re.search(r"hydra[.:](?!job\.num)", self._of_hydra[names] + job.label):
@@ -86,6 +90,22 @@ class Lookahead:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
         engine = self._engine(job)
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+
+    def could_be_stacked(self, job: Job) -> bool:
+        """Whether the job is of a small model on a GPU engine that trains several jobs together, as far as is known."""
+        engine = self._engine(job)
+        cls = self._auto_gpu() if engine == AUTO else type(engine)
+        with contextlib.suppress(UserError):  # which is told when it is the job's turn
+            if cls and issubclass(cls, Engine) and cls.on_gpu and cls.unstackable is not Engine.unstackable:
+                of_one = isinstance(engine, Engine) and engine.gpus() not in (0, 1)
+                return not of_one and sum(math.prod(t.shape) for t in self.model(job).tensors()) <= SMALL
+        return False
+
+    def _auto_gpu(self) -> type | None:
+        """The engine that engine=auto is likely to take where there are NVIDIA GPUs."""
+        offered = self.request.registry.classes("engine").values() if visible() else ()
+        engines = [cast("type[Engine]", cls) for cls in offered]
+        return max((cls for cls in engines if cls.shows == VISIBLE), key=lambda cls: cls.priority, default=None)
 
     def processes(self, job: Job) -> int:
         """How many processes the job is that compute on the CPU, as far as its settings tell."""

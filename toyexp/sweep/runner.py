@@ -133,6 +133,7 @@ class Runner:
         try:
             self._forks = self._forks_of_jobs()
             jobs = self._look_ahead(jobs)
+            self._advise(jobs)
             self._board = self._watched()
             with self._signals():
                 for job, ended in self._launch(self._waiting(jobs)):
@@ -172,6 +173,13 @@ class Runner:
 
             self._cluster = OnRay(settings, self._share, say)
             self._limit = self._cluster.limit()
+
+    def _advise(self, jobs: Sequence[Job]) -> None:
+        if self._settings.launcher in ("serial", "joblib") and self._settings.search is None and len(jobs) > 1:
+            from toyexp.sweep.stacked import advice
+
+            if line := advice(jobs, self._ahead):
+                say(line)
 
     def _watched(self) -> Board | None:
         def ranking() -> Ranking[Job]:
@@ -298,7 +306,11 @@ class Runner:
         stacked = Stacked(self._order, self._begin, self._shared(), self._settings.jobs, self._stop, self._show)
         generation = self._settings.jobs if self._settings.search else None
         while batch := list(itertools.islice(jobs, generation)):
-            yield from stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus))
+            for job, ended in stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus)):
+                if self._board:
+                    with self._printing:
+                        self._board.leave(job)
+                yield job, ended
 
     def _show(self, job: Job | None, line: str, stream: IO[str]) -> None:
         """A line of a process, which a job printed, or none that is known."""

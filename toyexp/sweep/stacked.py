@@ -12,13 +12,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.config.top_level import PARTS
 from toyexp.sweep.combinations import STACK
 from toyexp.sweep.directory import Ended, Job
 from toyexp.sweep.process import Order, Stop, run_process
 
+if TYPE_CHECKING:
+    from toyexp.sweep.lookahead import Lookahead
+
+WORTH_IT = 4  # jobs of one program
 SAME = ("optim", "recipe", "callbacks", "data")  # parts whose settings, other than their names, are often numbers alone
 OF_A_STEP = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
 
@@ -158,21 +162,36 @@ class _Reports:
             yield json.loads(line)
 
 
+def advice(jobs: Sequence[Job], ahead: Lookahead) -> str:
+    """That jobs which are about to run one by one could train together, where that is worth it; else nothing."""
+    kinds = [kind for kind in _kinds(jobs) if len(kind) >= WORTH_IT and ahead.could_be_stacked(kind[0])]
+    if not kinds:
+        return ""
+    count = sum(map(len, kinds))
+    which = f"these {count} jobs" if count == len(jobs) else f"{count} of these {len(jobs)} jobs"
+    return f"{which} could train together: sweep.launcher=stacked"
+
+
 def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
     """The jobs of each process, and where there are more such parts than processes of those that come later.
 
     Those that are likely of one program stand together; which are, is seen once they are ready.
     """
-    kinds: dict[tuple[str, ...], list[Job]] = {}
-    for job in jobs:
-        kinds.setdefault(tuple(filter(_shapes, job.overrides)), []).append(job)
+    kinds = _kinds(jobs)
     if processes == 1:
-        return [[job for kind in kinds.values() for job in kind]]
+        return [[job for kind in kinds for job in kind]]
     parts = []
-    for kind in kinds.values():
+    for kind in kinds:
         share = -(-len(kind) // processes)
         parts += [kind[start : start + share] for start in range(0, len(kind), share)]
     return parts
+
+
+def _kinds(jobs: Sequence[Job]) -> list[list[Job]]:
+    kinds: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        kinds.setdefault(tuple(filter(_shapes, job.overrides)), []).append(job)
+    return [*kinds.values()]
 
 
 def _shapes(word: str) -> bool:

@@ -1,13 +1,16 @@
+import json
 import math
 import os
 import shutil
 import signal
 import time
 from datetime import datetime
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
+from toyexp.base import dump_json
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint
@@ -31,6 +34,15 @@ def check_rules(events):
     if steps:
         assert end["final_step"] == steps[-1]
         assert end["final_loss"] == next(e for e in reversed(events) if e["kind"] == "step")["loss"]
+
+
+def test_a_line_is_strict_json_whatever_stands_in_it():
+    fields = {"a": 0.1, "b": {"c": [1, "x", None]}, "d": MappingProxyType({"e": np.float32(2)}), "f": np.arange(2)}
+    assert json.loads(dump_json(fields)) == {"a": 0.1, "b": {"c": [1, "x", None]}, "d": {"e": 2.0}, "f": [0, 1]}
+    bad = {**fields, "a": math.nan, "d": MappingProxyType({"e": np.array([1, np.inf])}), "g": [{"h": -math.inf}]}
+    assert json.loads(dump_json(bad)) == {
+        "a": None, "b": {"c": [1, "x", None]}, "d": {"e": [1.0, None]}, "f": [0, 1], "g": [{"h": None}]
+    }  # fmt: skip
 
 
 def test_a_completed_run_is_recorded_from_start_to_end(train):

@@ -129,6 +129,16 @@ def test_a_large_batch_is_its_micro_batches_one_after_the_other(rows, accumulate
     assert np.array_equal(large.batch(k)["tokens"], joined)
 
 
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 30))
+@settings(deadline=None, max_examples=40)
+def test_a_block_is_its_batches_one_after_the_other(rows, count, k):
+    """Also where it goes on into the next epoch."""
+    batches = corpus(60).batches(7, rows, seed=1)
+    block, each = batches.block(k, count), [batches.batch(k + i) for i in range(count)]
+    for name, values in block.items():
+        assert np.array_equal(values, np.concatenate([batch[name] for batch in each]))
+
+
 def test_the_smallest_corpus_is_one_window_again_and_again():
     batches = corpus(9, held_out=9).batches(8, 5, seed=0)
     assert np.array_equal(batches.batch(123)["tokens"], np.tile(np.arange(8), (5, 1)))

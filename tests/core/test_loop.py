@@ -10,6 +10,7 @@ import pytest
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMetrics, hookimpl
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.contract.batch import batch_digest
+from toyexp.contract.micro_batches import micro_batches, readied
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
@@ -256,6 +257,32 @@ def test_held_out_targets_that_weigh_nothing_have_no_loss(stage):
     batch = token_dataset(8, 4000).batches(5, 3, 0).batch(0)
     with pytest.raises(BadBatch, match="weigh 0 in all"):
         session.evaluate([{**batch, "weights": np.zeros_like(batch["weights"])}])
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_batches_that_are_made_ahead_are_to_the_bit_what_they_are_in_their_turn(stage, even):
+    plan = replace(stage(1).session.plan, rows=3, accumulate=2)
+    batches = token_dataset(8, 4000).batches(5, 6, 0)
+    block = batches.block(2, 4)
+    if not even:
+        block["weights"] = np.random.default_rng(0).uniform(0, 2, block["weights"].shape).astype(np.float32)
+    for i, ours in enumerate(readied(plan, block, 4)):
+        batch = {name: values[6 * i : 6 * i + 6] for name, values in block.items()}
+        assert batch_digest(ours) == batch_digest(batch)
+        for mine, theirs in zip(ours.micros, micro_batches(plan, batch), strict=True):
+            assert batch_digest(mine) == batch_digest(theirs)
+
+
+def test_whatever_batches_are_made_ahead_each_step_takes_its_own(stage):
+    """A batch of a subclass is never left out for a block that knows nothing of it."""
+    ahead, alone, other = stage(40), stage(40), stage(40)
+    kind = type(ahead.training.batches)
+    alone.training.batches.__class__ = type("Alone", (kind,), {"batch": lambda self, k: kind.batch(self, k)})
+    other.training.batches.__class__ = type("Other", (kind,), {"batch": lambda self, k: kind.batch(self, k + 1)})
+    for it in (ahead, alone, other):
+        it.train()
+    assert ahead.session.digests == alone.session.digests
+    assert other.session.digests[:-1] == ahead.session.digests[1:]
 
 
 def test_every_step_takes_the_next_batch_and_its_own_hp(stage):
@@ -636,14 +663,18 @@ def test_what_was_trained_is_not_saved_when_a_step_fails_on_its_way(stage, looke
 
 def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stage):
     """It is found before anything changes, whether or not a step is under way."""
-    for it in (queued(stage, 9), stage(9)):
+    for it, ahead in ((queued(stage, 9), False), (stage(9), False), (stage(9), True)):
         whole = it.training.batches
 
         class Torn(type(whole)):
             def batch(self, k):
                 return super().batch(k) if k < 4 else {"tokens": np.zeros((1, 1), np.int32)}
 
-        whole.__class__ = Torn
+        class Ahead(Torn):
+            def block(self, first, count):
+                return {name: values.astype(np.float16) for name, values in super().block(first, count).items()}
+
+        whole.__class__ = Ahead if ahead else Torn
         with pytest.raises(PluginFailed, match=r"at step 5: the batch has no"):
             it.train()
         assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (4, 4, 4)

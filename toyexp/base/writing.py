@@ -87,6 +87,11 @@ def bytes_in(path: Path) -> int:
 
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
+    if indent is None:
+        try:
+            return LINE.encode({**fields})  # as it is, which it nearly always can be
+        except ValueError:  # of a number that is not finite
+            pass
     return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_plain)
 
 
@@ -94,7 +99,12 @@ def _plain(value: object) -> Any:
     """What JSON has no word for: numbers and arrays of numpy's as plain numbers, and the rest as text."""
     import numpy as np
 
+    if isinstance(value, Mapping):
+        return {**value}
     return _finite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+LINE = json.JSONEncoder(allow_nan=False, default=_plain)
 
 
 def _finite(value: Any) -> Any:

@@ -67,6 +67,10 @@ class Batches(ABC):
     def batch(self, k: int) -> Batch:
         """Training batch `k`, counted from 0 without end."""
 
+    def block(self, first: int, count: int) -> Batch | None:
+        """The rows of `count` batches from batch `first` on, one after another; None where one by one is as fast."""
+        return None
+
     @abstractmethod
     def held_out(self) -> Sequence[Batch]:
         """The batches that every evaluation uses, each of `rows` rows; what only fills one up has weights of 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,29 @@ def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
     if total <= 0:
         raise BadBatch(f"a batch whose targets weigh {total:g} in all has no loss")
     return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
+
+
+class Ready(dict[str, np.ndarray]):
+    """A batch that was checked and cut for a plan before its step's turn came."""
+
+    def __init__(self, arrays: Batch, plan: Plan, micros: Sequence[Batch]):
+        super().__init__(arrays)
+        self.plan, self.micros = plan, micros
+
+
+def readied(plan: Plan, block: Batch, count: int) -> list[Ready]:
+    """The batches of `count` steps, whose rows stand one after another in `block`; BadBatch where one is none."""
+    whole, total = cut(plan, block)
+    each, size = plan.rows * plan.accumulate, plan.accumulate
+    if len(whole) != count * size:
+        raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * each}")
+    batches = [{name: array[i * each : (i + 1) * each] for name, array in block.items()} for i in range(count)]
+    if (block["weights"] == 1).all():  # each weighs the same
+        scaled = (block["weights"] / (total / count)).astype(np.float32)
+        micros = [{**m, "weights": scaled[i * plan.rows : (i + 1) * plan.rows]} for i, m in enumerate(whole)]
+    else:
+        micros = [dict(micro) for batch in batches for micro in micro_batches(plan, batch)]
+    return [Ready(batch, plan, micros[i * size : (i + 1) * size]) for i, batch in enumerate(batches)]
 
 
 def cut(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:

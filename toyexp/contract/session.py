@@ -19,7 +19,7 @@ from toyexp.base.blame import given
 from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
 from toyexp.contract.batch import Batch
 from toyexp.contract.decoder import Decoder, Recompute
-from toyexp.contract.micro_batches import cut, micro_batches, padded
+from toyexp.contract.micro_batches import Ready, cut, micro_batches, padded
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.snapshot import slot_name, snapshot_fault, state_misfit
@@ -59,7 +59,7 @@ def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Seque
     if len(numbers) != len(groups):
         raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
     for vector in numbers:
-        if not all(map(math.isfinite, vector.tolist())):
+        if not math.isfinite(sum(vector.tolist())) and not all(map(math.isfinite, vector.tolist())):
             raise SessionError(f"step(): its numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
     return numbers
 
@@ -130,7 +130,10 @@ class Session(ABC):
         """
         self._require_training("step()")
         numbers = _for_groups(self.plan, numbers)
-        micros = micro_batches(self.plan, batch)
+        if isinstance(batch, Ready) and batch.plan is self.plan:
+            micros: Sequence[Batch] = batch.micros
+        else:
+            micros = micro_batches(self.plan, batch)
         if len(micros) != self.plan.accumulate:
             raise BadBatch(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"

@@ -107,12 +107,20 @@ class TokenBatches(Batches):
 
     def batch(self, k: int) -> Batch:
         """Training batch `k`: tokens, targets and weights, each [rows, context]."""
-        first = k * self._rows
-        starts: list[int] = []
-        while len(starts) < self._rows:  # a batch may cross into the next epoch, more than once on a tiny corpus
-            epoch, place = divmod(first + len(starts), self._windows)
-            starts.extend(self._order(epoch)[place : place + self._rows - len(starts)])
-        return _windows(self._train, np.array(starts), self._span)
+        return self._rows_of(k, 1)
+
+    def block(self, first: int, count: int) -> Batch:
+        """The rows of `count` batches from batch `first` on."""
+        return self._rows_of(first, count)
+
+    def _rows_of(self, first: int, count: int) -> Batch:
+        row, end = first * self._rows, (first + count) * self._rows
+        starts: list[np.ndarray] = []
+        while row < end:  # a batch may cross into the next epoch, more than once on a tiny corpus
+            epoch, place = divmod(row, self._windows)
+            starts.append(self._order(epoch)[place : place + end - row])
+            row += len(starts[-1])
+        return _windows(self._train, np.concatenate(starts), self._span)
 
     def held_out(self) -> Sequence[Batch]:
         """At most `eval_batches` batches spread evenly over the held-out part; the last rows may weigh nothing."""

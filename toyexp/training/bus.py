@@ -19,6 +19,7 @@ from toyexp.contract.hooks import RunHooks
 from toyexp.contract.run import Run
 
 if TYPE_CHECKING:
+    from toyexp.contract.batch import Batch
     from toyexp.contract.plan import Plan
     from toyexp.contract.run import Best
 
@@ -26,6 +27,9 @@ log = logging.getLogger("toyexp")
 
 QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised at once
 OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
+
+
+Call = tuple[Callable[..., Any], Sequence[str]]  # a function, and the names of what it takes
 
 
 class Bus:
@@ -66,19 +70,41 @@ class Bus:
         answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
         self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
+        self._of_lr, self._of_steps = self._calls("lr"), self._calls("on_step")
 
     def lr(self, run: Run, step: int) -> float:
         """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
 
         Raises RunFailed for an answer that is no finite number from 0.
         """
-        answer = self.hook.lr(run=run, step=step, steps=run.steps)
+        answer, arguments = None, {"run": run, "step": step, "steps": run.steps}
+        for function, names in self._of_lr:
+            answer = function(*[arguments[name] for name in names])
+            if answer is not None:
+                break
         if answer is None:
             return run.lr
         if not _scales(answer):
             what = f"lr at step {step + 1} is {printable(repr(answer))}"
             raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
         return float(answer)
+
+    def tell_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
+        """Tells that a step was taken."""
+        arguments = {"run": run, "step": step, "metrics": metrics, "batch": batch}
+        for function, names in self._of_steps:
+            function(*[arguments[name] for name in names])
+
+    def _calls(self, hook: str) -> Sequence[Call]:
+        """A hook's functions in the order of the calls: at every step a call through pluggy takes half of the time.
+
+        One that wraps the others leaves all to pluggy.
+        """
+        impls = getattr(self.hook, hook).get_hookimpls()
+        if any(impl.wrapper or impl.hookwrapper for impl in impls):
+            names = getattr(self.hook, hook).spec.argnames
+            return [(lambda *values: getattr(self.hook, hook)(**dict(zip(names, values, strict=True))), names)]
+        return [(impl.function, impl.argnames) for impl in reversed(impls)]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
         """What the optimiser's numbers are multiplied by at the 0-based `step`.

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -20,6 +21,7 @@ from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
 from toyexp.contract.run import Run
 from toyexp.contract.session import StepMetrics
+from toyexp.training.ahead import Ahead
 from toyexp.training.bad_numbers import gave_up
 from toyexp.training.bus import Bus
 from toyexp.training.driver import Asks, Evaluate, Step, drive
@@ -55,6 +57,8 @@ class Training:
         before, self._whole = outcome.seconds, True
         self._under_way: list[_Launched] = []
         self._ended_at = began  # the step before
+        self._blames = {kind: OnError(partial(self._told, kind)) for kind in ("data", "optim", "engine")}
+        self._ahead = Ahead(self.batches, self.run.plan, self.run.steps)
         self.bus.step = outcome.steps
         try:
             with self._blamed("data"):
@@ -104,7 +108,7 @@ class Training:
 
     def _blamed(self, kind: str) -> OnError:
         """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
-        return OnError(lambda error: self._told(kind, error))
+        return self._blames[kind]
 
     def _told(self, kind: str, error: Exception | SystemExit) -> NoReturn:
         run, when = self.run, f"at step {self.bus.step}"
@@ -134,7 +138,7 @@ class Training:
         with self._blamed("optim"):
             numbers = run.plan.numbers(step, lr, factors)
         with self._blamed("data"):
-            batch = self.batches.batch(step)
+            batch = self._ahead.batch(step)
         with self._blamed("engine"):
             try:
                 metrics = yield Step(batch, numbers)
@@ -158,12 +162,14 @@ class Training:
         outcome.tokens += count
         outcome.training_seconds += seconds
         metrics = {"loss": loss, "lr": launched.lr, "grad_norm": grad_norm, "tokens": count}
-        scaled = {f"{name}_factor": factor for name, factor in launched.factors.items()}
-        scaled |= self.run.plan.scaled(launched.factors)
+        scaled = {}
+        if launched.factors:
+            scaled = {f"{name}_factor": factor for name, factor in launched.factors.items()}
+            scaled |= self.run.plan.scaled(launched.factors)
         return {**scaled, **metrics, "wall_us": seconds * 1e6}, launched.batch
 
     def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        self.bus.hook.on_step(run=self.run, step=self.outcome.steps, metrics=metrics, batch=batch)
+        self.bus.tell_step(self.run, self.outcome.steps, metrics, batch)
 
     def _evaluate_if_due(self) -> Asks[bool]:
         """Evaluates when it is time and was not done; whether a signal came meanwhile."""

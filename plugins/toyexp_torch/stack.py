@@ -7,7 +7,6 @@ training step and the held-out loss is what `TorchSession` does, and no run is m
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,6 @@ from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
 from toyexp_torch.stack_resident import StackedResident
 from toyexp_torch.stack_step import How, StackedStep, StackedUpdate
-
-log = logging.getLogger("toyexp")
 
 CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
 
@@ -72,12 +69,12 @@ class Stack:
         self.flat, self.grad = (
             torch.zeros((len(plans), length), dtype=self._dtype, device=self._device) for _ in range(2)
         )
-        self.update, self._places = StackedUpdate(plans[0], self.flat, self.grad, places), places
+        self.update, self._where = StackedUpdate(plans[0], self.flat, self.grad, places), places
         self.sessions = [StackedSession(plan, wanted, self, row) for row, plan in enumerate(plans)]
-        self._asked: list[_Asked] = []  # steps
-        self._held_out: list[_Asked] = []  # losses
+        self._asked: dict[int, _Asked] = {}  # steps, by row
+        self._held_out: dict[int, _Asked] = {}  # losses
         self._begun: list[_Answers] = []  # steps whose numbers are on their way from a GPU
-        self._rows: list[int] = []  # those of the program
+        self._places: dict[int, int] = {}  # of the rows in the program
         self._step: StackedStep | None = None
         self._resident: StackedResident | None = None  # the same on a GPU
 
@@ -103,8 +100,7 @@ class Stack:
     def ask(self, row: int, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
         """Notes that a run wants a step, and gives what waits for it; its step before this one is begun first."""
         self.settle(row)
-        asked = _Asked(row, micros, numbers)
-        self._asked.append(asked)
+        asked = self._asked[row] = _Asked(row, micros, numbers)
 
         def wait() -> StepMetrics:
             if asked.answer is None:
@@ -118,13 +114,13 @@ class Stack:
     def ask_losses(self, row: int, micros: Sequence[Batch]) -> Callable[[], float]:
         """The same for the sum of its losses on micro-batches, without training."""
         self.settle(row)
-        asked = _Asked(row, micros)
-        self._held_out.append(asked)
+        if row in self._held_out:
+            self._evaluate()
+        asked = self._held_out[row] = _Asked(row, micros)
 
         def wait() -> float:
             if asked.answer is None:
-                together, self._held_out = sorted(self._held_out, key=lambda a: a.row), []
-                self._begin(together, self._losses)
+                self._evaluate()
             assert asked.answer is not None
             found: float = asked.answer()
             return found
@@ -133,13 +129,13 @@ class Stack:
 
     def settle(self, row: int) -> None:
         """Begins the step that a run has asked for, if it has."""
-        if any(asked.row == row for asked in self._asked):
+        if row in self._asked:
             self.take()
 
     def leave(self, row: int) -> None:
         """A run has ended; what it asked for is not computed any more. The last one frees the memory."""
-        self._asked = [asked for asked in self._asked if asked.row != row]
-        self._held_out = [asked for asked in self._held_out if asked.row != row]
+        self._asked.pop(row, None)
+        self._held_out.pop(row, None)
         if all(session.state is State.CLOSED for session in self.sessions):
             if self._resident is not None:
                 self._resident.close()
@@ -150,17 +146,22 @@ class Stack:
 
     def take(self) -> None:
         """Begins one step of all runs that have asked for one; where it fails, it fails for each of them."""
-        together, self._asked = sorted(self._asked, key=lambda a: a.row), []
+        together, self._asked = self._asked, {}
         self._begin(together, self._taken)
 
-    def _begin(self, together: Sequence[_Asked], compute: Callable[[Sequence[_Asked]], _Answers]) -> None:
+    def _evaluate(self) -> None:
+        together, self._held_out = self._held_out, {}
+        self._begin(together, self._losses)
+
+    def _begin(self, asked: Mapping[int, _Asked], compute: Callable[[Sequence[_Asked]], _Answers]) -> None:
+        together = [asked[row] for row in sorted(asked)]
         try:
             with self._settings.applied():
                 answers = compute(together)
         except BaseException as error:
             answers = _Answers(_raising(error))
-        for place, asked in enumerate(together):
-            asked.answer = _one_of(answers, place)
+        for place, one in enumerate(together):
+            one.answer = _one_of(answers, place)
 
     def _taken(self, asked: Sequence[_Asked]) -> _Answers:
         self._prepare([one.row for one in asked])
@@ -174,11 +175,11 @@ class Stack:
             return _Answers(lambda: [StepMetrics(*each) for each in metrics])
         if len(self._begun) > 1:  # a third one would overwrite the numbers of the first
             self._begun.pop(0).settle()
-        places = [self._rows.index(one.row) for one in asked]
+        places = [self._places[one.row] for one in asked]
         fetched = self._resident.launch(
             {place: (one.micros, one.numbers) for place, one in zip(places, asked, strict=True)}
         )
-        count = len(self._rows)
+        count = len(self._places)
 
         def wait() -> Sequence[StepMetrics]:
             found = fetched()
@@ -190,9 +191,9 @@ class Stack:
     def _losses(self, asked: Sequence[_Asked]) -> _Answers:
         """The sums of losses, batch by batch: a run with fewer of them than others has none in the end."""
         self._prepare([one.row for one in asked])
-        total = torch.zeros(len(self._rows), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
+        total = torch.zeros(len(self._places), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
         total = total.to(self._device)
-        places = [self._rows.index(one.row) for one in asked]
+        places = [self._places[one.row] for one in asked]
         for i in range(max(len(one.micros) for one in asked)):
             those = {place: one.micros[i] for place, one in zip(places, asked, strict=True) if i < len(one.micros)}
             if self._resident is not None:
@@ -212,22 +213,20 @@ class Stack:
         if on_gpu:
             open_ones = [row for row, session in enumerate(self.sessions) if session.state is State.BUILT]
             rows = sorted({*open_ones, *asking})
-            still = len({*rows} & {*self._rows})
-            if self._step is not None and {*asking} <= {*self._rows} and still > CROWDED * len(self._rows):
+            still = len({*rows} & self._places.keys())
+            if self._step is not None and self._places.keys() >= {*asking} and still > CROWDED * len(self._places):
                 return
-        elif self._step is not None and rows == self._rows:
+        elif self._step is not None and rows == [*self._places]:
             return
         if self._resident is not None:
             self._resident.close()
         self._step = self._resident = None  # their memory is free before there is another
         plans, frozen = [self._plans[row] for row in rows], self._frozen(rows)
-        step = StackedStep(plans, rows, self.flat, self.grad, self._places, self.update, frozen, self._how)
+        step = StackedStep(plans, rows, self.flat, self.grad, self._where, self.update, frozen, self._how)
         if on_gpu:
             sizes = self.update.sizes()
             self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture)
-            if self._capture and self._resident.refused:
-                log.warning("the steps of a stack are launched kernel by kernel: %s", self._resident.refused)
-        self._step, self._rows = step, rows
+        self._step, self._places = step, {row: place for place, row in enumerate(rows)}
 
     def _there(self, micros: Sequence[Batch]) -> dict[str, Tensor]:
         """A micro-batch of each run as one on the device."""

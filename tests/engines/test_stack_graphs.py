@@ -49,7 +49,7 @@ class Captured:
 
     made: list = []
 
-    def __init__(self, work, rehearse, pool, refused=""):
+    def __init__(self, title, work, rehearse, pool, refused=""):
         self._work, self._rehearse, self.refused, self._ready = work, rehearse, refused, False
         self.made.append(self)
 

@@ -407,6 +407,12 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("parity hydra/launcher=basic", ["hydra/launcher=basic: is of no effect in parity; leave it out"]),
         ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
         ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
+        ("parity --lr 1e-3", ["parity --lr: a setting has no dashes: lr=1e-3"]),
+        ("parity --epochs=3", ["a setting has no dashes: steps=... (a run's length is in optimiser steps)"]),
+        ("bench --batch-size 4", ["bench --batch-size: a setting has no dashes: batch_size=4"]),
+        ("bench --epochs 3", ["bench --epochs: there is no such option", "--rounds"]),  # nor steps=3
+        ("lr=3e-4,", ["'lr=3e-4,': it ends in a comma: lr=3e-4"]),
+        ("-m lr=3e-4,1e-3,", ["it ends in a comma: lr=3e-4,1e-3"]),
         ("parity --csv", ["parity --csv: there is no such option"]),
         ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
         ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
@@ -967,18 +973,14 @@ def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, word
     refused(words, told)
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "own"), [("parity", "vulkan", "half=true"), ("bench", "ggml_cuda", "tf32=true")]
-)
-def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(
-    refused, monkeypatch, command, name, own
-):
+@pytest.mark.parametrize(("name", "own"), [("vulkan", "half=true"), ("ggml_cuda", "tf32=true")])
+def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(refused, monkeypatch, name, own):
     monkeypatch.setattr(GGMLGPU, "check", lambda self: "ggml on a GPU")
     monkeypatch.setattr(GGMLVulkan, "_claimed", None)
     monkeypatch.setattr(GGMLCUDA, "_was_allowed", False)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
-    words = [command, f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
+    words = ["parity", f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
     refused(words, "once in a process", f"engine={name}:{own} beside engines like cpu")
 
 

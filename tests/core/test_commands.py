@@ -126,7 +126,7 @@ def test_every_shipped_one_is_in_the_registry():
 class Two(Command):
     name = "two"
     switches = ("--all",)
-    values = {"--to": "x.gguf"}
+    values = {"--to": "x.gguf", "--type": "q8_0"}
 
     def run(self, arguments):
         return 0
@@ -142,6 +142,9 @@ def test_words_are_told_apart():
     ("words", "told"),
     [
         (["--al"], "two --al: there is no such option; did you mean --all?"),
+        (["-a"], "two -a: there is no such option; did you mean --all?"),
+        (["-t", "x"], "two -t: there is no such option; there is: --to, --type$"),
+        (["--output-to=x"], "two --output-to=x: there is no such option; did you mean --to?"),
         (["--to"], "--to needs a value, such as --to x.gguf"),
         (["--to", "--all"], "--to needs a value, such as --to x.gguf"),
         (["--all=1"], "--all takes no value"),

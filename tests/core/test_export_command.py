@@ -1,6 +1,7 @@
 """`toyexp export`: a file again in another type, with every key as it was, or one plain error and nothing written."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -141,7 +142,9 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
     [
         ("model.gguf", "takes one file or run directory, and a type: toyexp export model.gguf --type q8_0"),
         ("--type q8_0", "takes one file or run directory, and a type"),
-        ("model.gguf other.gguf --type q8_0", "takes one file or run directory, and a type"),
+        ("model.gguf other.gguf --type q4_0", "and a type: toyexp export model.gguf --type q4_0 --to other.gguf"),
+        ("model.gguf --type q8_0 --to=", "export --to '': is empty (a variable that is not set?); leave it out, or"),
+        ("model.gguf --type q8_0 --to pipe --force", "--to pipe: is a device or a pipe, which no file takes the place"),
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),
         ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
         ("model.gguf --type q8", "did you mean q8_0?"),
@@ -171,6 +174,7 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
         put_program(source.parent, "exit 1")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     (source.parent / "empty").mkdir()
+    os.mkfifo(source.parent / "pipe")
     (source.parent / "book.txt").write_text("It was a bright cold day in April.")
     (source.parent / "there.gguf").write_bytes(b"mine")
     for name, key, value in (
@@ -186,7 +190,7 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
     assert main(["export", *words.split(" ")]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1, err
-    assert sorted(p.name for p in source.parent.rglob("*")) == before
+    assert sorted(p.name for p in source.parent.rglob("*")) == before and (source.parent / "pipe").is_fifo()
     assert (source.parent / "there.gguf").read_bytes() == b"mine"
 
 

@@ -298,6 +298,12 @@ def test_an_empty_prompt_starts_with_end_of_text(generated):
     assert generated("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
 
 
+def test_a_standard_input_that_is_closed_is_told(generated, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
+    assert capsys.readouterr().err.startswith("toyexp: error: --prompt -: standard input is closed; ")
+
+
 def test_ids_in_and_with_a_tokenizer_text_out(generated):
     found = generated("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
     assert (found["prompt"], found["prompt_ids"], found["text"]) == (None, [97, 98], "\0\0")
@@ -339,6 +345,10 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --min-p 1.1", "from 0 to 1"),
         ("text.gguf --ids 1,x", "--ids 1,x: takes token ids"),
         ("text.gguf --ids 1,-2", "takes token ids"),
+        ("text.gguf --ids 1,,2", "--ids 1,,2: takes token ids"),
+        ("text.gguf --prompt x --adapter=", "generate --adapter '': is empty (a variable that is not set?)"),
+        ("text.gguf -p x", "generate -p: there is no such option; did you mean --prompt?"),
+        ("text.gguf --prompt x --max_new_tokens 3", "did you mean --tokens?"),
         ("text.gguf --ids 300", "the prompt's id 300 is not one of its 0..256"),
         ("text.gguf --ids 99999999999999999999999", "takes token ids"),
         ("text.gguf --ids 1 --chat", "takes its message from --prompt"),

@@ -160,8 +160,15 @@ def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monk
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--version"], ["--cfg", "job"]])
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        *((words, unbuffered) for words in (["--version"], ["--cfg", "job"]) for unbuffered in ("", "1")),
+        (["doctor"], ""),
+        (["bench", "engine=noop", "plugins=[toyexp.testing.null]"], ""),  # before anything is measured
+        (["parity", "engine=noop,noop:nan_at=9", "plugins=[toyexp.testing.null]", "data=random", "steps=2"], ""),
+    ],
+)
 def test_a_full_disk_behind_the_output_is_called_that(words, unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:

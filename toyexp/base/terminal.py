@@ -30,11 +30,16 @@ def status(text: str) -> None:
         _status = text
 
 
+def tell(line: str) -> None:
+    """A line of what a command is for: where it cannot be written, on a full disk, that has failed."""
+    status("")
+    print(for_terminal(line), flush=True)
+
+
 def say(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
-    status("")
     try:
-        print(for_terminal(line), flush=True)
+        tell(line)
     except OSError:  # or the disk that takes the output is full
         drop_output()
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import toyexp
 from toyexp.base.errors import ToldOtherwise, UserError
-from toyexp.base.terminal import say
+from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
 from toyexp.base.words import columns, count
 from toyexp.commands.bench_apart import Apart
@@ -112,7 +112,7 @@ def run(arguments: Arguments) -> int:
     """Measures the engines, and shows what came out."""
     asked = read(arguments)
     request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
-    return measure(request, labels, asked, (lambda line: None) if asked.json else say).show(arguments)
+    return measure(request, labels, asked, (lambda line: None) if asked.json else tell).show(arguments)
 
 
 # -- what is found --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import toyexp
 from toyexp.base.errors import UserError
-from toyexp.base.terminal import say
+from toyexp.base.terminal import tell
 from toyexp.commands.here import not_here, verdict
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.contract.command import Arguments
@@ -39,14 +39,14 @@ def run(arguments: Arguments) -> int:
             f"doctor {arguments.settings[0]}: takes --numerics or --graph and settings behind it, or nothing"
         )
     registry = load()
-    print(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    tell(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
     for offer in registry.engines():
-        say(f"  {offer.name:<{width}}  {verdict(offer)}")
+        tell(f"  {offer.name:<{width}}  {verdict(offer)}")
     for line in not_here(registry):
-        say(f"  {line}")
+        tell(f"  {line}")
     for problem in registry.problems:
-        print(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+        tell(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     return 0
 
 
@@ -65,7 +65,7 @@ def _numerics(arguments: Arguments) -> int:
     for label, engine in chosen:
         lines = list(examine(engine, *references[rows_for(engine)]))
         passed = passed and all(line.passed for line in lines)
-        say("\n".join(table(label, engine, lines)))
+        tell("\n".join(table(label, engine, lines)))
     return 0 if passed else 1
 
 

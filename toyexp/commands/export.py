@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -86,10 +87,11 @@ def run(arguments: Arguments) -> int:
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files = [word for word in arguments.rest if word not in settings]
     if len(files) != 1 or "--type" not in arguments.values:
-        raise UserError(
-            f"export {' '.join(arguments.rest)}".rstrip() + ": takes one file or run directory, and a type: "
-            "toyexp export model.gguf --type q8_0"
-        )
+        second = files[1] if len(files) == 2 and "--to" not in arguments.values else ""
+        example = [files[0] if second else "model.gguf", "--type", arguments.values.get("--type", "q8_0")]
+        example += ["--to", second] if second else []
+        given = shlex.join(["export", *arguments.rest])
+        raise UserError(f"{given}: takes one file or run directory, and a type: toyexp export {shlex.join(example)}")
     return export(Path(files[0]), settings, arguments, load(arguments.modules)).show(arguments)
 
 
@@ -193,6 +195,8 @@ def choose_target(
         raise UserError(f"--to {target}: is a directory; name a file in it")
     elif target.exists() and any(target.samefile(path) for path in (*file.paths, origin(file.path))):
         raise UserError(f"{target}: is what is read; write elsewhere: --to other{target.suffix}")
+    elif target.exists() and not target.is_file():
+        raise UserError(f"--to {target}: is a device or a pipe, which no file takes the place of; name a file")
     if not force:
         raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
     return target

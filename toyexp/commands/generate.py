@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,8 +117,8 @@ def read(arguments: Arguments) -> Options:
     files, ids = arguments.rest, arguments.values.get("--ids")
     refuse_settings("generate", files, "options, and plugins=[...]")
     model = one_file("generate", files, ": toyexp generate model.gguf --prompt 'def '")
-    parts = None if ids is None else ids.replace(",", " ").split()
-    if parts is not None and not (parts and all(is_whole(part, 0, 2**31 - 1) for part in parts)):
+    parts = None if ids is None else re.split(r"\s*,\s*|\s+", ids.strip())
+    if parts is not None and not all(is_whole(part, 0, 2**31 - 1) for part in parts):
         raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
     numbers = None if parts is None else [int(part) for part in parts]
     more = {"model": model, "ids": numbers, "plugins": arguments.modules}
@@ -218,6 +219,8 @@ def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -
 
 
 def _read_prompt(given: str | None) -> str | None:
+    if given == "-" and sys.stdin is None:
+        raise UserError("--prompt -: standard input is closed; --prompt TEXT, or a pipe")
     raw = sys.stdin.buffer.read() if given == "-" else os.fsencode(given or "")
     try:
         return None if given is None else raw.decode("utf-8")

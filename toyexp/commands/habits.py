@@ -12,14 +12,17 @@ VERBS = ("train", "run", "fit", "start", "sweep")
 
 def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
     """An error about a word with dashes that is no flag, by what comes `after` it."""
-    name, equals, value = word.partition("=")
-    if not equals:
-        value = _value(after)
-    if setting := _setting(name.lstrip("-"), value):
+    if setting := setting_with_dashes(word, after):
         return UserError(f"{word}: a setting has no dashes: {setting}")
-    if equals:
+    if "=" in word:
         return UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
     return UserError(f"{word}: there is no such option; {choose(word, flags)}")
+
+
+def setting_with_dashes(word: str, after: Sequence[str]) -> str | None:
+    """The setting that is meant by a word such as --lr, if there is one of that name."""
+    name, equals, value = word.partition("=")
+    return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
 
 
 def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:

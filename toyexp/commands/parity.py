@@ -14,7 +14,7 @@ import numpy as np
 
 from toyexp.base.blame import sentences
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.terminal import say
+from toyexp.base.terminal import tell
 from toyexp.base.words import columns
 from toyexp.base.writing import dump_json
 from toyexp.commands.options import options, require_settings
@@ -269,7 +269,7 @@ def run(arguments: Arguments) -> int:
     own = own_sweep(request)
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
     request = request.before(f"steps={STEPS}").plus(*fixed)
-    watch: Callable[[str], None] = (lambda line: None) if as_json else say
+    watch: Callable[[str], None] = (lambda line: None) if as_json else tell
     reports: dict[str, Report] = {}
     for varied in combinations(own):
         label = " ".join(varied)

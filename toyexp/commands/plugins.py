@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toyexp.base.errors import UserError
-from toyexp.base.terminal import say
+from toyexp.base.terminal import tell
 from toyexp.commands.here import broken_engines
 from toyexp.commands.options import refuse_settings
 from toyexp.contract.command import Arguments
@@ -55,4 +55,4 @@ def _list(registry: Registry) -> None:
     one = f"toyexp plugins NAME{registry.loading}"
     print(f"\nSettings of one of them, or of a preset: {one}; what goes with what: --matrix", flush=True)
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
-        say(f"not here: {line}")
+        tell(f"not here: {line}")

@@ -10,6 +10,7 @@ from dataclasses import make_dataclass
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
+from toyexp.base.errors import UserError
 from toyexp.contract.command import Arguments, Command, modules_in
 from toyexp.contract.hooks import Register, hookimpl
 
@@ -29,7 +30,22 @@ class Shipped(Command):
 
     def read(self, words: Sequence[str]) -> Arguments:
         """Tells the words apart; those that a shell hands over for completion are another command line's, and stay."""
-        return Arguments(set(), {}, list(words), []) if self.takes == "shells" else super().read(words)
+        if self.takes == "shells":
+            return Arguments(set(), {}, list(words), [])
+        found = super().read(words)
+        for option in (option for option, value in found.values.items() if not value and option != "--prompt"):
+            what = f"{self.name} {option} '': is empty (a variable that is not set?)"
+            raise UserError(f"{what}; leave it out, or give it a value, such as {self.values[option]}")
+        return found
+
+    def no_option(self, word: str, after: Sequence[str]) -> UserError:
+        """An error about a word with dashes that is none of its options; it may be a setting."""
+        from toyexp.commands.habits import setting_with_dashes
+
+        setting = setting_with_dashes(word, after) if "settings" in self.takes else None
+        if setting and (self.name == "parity" or not setting.startswith("steps=")):  # the others have no such number
+            return UserError(f"{self.name} {word}: a setting has no dashes: {setting}")
+        return super().no_option(word, after)
 
     def run(self, arguments: Arguments) -> int:
         """Does it; returns the exit code."""

@@ -61,6 +61,7 @@ def setting(key: str, value: object) -> str:
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     engine, *own = value.split(":")
+    shorter = text.rstrip(", ")
     tight, several, escaped = _tight(text), text.split(), _escaped(key, value)
     for wrong, words in (
         (not equals, "cannot be read; a setting is key=value, such as steps=100"),
@@ -78,6 +79,7 @@ def _unreadable(text: str) -> UserError:
             key == "engine" and own,
             f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
         ),
+        (value.endswith(",") and _is_read(shorter), f"it ends in a comma: {shorter}"),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (
             DRAWS.fullmatch(value),

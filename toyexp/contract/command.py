@@ -58,11 +58,21 @@ class Command(ABC):
                     raise UserError(f"{flag} needs a value, such as {flag} {self.values[flag]}")
                 found.values[flag] = value if equals else left.pop(0)
             elif word.startswith("-"):
-                known = (*self.switches, *self.values)
-                raise UserError(f"{self.name} {word}: there is no such option; {choose(flag, known)}")
+                raise self.no_option(word, left)
             else:
                 found.rest.append(word)
         return found
+
+    def no_option(self, word: str, after: Sequence[str]) -> UserError:
+        """An error about a word with dashes that is none of its options, and what comes `after` it."""
+        flag, known = word.partition("=")[0], sorted([*self.switches, *self.values])
+        parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
+        meant = [option for option in known if f"-{flag}" == option[:3] or option[2:] in parts]
+        if len(meant) == 1:
+            hint = f"did you mean {meant[0]}?"
+        else:
+            hint = f"there is: {', '.join(meant)}" if meant else choose(flag, known)
+        return UserError(f"{self.name} {word}: there is no such option; {hint}")
 
     @abstractmethod
     def run(self, arguments: Arguments) -> int:

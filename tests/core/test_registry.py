@@ -508,6 +508,7 @@ INSIDE_FUNCTIONS = {
     "ray",
     "optuna",
     "cmaes",
+    "plotly",
 }
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, choose, for_terminal
-from toyexp.base.words import columns, count, counted, short
+from toyexp.base.terminal import say
+from toyexp.base.words import columns, count, counted, in_bytes, short
 from toyexp.commands.options import Answer
 from toyexp.commands.runs import as_csv, one_form, told
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered
 from toyexp.runs.comparison import Comparison, Entry, over_seeds
 from toyexp.runs.found import look, metric_of, named
+from toyexp.runs.report import Report, importance_of, is_a_page, require, title
 from toyexp.sweep.ranking import TRAIN, Point
 
 HELP = """\
-usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json]
+usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json] [--html report.html]
 
 Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory that holds
 runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm 'lr>1e-3').
@@ -28,7 +30,9 @@ came to their end. The best point comes first. What tells points apart in the sa
 a preset) stands below the table.
 
 --metric accuracy    the held-out score that decides; loss, unless a sweep's own sweep.metric says otherwise
---csv                a row for each run; --json: the points, their runs, and what differs"""
+--csv                a row for each run; --json: the points, their runs, and what differs
+--html report.html   curves, table, settings against score, samples, and how to repeat each, in one file that opens
+                     anywhere, without a network (pip install 'toyexp[report]')"""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Compared(Answer):
 def run(arguments: Arguments) -> int:
     """Compares what is named."""
     one_form(arguments)
+    if page := arguments.values.get("--html"):
+        check_page(page, arguments)
     places, filters = divided(arguments.rest)
     if not places:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
@@ -126,7 +132,26 @@ def run(arguments: Arguments) -> int:
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         raise UserError(f"--metric {metric}: no run here has such a score; {choose(metric, known)}")
     answer = Compared(comparison)
+    if page := arguments.values.get("--html"):
+        searched = importance_of(Path(places[0])) if len(places) == 1 else None
+        size = Report(title(places), searched).write(comparison, Path(page))
+        say(f"report  {page}, {in_bytes(size)}")
+        return 0
     if "--csv" in arguments.switches:
         print(answer.csv(), end="")
         return 0
     return answer.show(arguments)
+
+
+def check_page(page: str, arguments: Arguments) -> None:
+    """Raises UserError where the page could not be written, before anything is read."""
+    if other := arguments.switches & {"--json", "--csv"}:
+        raise UserError(f"--html {other.pop()}: are two answers; ask for them one after the other")
+    path = Path(page)
+    if path.is_dir() or not page:
+        raise UserError(f"--html {page}: takes the name of a file, such as --html {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise UserError(f"--html {page}: there is no directory {path.parent}")
+    if path.exists() and not is_a_page(path):
+        raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
+    require()

@@ -11,6 +11,7 @@ from toyexp.commands import llamacpp
 from toyexp.config.top_level import LAUNCHERS
 from toyexp.contract.registry import Offer, Registry
 from toyexp.formats.gguf.quantise import quantiser
+from toyexp.runs import report
 from toyexp.sweep import study
 from toyexp.sweep.process import require
 from toyexp.text import chat
@@ -64,6 +65,7 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     for launcher in LAUNCHERS:
         yield "", partial(require, launcher)
     yield "", partial(study.require, "cmaes")
+    yield "compare --html", report.require
     yield "the chat template of a GGUF", chat.sandbox
     yield "", llamacpp.installed
     yield "", partial(quantiser, "a K-quant")

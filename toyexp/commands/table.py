@@ -103,7 +103,7 @@ OWN = (
     ),
     _shipped(
         "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv",
-        {"--metric": "accuracy"}, "directory",
+        {"--metric": "accuracy", "--html": "report.html"}, "directory",
     ),
     _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
     _shipped("help", "How to use the command line."),

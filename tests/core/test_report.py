@@ -1,0 +1,258 @@
+"""report.html: what its file holds; and in a browser, that it opens without a network, zooms, filters and sorts."""
+
+import base64
+import csv
+import gzip
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_runs import made
+
+from toyexp.commands.line import main
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.events import Curve, History, means, thinned
+from toyexp.runs.found import below, look
+from toyexp.runs.report import importance
+
+pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The page of two recipes and three rates with two seeds each; names that are markup, a warning, a killed run."""
+    here = tmp_path_factory.mktemp("report")
+    for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 0.1)
+                                                for s in (0, 1)):  # fmt: skip
+        made(here / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
+             scores={"accuracy": 0.1 * number / 2})  # fmt: skip
+    made(here / "runs/killed", reason=None, until=40, seed=7, steps=300, data__name="<img src=x onerror=alert(1)>")
+    assert main(["compare", str(here / "runs"), "--html", str(here / "report.html")]) == 0
+    return here
+
+
+def data_of(page):
+    packed = re.search(r'id="data">([^<]*)<', page.read_text())[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_the_page_is_whole_in_itself_and_has_the_numbers_of_the_runs(swept):
+    page = swept / "report.html"
+    text = page.read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text[: text.index('id="library"')])
+    assert "default-src 'none'" in text and page.stat().st_size < 3_000_000
+    told = data_of(page)
+    assert len(told["runs"]) == 13 and len(told["points"]) == 7
+    for run in told["runs"]:
+        events = [json.loads(line) for line in (Path(run["path"]) / "events.jsonl").read_text().splitlines()]
+        losses = [event["loss"] for event in events if event["kind"] == "step"]
+        assert run["curves"]["loss"]["y"] == pytest.approx(losses, rel=1e-4)
+        assert np.cumsum(run["curves"]["loss"]["x"]).tolist() == list(range(1, len(losses) + 1))
+        held = [(event["step"], event["loss"]) for event in events if event["kind"] == "eval"]
+        steps, values = run["held"].get("loss", [[], []])
+        assert steps == [step for step, _ in held] and values == pytest.approx([loss for _, loss in held], rel=1e-4)
+        assert run["again"] == f"toyexp --config-path {run['path']} --config-name config"
+
+
+def test_a_thinned_curve_keeps_what_stands_out():
+    """Every stretch's lowest and highest, at their own steps; the mean is that of all steps."""
+    curve, draw = Curve(), np.random.default_rng(0)
+    values = draw.normal(size=25_000)
+    values[[3_333, 17_001]] = 50, -50
+    for step, value in enumerate(values, 1):
+        curve.add(step, float(value))
+    curve.add(25_001, float("nan"))
+    steps, kept = thinned(curve, 1000)
+    assert len(steps) <= 1000 and steps == sorted(set(steps))
+    assert all(values[step - 1] == value for step, value in zip(steps, kept, strict=True))
+    assert {3_334, 17_002} <= set(steps)
+    for stretch in values.reshape(500, 50):
+        assert stretch.min() in kept and stretch.max() in kept
+    _, some = means(curve, 250)
+    assert some == pytest.approx(values.reshape(250, 100).mean(1).tolist())
+    assert thinned(curve, 30_000)[1] == values.tolist()
+
+
+def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
+    run = made(tmp_path / "run", steps=20, eval_every=10)
+    with open(run / "events.jsonl", "a") as file:
+        file.write(
+            '[1]\n{"kind": "step", "step": "x", "loss": 1}\n{"kind": "step", "step": 21, "loss": null}\n{"kind": '
+        )
+    history = History.of(run)
+    assert history.loss.steps.tolist() == list(range(1, 21)) and len(history.held_out["loss"].steps) == 2
+
+
+def test_importance_is_the_share_of_variance_between_values(tmp_path):
+    """Eta squared, beside the ratio of sums of squares by numpy."""
+    scores = {}
+    for number, (recipe, lr) in enumerate((r, lr) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 1e-2)):
+        held_out = {"scratch": 3.0, "warm": 2.0}[recipe] + {1e-3: 0.3, 3e-3: 0.0, 1e-2: 0.1}[lr]
+        made(tmp_path / str(number), recipe=recipe, lr=lr, steps=5, held_out=held_out)
+        scores[recipe, lr] = held_out
+    found = importance(Comparison.of([look(path) for path in below(tmp_path)]))
+    total = np.var(list(scores.values()))
+    for place, key in enumerate(("recipe", "lr")):
+        values = sorted({pair[place] for pair in scores})
+        by_value = [np.mean([s for pair, s in scores.items() if pair[place] == value]) for value in values]
+        assert found[key] == pytest.approx(np.var(by_value) / total)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--html", "no/where.html"], ["--html no/where.html", "there is no directory no"]),
+        (["--html", "runs"], ["--html runs", "takes the name of a file"]),
+        (["--html", "mine.html"], ["--html mine.html", "no report of toyexp's"]),
+        (["--html", "new.html", "--json"], ["--json", "two answers"]),
+    ],
+)
+def test_a_page_that_cannot_be_is_told_and_replaces_nothing(swept, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(swept)
+    Path("mine.html").write_text("my own notes")
+    assert main(["compare", "runs", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in told), error
+    assert Path("mine.html").read_text() == "my own notes" and not Path("new.html").exists()
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if BROWSER is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("no browser here: apt install chromium, pip install playwright; or TOYEXP_BROWSER=/path/to/chrome")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium, swept):
+    """Opens the page as a window of some width and theme; nothing may be asked of a network, or complained of."""
+    contexts, trouble = [], []
+
+    def open_page(scheme="light", width=1300):
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: trouble.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else trouble.append(r.url))
+        page.goto((swept / "report.html").as_uri())
+        page.wait_for_selector("html[data-ready]", timeout=120_000)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def until(page, true):
+    """Waits for an expression to hold; Playwright's own way would need eval, which the page does not allow."""
+    for _ in range(200):
+        if page.evaluate(true):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(true)
+
+
+def column(page, head):
+    heads = [text.rstrip(" ↑↓") for text in page.locator("#table thead th").all_inner_texts()]
+    return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
+
+
+def traces(page, chart="main"):
+    return page.evaluate(f"document.getElementById('{chart}').data.map(t => [t.name, t.x.length])")
+
+
+@pytest.mark.slow
+def test_hover_zoom_and_axes(opened):
+    page = opened()
+    box = page.locator("#main .nsewdrag").first.bounding_box()
+    for part in range(40):  # somewhere there is a curve
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * part / 40)
+        if page.locator("#main .hoverlayer .hovertext").count():
+            break
+    assert re.search(r"(loss|seeds:).*\d", page.locator("#main .hoverlayer").text_content())
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] - 40, steps=4)
+    page.mouse.up()
+    until(page, "document.getElementById('lr').layout.xaxis.range[1] < 200")  # the others follow
+    low, high = page.evaluate("document.getElementById('main').layout.xaxis.range")
+    assert 20 < low < high < 200
+    page.mouse.dblclick(box["x"] + 200, box["y"] + 200)
+    until(page, "document.getElementById('main').layout.xaxis.range[1] > 250")
+    page.click("#over button:has-text('tokens')")
+    assert page.evaluate("Math.max(...document.getElementById('main').data.flatMap(t => t.x))") == 300 * 128
+    page.check("#ylog")
+    until(page, "document.getElementById('main').layout.yaxis.type == 'log'")
+    page.click("#score button:has-text('accuracy')")
+    until(page, "document.getElementById('main').layout.yaxis.title.text == 'held-out accuracy'")
+
+
+@pytest.mark.slow
+def test_legend_filter_table_and_axes_of_settings(opened, swept):
+    page = opened()
+    every = len(traces(page))
+    first = page.locator("#legend button").first
+    first.click()
+    assert first.get_attribute("aria-pressed") == "false" and len(traces(page)) < every
+    assert page.locator("#table tbody tr").count() == 6
+    first.click()
+    page.fill("#filter", "warm lr=0.003")
+    until(page, "document.querySelectorAll('#legend button').length == 1")
+    assert page.locator("#table tbody tr").count() == 1 and column(page, "recipe") == ["warm"]
+    page.fill("#filter", "")
+    until(page, "document.querySelectorAll('#legend button').length == 7")
+    page.click("#rows button:has-text('runs')")
+    page.click("#table th button:has-text('train loss')")
+    losses = [float(text) for text in column(page, "train loss") if text != "–"]
+    told = csv.DictReader(io.StringIO(table(swept)))
+    assert losses == pytest.approx(sorted(float(row["train_loss"]) for row in told), abs=1e-3)
+    page.click("#table th button:has-text('train loss')")
+    assert column(page, "train loss")[0] == f"{max(losses):.4f}"
+    grip = page.locator("#parallel .grip[data-axis='recipe']")
+    grip.scroll_into_view_if_needed()
+    box = grip.bounding_box()
+    page.mouse.move(box["x"] + 12, box["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 12, box["y"] + box["height"] / 3, steps=3)
+    page.mouse.up()
+    assert set(column(page, "recipe")) == {"warm"}
+
+
+def table(swept):
+    runs = [look(path) for path in below(swept / "runs")]
+    rows = "".join(f"{run.train_loss}\n" for run in runs if run.train_loss is not None)
+    return "train_loss\n" + rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 1300), ("light", 390)])
+def test_it_is_dark_where_that_is_asked_for_and_fits_a_phone(opened, scheme, width):
+    page = opened(scheme, width)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, re.findall(r"\d+", ground))) < 80) is (scheme == "dark")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+    page.locator("#runs details").first.locator("summary").click()
+    again = page.locator("#runs details pre").first.inner_text()
+    assert again.startswith("toyexp --config-path ") and page.locator("#samples .card").count() > 3
+    assert page.locator("#samples .card b").count() == 0  # what a run wrote stays text
+    assert page.locator("#warnings details").count() == 1

@@ -1,0 +1,211 @@
+// The curves. One colour a point; raw and smoothed are two weights of it.
+
+const AXES = { step: "step", tokens: "tokens", seconds: "time (s)" };
+const SCREEN = 60000; // points that are drawn at once: more would only make the page slow
+
+function style(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function isDark() {
+  return document.documentElement.dataset.theme === "dark";
+}
+
+const HUES = [[217, 62], [22, 75], [152, 52], [285, 45], [43, 72], [340, 62], [190, 70], [28, 18], [245, 60], [75, 50]];
+
+function colour(place, alpha = 1) {
+  const count = data.points.length, light = isDark() ? 66 : 45;
+  let [hue, much] = HUES[place % HUES.length];
+  if (count > HUES.length) { // by rank: blue is the best, orange the last
+    hue = 225 - (205 * place) / (count - 1);
+    much = 58;
+  }
+  return `hsla(${hue.toFixed(1)}, ${much}%, ${light}%, ${alpha})`;
+}
+
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+function layout(extra) {
+  const grid = { gridcolor: style("line"), zerolinecolor: style("line"), linecolor: style("line"), automargin: true };
+  const x = {
+    ...grid, title: { text: AXES[state.over], standoff: 6 }, type: state.xlog ? "log" : "linear", fixedrange: false,
+    exponentformat: "SI", ...(state.zoom ? { range: state.zoom, autorange: false } : { autorange: true }),
+  };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: style("ink") },
+    margin: { l: 48, r: 10, t: 8, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), font: { color: style("ink") }, align: "left" },
+    xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.zoom}`, ...extra,
+    yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },
+  };
+}
+
+const CONFIG = {
+  responsive: true, displaylogo: false, doubleClick: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { scale: 2 },
+};
+
+function limits() {
+  if (!state.zoom) return [-Infinity, Infinity];
+  return state.xlog ? state.zoom.map((v) => 10 ** v) : state.zoom;
+}
+
+// A run's curve over what is chosen: [x, y], smoothed where that is asked for.
+function series(run, name, smooth) {
+  const curve = run.curves[name];
+  const xs = smooth ? curve.mx : curve.x;
+  let ys = smooth ? curve.my : curve.y;
+  if (smooth && xs.length) ys = smoothed(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
+  return [over(run, xs), ys];
+}
+
+function over(run, xs) {
+  return state.over === "step" ? xs : xs.map((x) => at(run, x, state.over));
+}
+
+function line(xs, ys, name, look) {
+  return { type: "scatter", mode: "lines", x: xs, y: ys, name, hoverinfo: "skip", ...look };
+}
+
+function told(label, what, form = ".4f") {
+  return `<b>${plain(label)}</b><br>${what} %{y:${form}}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
+}
+
+function ofRun(run) {
+  const label = data.points[run.point].label, many = runsOf(run.point).length > 1;
+  return many ? `${label}  seed=${run.seed}` : label;
+}
+
+function filled(xs, means, deviations, place, log) {
+  const least = log ? Math.min(...means.filter((m) => m > 0)) / 100 : -Infinity;
+  const up = means.map((m, i) => m + deviations[i]), down = means.map((m, i) => Math.max(m - deviations[i], least));
+  return line([...xs, ...xs.slice().reverse()], [...up, ...down.reverse()], "", {
+    fill: "toself", fillcolor: colour(place, 0.16), line: { width: 0 }, hoverinfo: "skip",
+  });
+}
+
+function lossTraces() {
+  const back = [], front = [], marks = [], shown = visible();
+  const [low, high] = limits(), count = shown.reduce((n, p) => n + runsOf(p).length, 0) || 1;
+  const most = Math.max(Math.floor(SCREEN / count / 2), 40);
+  for (const place of shown.slice().reverse()) {
+    const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
+    const together = state.bands && runs.length > 1, wide = state.hot === place ? 4 : count > 30 ? 1.3 : 2.2;
+    if (state.raw && !together) {
+      for (const run of runs) {
+        const [xs, ys] = within(...series(run, "loss", false), low, high, Math.min(most, 4000));
+        back.push(line(xs, ys, "raw", { line: { width: 1, color: colour(place, count > 12 ? 0.16 : 0.3) } }));
+      }
+    } else if (state.raw && count <= 30) {
+      for (const run of runs) {
+        const [xs, ys] = within(...series(run, "loss", false), low, high, Math.min(most, 1500));
+        back.push(line(xs, ys, "raw", { line: { width: 0.7, color: colour(place, 0.16) } }));
+      }
+    }
+    if (together) {
+      const [xs, means, deviations] = band(runs.map((run) => series(run, "loss", true)));
+      back.push(filled(xs, means, deviations, place, state.ylog));
+      const about = `${told(label, `mean of ${runs.length} seeds:`)}`.replace("<br>step", "<br>± %{customdata:.4f}<br>step");
+      front.push(line(xs, means, label, {
+        line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
+      }));
+    } else {
+      for (const run of runs) {
+        const [xs, ys] = within(...series(run, "loss", true), low, high, most);
+        front.push(line(xs, ys, label, {
+          line: { width: wide, color: colour(place) }, hoverinfo: "all", hovertemplate: told(ofRun(run), "training loss"),
+        }));
+      }
+    }
+    if (state.held) marks.push(...heldTraces(place, "loss", "markers"));
+  }
+  return [...back, ...front, ...marks];
+}
+
+function heldTraces(place, score, mode) {
+  const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
+  const many = data.points.length > 12;
+  const look = {
+    type: "scatter", mode, line: { width: 2, color: colour(place) },
+    marker: { size: many ? 5 : 8, color: colour(place), line: { width: many ? 0.5 : 1.5, color: style("card") } },
+  };
+  if (state.bands && runs.length > 1) {
+    const steps = [...new Set(runs.flatMap((run) => run.held[score][0]))].sort((a, b) => a - b);
+    const each = steps.map((step) => runs.filter((run) => run.held[score][0].includes(step)));
+    const found = each.map((some, i) => spread(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
+    const xs = steps.map((step, i) => spread(each[i].map((run) => at(run, step, state.over)))[0]);
+    const what = `held-out ${score}, mean of ${runs.length} seeds:`;
+    return [{
+      ...look, x: xs, y: found.map((f) => f[0]), hovertemplate: told(data.points[place].label, what),
+      error_y: { type: "data", array: found.map((f) => f[1]), thickness: 1, width: 3, color: colour(place, 0.7) },
+    }];
+  }
+  return runs.map((run) => ({
+    ...look, x: over(run, run.held[score][0]), y: run.held[score][1],
+    hovertemplate: told(ofRun(run), `held-out ${score}`),
+  }));
+}
+
+function drawMain() {
+  const loss = state.score === "loss";
+  const traces = loss ? lossTraces() : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score, "lines+markers"));
+  const y = { title: { text: loss ? "loss" : `held-out ${state.score}`, standoff: 4 }, type: state.ylog ? "log" : "linear" };
+  return Plotly.react("main", traces, layout({ yaxis: y }), CONFIG);
+}
+
+function drawSmall(name) {
+  const [low, high] = limits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
+  const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
+  const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
+  for (const place of shown.slice().reverse()) {
+    const look = { line: { width: state.hot === place ? 3 : count > 30 ? 0.9 : 1.5, color: colour(place, 0.9) }, hoverinfo: "all" };
+    const runs = runsOf(place).filter((run) => run.curves[name].x.length);
+    const curves = runs.map((run) => series(run, name, name !== "lr"));
+    if (state.bands && runs.length > 1) {
+      const [xs, ys] = band(curves);
+      const of = told(data.points[place].label, `${what}, mean of ${runs.length} seeds:`, form);
+      traces.push(line(...within(xs, ys, low, high, most), "", { ...look, hovertemplate: of }));
+      continue;
+    }
+    runs.forEach((run, i) => {
+      const [xs, ys] = within(...curves[i], low, high, most);
+      traces.push(line(xs, ys, "", { ...look, hovertemplate: told(ofRun(run), what, form) }));
+    });
+  }
+  const y = {
+    lr: { type: "log", dtick: 1 },
+    grad_norm: { type: "log", nticks: 5, exponentformat: "SI" },
+    speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
+  }[name];
+  const quiet = { ...CONFIG, displayModeBar: false };
+  return Plotly.react(name, traces, layout({ yaxis: y, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
+}
+
+function drawCharts() {
+  drawMain();
+  ["lr", "grad_norm", "speed"].forEach(drawSmall);
+}
+
+// Zooming one zooms all of them, and what is drawn is thinned anew within what is seen.
+function listen() {
+  for (const id of ["main", "lr", "grad_norm", "speed"]) {
+    const chart = document.getElementById(id);
+    chart.on("plotly_relayout", (change) => {
+      if (change["xaxis.range[0]"] !== undefined) {
+        state.zoom = [change["xaxis.range[0]"], change["xaxis.range[1]"]].map(Number);
+      } else if (change["xaxis.range"]) {
+        state.zoom = change["xaxis.range"].map(Number);
+      } else if (change["xaxis.autorange"]) {
+        state.zoom = null;
+      } else return;
+      drawCharts();
+    });
+    chart.on("plotly_doubleclick", () => {
+      state.zoom = null;
+      drawCharts();
+    });
+  }
+}

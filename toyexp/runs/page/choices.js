@@ -1,0 +1,131 @@
+// A sweep's settings against its score: parallel coordinates, which filter by a drag along an axis, and importance.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function drawn(tag, attributes, parent, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+// Where each value stands on an axis, from 0 at its foot to 1: numbers by size, over orders of magnitude by their
+// logarithm, and words side by side. `turned` has the lowest at the top, as of a loss.
+function scaleOf(values, turned = false, exact = true) {
+  const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
+  const numbers = known.map(Number);
+  if (known.length > 1 && known.every((v) => v !== "" && Number.isFinite(Number(v)))) {
+    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 20;
+    const f = log ? Math.log : (v) => v;
+    const up = (v) => (f(Number(v)) - f(low)) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
+    const few = exact && known.length <= 6 ? numbers : [0, 0.25, 0.5, 0.75, 1].map((t) => (log ? low * (high / low) ** t : low + (high - low) * t));
+    return { place, ticks: few.map((v) => [place(v), short(v)]) };
+  }
+  known.sort();
+  const place = (v) => (known.length > 1 ? known.indexOf(v) / (known.length - 1) : 0.5);
+  return { place, ticks: known.map((v) => [place(v), v]) };
+}
+
+function short(value) {
+  return String(Number(Number(value).toPrecision(3)));
+}
+
+function scoreColour(t) {
+  return `hsl(${(225 - 205 * t).toFixed(0)}, 60%, ${isDark() ? 64 : 46}%)`; // 0 is the best
+}
+
+function drawChoices() {
+  const section = document.getElementById("choices"), box = document.getElementById("parallel");
+  const scored = data.points.map((p, place) => ({ ...p, place })).filter((p) => p.mean !== null);
+  section.hidden = scored.length < 3 || !data.keys.length;
+  if (section.hidden) return;
+  box.textContent = "";
+  const means = scored.map((p) => p.mean), low = Math.min(...means), high = Math.max(...means);
+  const goodness = (p) => (high === low ? 0 : data.rising ? (high - p.mean) / (high - low) : (p.mean - low) / (high - low));
+  const width = Math.max(box.clientWidth, 280), height = 340, top = 40, foot = height - 26, left = 44;
+  const axes = [...data.keys.slice(0, 11), data.metric];
+  const scales = axes.map((key, i) => i === axes.length - 1 ? scaleOf(means, !data.rising, false) : scaleOf(scored.map((p) => p.settings[key])));
+  const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
+  const y = (t) => foot - t * (foot - top);
+  const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "settings against score" }, box);
+  for (const p of scored.slice().sort((a, b) => goodness(b) - goodness(a))) {
+    const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
+    const path = stops.map(([i, v], n) => {
+      const [px, py] = [x(i), y(scales[i].place(v))];
+      if (!n) return `M${px},${py}`;
+      const before = x(stops[n - 1][0]), middle = (before + px) / 2;
+      return `C${middle},${y(scales[stops[n - 1][0]].place(stops[n - 1][1]))} ${middle},${py} ${px},${py}`;
+    }).join(" ");
+    const element = drawn("path", { class: "run", d: path, stroke: scoreColour(goodness(p)), "data-point": p.place }, svg);
+    element.classList.toggle("off", !shows(p.place));
+    const tell = () => `${p.label}\n${data.metric} ${value(p)}`;
+    element.addEventListener("pointermove", (event) => tip(event, tell()));
+    element.addEventListener("pointerleave", () => { tip(null); hot(null); });
+    element.addEventListener("pointerenter", () => { element.classList.add("hot"); hot(p.place); });
+    element.addEventListener("click", () => alone(p.place));
+  }
+  axes.forEach((key, i) => {
+    const narrow = (width - left - 62) / Math.max(axes.length - 1, 1), most = Math.max(Math.floor(narrow / 7), 5);
+    const title = key.length > most ? `…${key.slice(1 - most)}` : key;
+    const head = drawn("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
+    drawn("title", {}, head, key);
+    drawn("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);
+    for (const [t, text] of scales[i].ticks) {
+      const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
+      drawn("text", { class: "tick", x: x(i) + 5, y: y(t) + 4 }, svg, cut);
+    }
+    brushable(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
+      const v = valueOf(p, i);
+      return v !== null && v !== undefined && scales[i].place(v) >= t[0] - 1e-9 && scales[i].place(v) <= t[1] + 1e-9;
+    }).map((p) => p.place));
+  });
+}
+
+// A drag along an axis leaves the points that pass there; a click on it takes that back.
+function brushable(svg, key, x, top, foot, taken) {
+  const grip = drawn("rect", { class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key }, svg);
+  const old = state.brushes.get(key);
+  const mark = drawn("rect", { class: "brush", x: x - 7, y: top, width: 14, height: 0, rx: 3 }, svg);
+  const show = ([a, b]) => {
+    mark.setAttribute("y", foot - b * (foot - top));
+    mark.setAttribute("height", (b - a) * (foot - top));
+  };
+  if (old) show(old.range);
+  const place = (event) => {
+    const box = svg.getBoundingClientRect(), at = ((event.clientY - box.top) * svg.viewBox.baseVal.height) / box.height;
+    return Math.min(Math.max((foot - at) / (foot - top), 0), 1);
+  };
+  let from = null;
+  grip.addEventListener("pointerdown", (event) => {
+    from = place(event);
+    grip.setPointerCapture(event.pointerId);
+    event.preventDefault();
+  });
+  grip.addEventListener("pointermove", (event) => {
+    if (from !== null) show([from, place(event)].sort((a, b) => a - b));
+  });
+  grip.addEventListener("pointerup", (event) => {
+    const range = [from, place(event)].sort((a, b) => a - b);
+    from = null;
+    if (range[1] - range[0] < 0.02) state.brushes.delete(key);
+    else state.brushes.set(key, { range, points: new Set(taken(range)) });
+    refresh();
+  });
+}
+
+function drawImportance() {
+  const box = document.getElementById("importance"), found = Object.entries(data.importance);
+  box.textContent = "";
+  if (!found.length) return;
+  put(box, "p", "small", data.searched ? "How much each setting mattered, as the search has it." :
+    "Share of the scores' variance that the values of each setting account for by themselves.");
+  for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
+    const row = put(box, "div", "row");
+    put(row, "span", "label", key);
+    const bar = put(put(row, "span", "track"), "i");
+    bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
+    put(row, "span", "value", `${(share * 100).toFixed(0)} %`);
+  }
+}

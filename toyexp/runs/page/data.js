@@ -1,0 +1,111 @@
+// What the page was written with, unpacked, and what is computed from it: clocks, smoothing, thinning, bands.
+
+async function unpacked(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+function summed(differences) {
+  let at = 0;
+  return differences.map((d) => (at += d));
+}
+
+function prepare(data) {
+  for (const run of data.runs) {
+    for (const curve of Object.values(run.curves)) {
+      curve.x = summed(curve.x);
+      curve.mx = curve.mx ? summed(curve.mx) : curve.x;
+      curve.my = curve.my || curve.y;
+    }
+  }
+  return data;
+}
+
+// The step, the tokens or the seconds at a step; between two that are known along a straight line.
+function at(run, step, over) {
+  if (over === "step") return step;
+  const [steps, seconds, tokens] = run.clock;
+  const values = over === "tokens" ? tokens : seconds;
+  if (!steps.length) return null;
+  let low = 0, high = steps.length - 1;
+  if (step <= steps[0]) return steps[0] ? (values[0] * step) / steps[0] : values[0];
+  if (step >= steps[high]) return values[high];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle; else high = middle;
+  }
+  return values[low] + ((values[high] - values[low]) * (step - steps[low])) / (steps[high] - steps[low]);
+}
+
+// An exponential mean that forgets half within `half` steps, and is not drawn to its first value.
+function smoothed(xs, ys, half) {
+  if (!(half > 0)) return ys;
+  let sum = 0, weight = 0, before = xs[0];
+  return ys.map((y, i) => {
+    const keep = 2 ** (-(xs[i] - before) / half);
+    before = xs[i];
+    sum = sum * keep + y;
+    weight = weight * keep + 1;
+    return sum / weight;
+  });
+}
+
+// The points between low and high, of more than `most` the lowest and highest of each stretch; one more at either side.
+function within(xs, ys, low, high, most) {
+  let from = 0, to = xs.length;
+  while (from < to && xs[from] < low) from++;
+  while (to > from && xs[to - 1] > high) to--;
+  from = Math.max(from - 1, 0);
+  to = Math.min(to + 1, xs.length);
+  if (to - from <= most) return [xs.slice(from, to), ys.slice(from, to)];
+  const outX = [], outY = [], stretches = Math.max(most >> 1, 1);
+  for (let s = 0; s < stretches; s++) {
+    const begin = from + Math.floor(((to - from) * s) / stretches);
+    const end = from + Math.floor(((to - from) * (s + 1)) / stretches);
+    let least = begin, greatest = begin;
+    for (let i = begin; i < end; i++) {
+      if (ys[i] < ys[least]) least = i;
+      if (ys[i] > ys[greatest]) greatest = i;
+    }
+    for (const i of least === greatest ? [least] : least < greatest ? [least, greatest] : [greatest, least]) {
+      outX.push(xs[i]);
+      outY.push(ys[i]);
+    }
+  }
+  return [outX, outY];
+}
+
+function valueAt(xs, ys, x) {
+  let low = 0, high = xs.length - 1;
+  if (high < 0 || x < xs[0] || x > xs[high]) return null;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] <= x) low = middle; else high = middle;
+  }
+  return xs[high] === xs[low] ? ys[low] : ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low]);
+}
+
+function spread(values) {
+  const mean = values.reduce((a, b) => a + b, 0) / values.length;
+  if (values.length < 2) return [mean, 0];
+  return [mean, Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / (values.length - 1))];
+}
+
+// Mean and standard deviation over curves, where at least two of them reach; [xs, means, deviations].
+function band(curves, most = 220) {
+  const firsts = curves.map(([xs]) => xs[0]), lasts = curves.map(([xs]) => xs[xs.length - 1]);
+  const low = Math.min(...firsts), high = Math.max(...lasts);
+  const own = curves.reduce((a, b) => (b[0].length > a[0].length ? b : a))[0];
+  const grid = own.length <= most ? own : Array.from({ length: most }, (_, i) => low + ((high - low) * i) / (most - 1));
+  const out = [[], [], []];
+  for (const x of grid) {
+    const values = curves.map(([xs, ys]) => valueAt(xs, ys, x)).filter((v) => v !== null);
+    if (values.length < Math.min(curves.length, 2)) continue;
+    const [mean, deviation] = spread(values);
+    out[0].push(x);
+    out[1].push(mean);
+    out[2].push(deviation);
+  }
+  return out;
+}

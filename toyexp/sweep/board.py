@@ -14,6 +14,7 @@ from toyexp.base.errors import for_terminal
 from toyexp.base.terminal import write_text
 from toyexp.base.words import duration
 from toyexp.sweep.directory import FAILURES, Job, Status
+from toyexp.sweep.journal import Seldom
 from toyexp.sweep.ranking import Ranking
 
 REDRAW = 0.2  # seconds between two pictures
@@ -34,6 +35,9 @@ class Board:
     _best: str = ""
     _height: int = 0  # lines that stand there
     _drawn: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._looked = Seldom(self._look)
 
     def begin(self, job: Job) -> None:
         """A job starts."""
@@ -57,6 +61,9 @@ class Board:
         seconds = self._walls.pop(job.number, None)
         if job.status == Status.COMPLETED and seconds is not None:
             self._took.append(seconds)
+        self._looked.ask(len(self.jobs()))
+
+    def _look(self) -> None:
         ranking = self.ranking()
         if best := ranking.best:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
@@ -64,6 +71,8 @@ class Board:
     def lines(self) -> list[str]:
         """A line of counts, one of the best, and one for each job that runs."""
         statuses = [job.status for job in self.jobs()]
+        if self._looked.waits:
+            self._looked.ask(len(statuses))
         done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
         counts = [f"{len(self._running)} running", f"{done} of {len(statuses)} done"]

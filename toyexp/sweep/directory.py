@@ -23,6 +23,7 @@ from toyexp.base.ownership import SWEEP, require_empty
 from toyexp.base.terminal import say
 from toyexp.base.words import columns, duration, short
 from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.sweep.journal import Journal, Seldom
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.training.checkpoint import conforms, read_json, rebuilt, result_of
 from toyexp.training.rundir import Owned, lock
@@ -125,8 +126,10 @@ class SweepDir:
 
     def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any]):
         self.path, self.jobs, self.asked = path, jobs, asked
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._told = False
+        self._journal, self._whole = Journal(path), Seldom(self._write)
+        self._later: threading.Timer | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(path)
@@ -156,13 +159,17 @@ class SweepDir:
         path = path.absolute()
         state = {"space": [], **read_json(path / SWEEP)}
         try:
+            if isinstance(state.get("jobs"), list):
+                Journal(path).read_into(state["jobs"])
             jobs = _check(state)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
         return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")})
 
     def close(self) -> None:
-        """Lets others have the directory."""
+        """Lets others have the directory, whose files are up to date."""
+        if self._whole.waits:
+            self.save()
         os.close(self._lock)
 
     def run(self, job: Job) -> Path:
@@ -178,8 +185,34 @@ class SweepDir:
         """The jobs by what they came to, the best first."""
         return ranked(self.jobs, self.asked["sweep"])
 
+    def note(self, jobs: Sequence[Job]) -> None:
+        """Takes down at once how these jobs stand now; where there are many, the summaries follow a little later.
+
+        That they have begun is on the disk before they do: how they ended their directories tell, too.
+        """
+        with self._writing:
+            with self._telling():
+                begin = any(job.status == Status.RUNNING for job in jobs)
+                self._journal.add(map(asdict, jobs), flush=begin)
+            if (wait := self._whole.ask(len(self.jobs))) and self._later is None:
+                self._later = threading.Timer(wait, self._catch_up)
+                self._later.daemon = True
+                self._later.start()
+
     def save(self) -> None:
         """Writes sweep.json and the summaries, each in one piece; what cannot be written is told once."""
+        with self._writing:
+            if self._later:
+                self._later.cancel()
+                self._later = None
+            self._whole.now()
+
+    def _catch_up(self) -> None:
+        with self._writing:
+            if self._later:  # and nobody was faster
+                self.save()
+
+    def _write(self) -> None:
         state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
         ranking = self.ranking()
         table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
@@ -188,15 +221,21 @@ class SweepDir:
             "summary.csv": lambda: _csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
-        with self._writing:
-            try:
-                for name, content in files.items():
-                    with in_one_piece(self.path / name) as place:
-                        place.write_bytes(content().encode(errors="backslashreplace"))
-            except OSError as error:
-                if not self._told:
-                    log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
-                self._told = True
+        with self._telling():
+            for name, content in files.items():
+                with in_one_piece(self.path / name) as place:
+                    place.write_bytes(content().encode(errors="backslashreplace"))
+                if name == SWEEP:
+                    self._journal.clear()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
+            self._told = True
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:

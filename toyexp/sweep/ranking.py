@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from toyexp.contract.model import lower_is_better
@@ -34,12 +35,12 @@ class Point(Generic[J]):
     jobs: list[J] = field(default_factory=list)  # those that completed come first, the best at the head
     values: list[float] = field(default_factory=list)  # of those that completed
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Over the seeds; NaN where none has completed."""
         return statistics.fmean(self.values) if self.values else math.nan
 
-    @property
+    @cached_property
     def deviation(self) -> float | None:
         """The standard deviation of a sample, over n-1; None for fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None

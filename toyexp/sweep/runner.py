@@ -24,6 +24,7 @@ from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
+from toyexp.sweep.places import Places
 from toyexp.sweep.process import Order, Stop, of_cores, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
@@ -69,6 +70,7 @@ class Runner:
         self._cluster: Cluster | None = None  # that the jobs are handed to
         self._stop = Stop()
         self._forks: Forks | None = None
+        self._places = Places(jobs)
         self._printing = threading.Lock()
         self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
         self._gpus = Gpus(visible())
@@ -102,7 +104,7 @@ class Runner:
             return True
         try:
             root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
-            job.directory = self._own_directory(job, root, directory)
+            self._places.give(job, root, directory)
         except Exception as error:
             self._end(job, failure(error))
             return False
@@ -111,20 +113,6 @@ class Runner:
             many = "s" if len(self._jobs) > 1 else "" if self._jobs[0].overrides else "; no key has several values"
             say(f"sweep   {short(root)}, {len(self._jobs)} job{many}")
         return True
-
-    def _own_directory(self, job: Job, root: Path, directory: Path) -> str:
-        if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
-            raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
-        name = str(directory.relative_to(root))
-        for other in self._jobs:
-            if other.directory is None or other is job:
-                continue
-            if other.directory == name:
-                raise UserError(f"hydra.sweep.subdir gives jobs {other.number} and {job.number} one directory, {name}")
-            taken = root / other.directory
-            if taken.is_relative_to(directory) or directory.is_relative_to(taken):
-                raise UserError(f"hydra.sweep.subdir puts jobs {other.number} and {job.number} one into the other")
-        return name
 
     # -- running --
 
@@ -261,7 +249,7 @@ class Runner:
         assert self._folder is not None
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
-        self._folder.save()
+        self._folder.note(jobs)
         if self._settings.launcher == "stacked":
             self._tell_begin(jobs)
 
@@ -381,7 +369,7 @@ class Runner:
         """Takes down how a job ended, and tells of a failure at once."""
         self._take_down(job, ended)
         if self._folder:
-            self._folder.save()
+            self._folder.note([job])
         if self._board:
             with self._printing:
                 self._board.ended(job)

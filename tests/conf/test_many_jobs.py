@@ -1,0 +1,114 @@
+"""A sweep of thousands of jobs takes down each change at once, and writes what grows with their number seldom."""
+
+import json
+import os
+import statistics
+import time
+
+import pytest
+
+from toyexp.base.errors import UserError
+from toyexp.sweep import journal
+from toyexp.sweep.directory import Job, Status, SweepDir, rows
+from toyexp.sweep.journal import JOURNAL, Seldom
+from toyexp.sweep.ranking import ranked
+
+ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+
+
+def many(folder, count):
+    return SweepDir.create(folder / "s", [Job(n, [f"seed={n}"]) for n in range(count)], ASKED)
+
+
+def ended(job):
+    job.directory, job.status, job.attempts = f"{job.number}-x", Status.COMPLETED, 1
+    job.result = {"steps": 3, "eval_loss": 1.0 + job.number}
+
+
+def on_disk(folder):
+    return [job["status"] for job in json.loads((folder / "s/sweep.json").read_text())["jobs"]]
+
+
+def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_path):
+    folder = many(tmp_path, 100)
+    folder._whole._next = time.monotonic() + 1000  # no time for more
+    for job in folder.jobs[:3]:
+        job.status = Status.RUNNING
+        folder.note([job])
+    ended(folder.jobs[1])
+    folder.note([folder.jobs[1]])
+    folder.jobs.append(Job(100, ["seed=100"]))  # as a search adds them
+    folder.note([folder.jobs[-1]])
+    assert set(on_disk(tmp_path)) == {"waiting"}
+    with open(tmp_path / "s" / JOURNAL, "a") as file:
+        file.write('{"number": 2, "sta')  # killed in the middle
+    os.close(folder._lock)
+    again = SweepDir.open(tmp_path / "s")
+    assert [job.status for job in again.jobs[:4]] == ["running", "completed", "running", "waiting"]
+    assert again.jobs[1].result["eval_loss"] == 2.0 and len(again.jobs) == 101
+    again.note([again.jobs[0]])
+    again.close()
+    assert on_disk(tmp_path)[:4] == ["running", "completed", "running", "waiting"]
+
+
+def test_the_files_catch_up_while_nothing_happens(tmp_path):
+    folder = many(tmp_path, 100)
+    for job in folder.jobs[:2]:
+        ended(job)
+        folder.note([job])
+    until = time.monotonic() + 60
+    while on_disk(tmp_path)[:2] != ["completed", "completed"] or (tmp_path / "s" / JOURNAL).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    folder.close()
+
+
+def test_a_twentieth_of_the_time_goes_into_what_grows_with_the_jobs(monkeypatch):
+    clock, done = [0.0], []
+    monkeypatch.setattr(journal.time, "monotonic", lambda: clock[0])
+
+    def write():
+        clock[0] += 2.0
+        done.append(clock[0])
+
+    seldom = Seldom(write)
+    for _ in range(4000):
+        clock[0] += 0.1
+        seldom.ask(5000)
+    assert len(done) == pytest.approx(clock[0] * 0.05 / 2.0, abs=1.5) and seldom.waits
+    few = Seldom(write)
+    before = len(done)
+    for _ in range(10):
+        few.ask(50)
+    assert len(done) == before + 10 and not few.waits
+
+
+def test_mean_and_deviation_of_many_seeds_are_worked_out_once(monkeypatch):
+    calls = []
+    stdev = statistics.stdev
+    monkeypatch.setattr(statistics, "stdev", lambda values: calls.append(1) or stdev(values))
+    jobs = [Job(n, [f"seed={n}"]) for n in range(300)]
+    for job in jobs:
+        ended(job)
+    assert len(rows(jobs, str, ranked(jobs))) == 301
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[]", "holds what is no job"),
+        ('{"number": "1"}', "holds what is no job"),
+        ('{"number": 102}', "holds job 102 of 100"),
+        ('{"number": 0}', "is damaged"),
+        ("{", "is damaged"),
+        ('{"number": 0, "overrides": ["plugins=[evil]"], "status": "waiting", "directory": null, "attempts": 0, '
+         '"code": null, "error": null, "result": {}, "trial": null}', "names plugins"),
+    ],
+)  # fmt: skip
+def test_a_strange_journal_is_refused_in_a_line(tmp_path, line, told):
+    many(tmp_path, 100).close()
+    (tmp_path / "s" / JOURNAL).write_text(line + "\n")
+    with pytest.raises(UserError, match="is damaged") as error:
+        SweepDir.open(tmp_path / "s")
+    assert told in str(error.value) and "\n" not in str(error.value)

@@ -282,6 +282,7 @@ CHOICES = [
     ("optim=sdg", "did you mean sgd?"),
     ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # and no sample
     ("experiment=smoek", "did you mean smoke?"),
+    ("experiment=mine/config.yaml", "DIR/experiment/NAME.yaml: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out the '+': experiment=smoke"),
     ("++model=llama", "leave out the '+': model=llama"),
     ("callbacks=[cosinus]", "did you mean cosine?"),

@@ -345,6 +345,8 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --min-p 1.1", "from 0 to 1"),
         ("text.gguf --ids 1,x", "--ids 1,x: takes token ids"),
         ("text.gguf --ids 1,-2", "takes token ids"),
+        ("https://host/m.gguf --prompt x", "https://host/m.gguf: is an address, and files are read from this machine"),
+        ("text.gguf --prompt x --adapter of", "--adapter of: is a directory; did you mean --adapter of/adapter.gguf?"),
         ("text.gguf --ids 1,,2", "--ids 1,,2: takes token ids"),
         ("text.gguf --prompt x --adapter=", "generate --adapter '': is empty (a variable that is not set?)"),
         ("text.gguf -p x", "generate -p: there is no such option; did you mean --prompt?"),
@@ -373,6 +375,8 @@ def test_a_chat_is_written_by_the_files_template(generated):
     ],
 )
 def test_bad_words_are_told_in_one_line(words, said, files, capsys):
+    (files / "of").mkdir()
+    (files / "of" / "adapter.gguf").touch()
     line = words.split(" ")
     assert main(["generate", *([] if "--engine" in line else NOOP), *line]) == 2
     err = capsys.readouterr().err

@@ -229,6 +229,13 @@ def test_an_engine_steps_as_in_a_run_one_step_ahead_where_it_can_and_never_two(m
     it.close()
 
 
+def test_the_note_of_auto_names_the_engine_that_it_took():
+    _, opened = Entry("auto", TINY, "auto").prepare()
+    stepper = opened()
+    stepper.close()
+    assert re.match(r"cpu: torch [^,]+, 1 thread(;.*)?$", stepper.note), stepper.note
+
+
 def test_a_step_that_fails_while_warming_up_closes_what_was_open():
     broken = Counter(fails=True)
     with pytest.raises(RuntimeError):

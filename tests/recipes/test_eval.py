@@ -236,6 +236,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         ([], "takes one file"),
         (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
+        (["run/model.gguf", "--data", "https://host/b.txt"], "data.path=https://host/b.txt: is an address, and files"),
         (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
         ([".", "batch_size=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -50,10 +51,20 @@ def working_directory() -> Path:
         raise UserError("the working directory is no longer there (it was deleted); cd to one that is") from None
 
 
+ADDRESS = "is an address, and files are read from this machine alone; download it, and name the file"
+
+
+def is_address(path: Path) -> bool:
+    """Whether what was meant for a path is of the network, https://...: a Path has one / of the two."""
+    return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
+
+
 def absent(path: Path) -> str:
     """That nothing is there, and where the way to it ends."""
     if (link := dangling(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
+    if is_address(path):
+        return ADDRESS
     if not path.is_absolute():
         return f"not found (looked in {working_directory()})"
     parent = next(p for p in path.parents if p.exists())

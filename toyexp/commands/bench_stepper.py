@@ -88,10 +88,12 @@ class EngineStepper(Stepper):
         self._under_way: list[Callable[[], StepMetrics]] = []
         facts = self.session.describe()
         self.devices, self.pids = facts.get("devices", 1), pids_of(facts.get("ranks", ()))
-        device = prepared.config.engine_note.partition(": ")[2].split(", ")
+        told, of_auto, _ = prepared.config.engine_note.partition(" (auto")
+        device = told.partition(": ")[2].split(", ")
         threads = [counted(facts["threads"])] if "threads" in facts and self.devices == 1 else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
+        note = f"{prepared.config.engine.name}: {note}" if of_auto else note
         idle = [text for text in prepared.warnings if text.startswith("engine.")]
         self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
 

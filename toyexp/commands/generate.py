@@ -212,6 +212,8 @@ def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -
     file = opened(str(path))
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
+    if asked.adapter and (held := Path(asked.adapter) / "adapter.gguf").is_file():
+        raise UserError(f"--adapter {asked.adapter}: is a directory; did you mean --adapter {held}?")
     if name == LLAMA_CPP:
         return _by_llama_cpp(path, asked, own, write)
     (request,) = Request([], registry, asked.plugins).on_engines([asked.engine]).values()

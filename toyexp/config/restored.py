@@ -19,7 +19,7 @@ import numpy as np
 
 from toyexp.base.blame import asked, blamed
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import require
+from toyexp.base.files import ADDRESS, is_address, require
 from toyexp.contract.data import open_data
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
@@ -171,6 +171,8 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
     UserError when there is nothing.
     """
     if not os.path.lexists(path):
+        if is_address(path):
+            raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS}")
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         form = _read_by(path, registry)

@@ -15,6 +15,7 @@ from toyexp.contract.rules import KINDS, Candidate
 OWN = "toyexp"  # the distribution whose names nobody can take over
 LOCAL = "local module"  # the package of plugins=[...]
 IN_A_MODULE = "one in a module of yours: add 'plugins=[my_module]'"
+IN_A_FILE = "one in a file of yours, DIR/experiment/NAME.yaml: --config-dir DIR experiment=NAME"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Registry:
         note = f" (a broken plugin may have offered it: {broken})" if broken else ""
         if kind == "engine" and (hint := self._gpu(name)):
             return f"engine={name}: {hint}"
-        own = "" if self.modules or nearest(name, known) else f"; {IN_A_MODULE}"
+        elsewhere = IN_A_FILE if kind == "experiment" else "" if self.modules else IN_A_MODULE
+        own = f"; {elsewhere}" if elsewhere and not nearest(name, known) else ""
         return f"{kind}={name}: there is none of that name{note}; {choose(name, known)}{own}"
 
     def _gpu(self, name: str) -> str | None:

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from toyexp.sweep.board import MOST, Board
-from toyexp.sweep.directory import Job, Status, SweepDir, print_table
+from toyexp.sweep.directory import Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.ranking import ranked
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -107,6 +107,10 @@ def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsy
     assert lines[0].startswith("40 running · 1 of 43 done · 1 failed · about")
     assert lines[1] == "best so far lr=40: held-out loss 2.5000"
     assert lines[-1] == f"... and {40 - MOST} more"
+    jobs.append(Job(43, ["lr=43"], "43", Status.PRUNED, error="sweep.prune=asha: it is bad"))
+    board.ended(jobs[-1])
+    assert board.lines()[0].startswith("40 running · 1 of 44 done · 1 pruned · 1 failed · about")
+    assert outcome(jobs[-1]) == "pruned: sweep.prune=asha: it is bad"
     capsys.readouterr()
     board.draw()
     drawn = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from toyexp.base.errors import for_terminal
 from toyexp.base.terminal import write_text
 from toyexp.base.words import duration
-from toyexp.sweep.directory import FAILURES, Job, Status
+from toyexp.sweep.directory import ANSWERED, FAILURES, Job, Status
 from toyexp.sweep.journal import Seldom
 from toyexp.sweep.ranking import Ranking
 
@@ -31,7 +31,7 @@ class Board:
     at_once: int
     _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # since when, and the last line
     _walls: dict[int, float] = field(default_factory=dict)  # seconds of processes that have ended
-    _took: list[float] = field(default_factory=list)  # and those of the jobs that completed
+    _took: list[float] = field(default_factory=list)  # and those of the jobs that came to an answer
     _best: str = ""
     _height: int = 0  # lines that stand there
     _drawn: float = 0.0
@@ -59,7 +59,7 @@ class Board:
     def ended(self, job: Job) -> None:
         """It is known what became of a job."""
         seconds = self._walls.pop(job.number, None)
-        if job.status == Status.COMPLETED and seconds is not None:
+        if job.status in ANSWERED and seconds is not None:
             self._took.append(seconds)
         self._looked.ask(len(self.jobs()))
 
@@ -76,6 +76,7 @@ class Board:
         done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
         counts = [f"{len(self._running)} running", f"{done} of {len(statuses)} done"]
+        counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
         counts += [f"{failed} failed"] if failed else []
         if self._took:  # as far as those that are left are like those that were
             each, now = statistics.mean(self._took), time.monotonic()

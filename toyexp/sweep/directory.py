@@ -49,6 +49,7 @@ class Status(StrEnum):
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
+ANSWERED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
 PRUNES = "sweep.prune="  # how a run that a search has stopped says why
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
@@ -353,9 +354,9 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         return list(columns(table, right={0, *range(2, len(table[0]) - 1)}))
 
     width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else sys.maxsize
-    shown = lines(whole=True)
+    shown, done = lines(whole=True), sum(job.status == Status.COMPLETED for job in jobs)  # which stand first
     say("")
-    for line in shown if max(map(len, shown)) < width else lines(whole=False):
+    for line in shown if max(map(len, shown[: done + 1])) < width else lines(whole=False):
         say(line)
     if ranking.seeds:
         say(f"\n{SPREAD}")
@@ -364,7 +365,9 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
 
 def outcome(job: Job) -> str:
-    """A line of a job that completed."""
+    """A line of a job that completed, or was pruned."""
+    if job.status == Status.PRUNED:
+        return f"pruned: {job.error}"
     names = scores([job])
     heads = ("train loss", "held-out loss", *(f"held-out {name}" for name in names))
     steps, *values = numbers(job, names, "-")

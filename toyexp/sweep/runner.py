@@ -21,7 +21,7 @@ from toyexp.base.terminal import say, status
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
-from toyexp.sweep.directory import FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
+from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
 from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.places import Places
@@ -373,10 +373,10 @@ class Runner:
         if self._board:
             with self._printing:
                 self._board.ended(job)
-            if job.status == Status.COMPLETED:
+            if job.status in ANSWERED:
                 self._say_it(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
-        if job.status == Status.COMPLETED and self._cluster:  # it printed elsewhere
-            self._say_it(f"[{job.number}] completed after {job.result.get('steps')} steps")
+        if job.status in ANSWERED and self._cluster:  # it printed elsewhere
+            self._say_it(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
         if job.status in FAILURES:
             self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
             if self._settings.fail_fast:

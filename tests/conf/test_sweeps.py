@@ -690,6 +690,45 @@ def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_o
     assert [seen[0][:3], seen[1]] == [(at_once, cores, 0), at_once]
 
 
+@pytest.mark.parametrize(
+    ("settings", "jobs", "most", "at_once", "stacks"),
+    [
+        ({"launcher": "joblib"}, 8, 1, 2, 1),
+        ({"launcher": "joblib", "per_gpu": 3}, 8, 1, 6, 1),
+        ({"launcher": "joblib", "per_gpu": 3, "jobs": 9}, 20, 1, 6, 1),
+        ({"launcher": "joblib", "jobs": 9}, 20, 1, 9, 1),
+        ({"launcher": "joblib"}, 8, 2, 1, 1),
+        ({"launcher": "stacked"}, 63, 1, 2, 1),
+        ({"launcher": "stacked"}, 128, 1, 4, 2),  # 32 jobs in each
+        ({"launcher": "stacked"}, 9999, 1, 8, 4),
+        ({"launcher": "stacked", "jobs": 16}, 9999, 1, 2, 1),
+        ({"launcher": "stacked", "per_gpu": 3}, 9, 1, 6, 3),
+        ({"launcher": "stacked"}, 9999, 2, 1, 1),
+    ],
+)
+def test_as_many_share_a_gpu_as_were_asked_for_and_stacks_of_many_jobs(
+    monkeypatch, settings, jobs, most, at_once, stacks
+):
+    monkeypatch.setattr(share, "available_cores", lambda: 16)
+    ahead = SimpleNamespace(gpus=lambda job, auto: most, processes=lambda job: 1)
+    monkeypatch.setattr(share, "visible", lambda: ["0", "1"])
+    found = share.share_of(Sweep(**settings), [Job(n, []) for n in range(jobs)], ahead, Gpus(["0", "1"]))
+    assert (found.jobs, found.stacks, found.cores) == (at_once, stacks, 16 // at_once)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sweep.per_gpu=2"], "sweep.launcher=joblib or stacked"),
+        (["sweep.per_gpu=2", "sweep.launcher=ray"], "sweep.ray.gpus=0.25"),
+        (["sweep.per_gpu=-1", "sweep.launcher=joblib"], "sweep.per_gpu=-1"),
+    ],
+)
+def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, told):
+    assert main(["-m", "seed=0,1", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):
     pytest.importorskip("submitit")
     for settings, asked in ((Submitit(cluster="local"), 2), (Submitit(cluster="local", gpus=1), 1)):

@@ -73,6 +73,9 @@ class Sweep:
 
     launcher: str = "serial"  # serial | joblib (several at once) | stacked (as one program) | submitit, ray (clusters)
     jobs: int = 0  # at once; 0: 1 with serial, all with submitit, as many as pay with stacked, else as many as fit
+    per_gpu: int = (
+        0  # jobs, or stacks, that share a GPU; 0: one, of stacks up to four where many jobs wait for the host
+    )
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
@@ -88,9 +91,12 @@ class Sweep:
     def check(self) -> None:
         """Raises UserError for what cannot work together."""
         require_words("sweep", self, launcher=LAUNCHERS)
-        require_within("sweep", self, jobs="[0,inf)")
+        require_within("sweep", self, jobs="[0,inf)", per_gpu="[0,inf)")
         if self.jobs > 1 and self.launcher == "serial":
             raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
+        if self.per_gpu and self.launcher not in ("joblib", "stacked"):
+            ray = "; a job of ray takes a part of one with sweep.ray.gpus=0.25" if self.launcher == "ray" else ""
+            raise UserError(f"sweep.per_gpu={self.per_gpu}: goes with sweep.launcher=joblib or stacked{ray}")
         if not self.isolate and self.launcher != "serial":
             raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
         if self.retry and self.resume is None:

@@ -25,9 +25,9 @@ class Gpus:
         self._taken = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
 
-    def at_once(self, most: int) -> int:
-        """How many jobs of `most` GPUs each can run side by side; 0: as many as one likes."""
-        return max(len(self._taken) // most, 1) if most and self._taken else 0
+    def at_once(self, most: int, each: int = 1) -> int:
+        """How many jobs of `most` GPUs can run side by side, `each` on a GPU; 0: as many as one likes."""
+        return max(len(self._taken) // most, 1) * each if most and self._taken else 0
 
     @contextlib.contextmanager
     def some(self, count: int) -> Iterator[list[str]]:

@@ -291,7 +291,9 @@ class Runner:
         """Trains jobs together, those of a search a generation at a time."""
         from toyexp.sweep.stacked import Stacked  # deferred: the other launchers need none of it
 
-        stacked = Stacked(self._order, self._begin, self._shared(), self._settings.jobs, self._stop, self._show)
+        stacked = Stacked(
+            self._order, self._begin, self._shared(), self._settings.jobs, self._share.stacks, self._stop, self._show
+        )
         generation = self._settings.jobs if self._settings.search else None
         while batch := list(itertools.islice(jobs, generation)):
             for job, ended in stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus)):

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from toyexp.base.errors import UserError
 from toyexp.base.threads import available_cores
 from toyexp.sweep.directory import Job
 from toyexp.sweep.gpus import Gpus, visible
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 
 AUTO = -1  # GPUs of a job whose engine is chosen when it begins
+FULL = 32  # jobs whose steps together keep a GPU as busy as their process keeps a core, for small models
+STACKS = 4  # that share a GPU at most, unless told
 
 
 class Share(NamedTuple):
@@ -25,6 +28,7 @@ class Share(NamedTuple):
     cores: int  # 0: all there are
     gpus: int  # of the one that takes the most
     processes: int = 1  # of the one that is the most of them
+    stacks: int = 1  # that share a GPU
     counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
 
     def gpus_of(self, there: int) -> int:
@@ -34,7 +38,11 @@ class Share(NamedTuple):
 
 
 def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus) -> Share:
-    """Jobs that take GPUs do not share them; those of one GPU do where `sweep.jobs` says that more are at once."""
+    """Jobs that take GPUs do not share them, unless `sweep.per_gpu` or, of those of one GPU, `sweep.jobs` says so.
+
+    A stack of small models waits for its process, which sees to one job after another, longer than for the GPU: where
+    there are cores for it, several stacks share one.
+    """
     launcher, cluster = settings.launcher, settings.submitit.cluster
     if launcher == "serial":
         return Share(1, 0, 0)
@@ -47,11 +55,16 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
         return share
     if launcher == "ray" and not here:
         return share
-    at_once = gpus.at_once(most_gpus)
-    if launcher == "stacked":  # which has a process for each device
-        return share._replace(jobs=max(at_once, 1), cores=max(available_cores() // max(at_once, 1), 1))
+    if settings.per_gpu > 1 and most_gpus > 1:
+        raise UserError(f"sweep.per_gpu={settings.per_gpu}: jobs of {most_gpus} GPUs have them for themselves")
+    at_once = gpus.at_once(most_gpus, max(settings.per_gpu, 1))
+    if launcher == "stacked":  # which has a process for each stack
+        if at_once and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
+            at_once *= max(min(STACKS, len(jobs) // at_once // FULL, available_cores() // at_once // 2), 1)
+        stacks = max(at_once // max(gpus.at_once(most_gpus), 1), 1)
+        return share._replace(jobs=max(at_once, 1), cores=max(available_cores() // max(at_once, 1), 1), stacks=stacks)
     limit = settings.jobs or max(available_cores() // most, 1)
-    if at_once and (most_gpus > 1 or not settings.jobs):
+    if at_once and (most_gpus > 1 or settings.per_gpu or not settings.jobs):
         limit = min(limit, at_once)
     cores = max(available_cores() // limit, min(most, available_cores()))  # where more were asked for at once
     return share._replace(jobs=limit, cores=cores)

@@ -94,7 +94,7 @@ def train_stack(request: Request, ready: Ready) -> int:
             with contextlib.suppress(OSError):  # the sweep is gone, and a signal on its way
                 pipe.write(json.dumps(fields) + "\n")
 
-        return Stacks(request, ready, signals, tell, asked["limit"]).train(asked["jobs"])
+        return Stacks(request, ready, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Stacks:
     signals: CommonSignals
     tell: Callable[..., None]  # the sweep
     limit: int  # jobs in a stack; 0: as many as fit, and as pay
+    shared_by: int  # stacks that the device's memory is for
     _sizes: list[tuple[Member, Size]] = field(default_factory=list)  # what was found, by a member of each program
     _told: set[str] = field(default_factory=set)  # reasons
 
@@ -159,7 +160,9 @@ class Stacks:
                 self._once(f"jobs train one after another: {why}")
                 size = Size(1)
             else:
-                size = size_of([member.prepared for member in alike], sum(m.steps for m in alike), self.limit)
+                size = size_of(
+                    [member.prepared for member in alike], sum(m.steps for m in alike), self.limit, self.shared_by
+                )
                 say(f"stack   {size.words}")
             self._sizes.append((first, size))
         parts = -(-len(alike) // size.jobs)

@@ -33,8 +33,11 @@ class Size:
     words: str = ""
 
 
-def size_of(alike: Sequence[Prepared], steps: int, limit: int) -> Size:
-    """For jobs of one program with so many steps in all; with a `limit` nothing is tried but whether it fits."""
+def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> Size:
+    """For jobs of one program with so many steps in all; with a `limit` nothing is tried but whether it fits.
+
+    The memory is `shared_by` so many stacks.
+    """
     plan, engine = alike[0].plan, alike[0].config.engine
     each, free = bytes_in_a_stack(plan), engine.free_bytes()
     most = min(limit or len(alike), len(alike))
@@ -43,6 +46,7 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int) -> Size:
         f"{counted(len(alike), 'job')} of one program, {trained:,} parameters that train, about {in_bytes(each)} each"
     )
     if free is not None:
+        free //= shared_by
         words += f" of {in_bytes(free)} that are free"
         if each * most > SHARE * free:
             most = max(int(SHARE * free / each), 1)

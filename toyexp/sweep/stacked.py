@@ -44,6 +44,7 @@ class Stacked:
     begin: Callable[[Sequence[Job]], None]  # these train from now on
     words: Sequence[str]  # what all jobs share
     limit: int  # jobs in a stack; 0: as many as pay
+    shared_by: int  # stacks on one GPU
     stop: Stop
     show: Callable[[Job | None, str, IO[str]], None]  # a line, and whose it is
 
@@ -101,7 +102,7 @@ class Stacked:
             for job, order in orders
         ]  # fmt: skip
         with tempfile.TemporaryFile("w+") as file, _Reports() as reports:
-            json.dump({"limit": self.limit, "jobs": entries}, file)
+            json.dump({"limit": self.limit, "shared_by": self.shared_by, "jobs": entries}, file)
             file.flush()
             file.seek(0)
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")

@@ -166,9 +166,16 @@ class TorchEngine(Engine):
         if why := toyexp.unlike(plans):
             return why
         import_torch()
-        from toyexp_torch.stack_step import refusal
+        from toyexp_torch.stack_shapes import refusal
 
         return refusal(plans[0])
+
+    def bytes_in_a_stack(self, plan: Plan) -> int:
+        """See Engine; found by a step on shapes alone."""
+        torch = import_torch()
+        from toyexp_torch.stack_shapes import bytes_of_a_run
+
+        return bytes_of_a_run(plan, torch.float64 if self.dtype == "float64" else torch.float32)
 
     def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
         """See Engine."""

@@ -32,7 +32,7 @@ class StackedOps(TorchOps):
             return super().matmul(x, w, bias)
         product: Tensor = _Product.apply(x.flatten(0, -2), w, self._rounds)
         y = product.unflatten(0, x.shape[:-1])
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         """See Ops."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toyexp import Plan, Rule, printable
-from toyexp_torch.session import places_of
+from toyexp import Plan, Rule
 from toyexp_torch.stack_ops import StackedOps
 from toyexp_torch.update import Change, Formula, FusedAdamW, Stretch, TritonAdamW, Update, kernel_of, part_of
 
@@ -190,24 +189,3 @@ class StackedStep:
         params = self._plan.params({**leaves, **frozen}, batch)
         logits = self._plan.model.forward(self._ops, params, batch)
         return self._ops.cross_entropy(logits, batch["targets"], batch["weights"])
-
-
-def refusal(plan: Plan) -> str:
-    """Why the steps of several runs of such a plan are no one program, or nothing; it is tried on shapes alone."""
-    if not plan.trainable:  # it has no steps
-        return ""
-    places, length = places_of(plan)
-    flat, grad = (torch.zeros((2, length), device="meta") for _ in range(2))
-    frozen = {t.name: (torch.empty(t.shape, device="meta"), False) for t in plan.tensors if not t.trainable}
-    micro = {
-        name: torch.zeros((2, plan.rows, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
-        for name, spec in plan.inputs.items()
-    }
-    update = StackedUpdate(plan, flat, grad, places)
-    numbers = [torch.zeros((2, size), device="meta") for size in update.sizes()]
-    try:
-        StackedStep([plan] * 2, range(2), flat, grad, places, update, frozen)([micro] * plan.accumulate, numbers)
-    except Exception as error:
-        told = printable(str(error).strip().partition("\n")[0])
-        return f"model={plan.model.name}: several runs of it cannot be computed at once ({told})"
-    return ""

@@ -315,7 +315,7 @@ def ready():
 
 
 def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
-    each = stack_size.bytes_in_a_stack(ready[0].plan)
+    each = ready[0].config.engine.bytes_in_a_stack(ready[0].plan)
     weights = 4 * sum(t.size for t in ready[0].plan.trainable)
     assert 4 * weights < each < 40 * weights
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)

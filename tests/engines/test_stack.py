@@ -22,6 +22,7 @@ from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
 from toyexp_optimisers.sgd import SGD
 from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_torch.stack_shapes import Held
 from toyexp_torch.stack_step import StackedStep
 
 
@@ -126,6 +127,50 @@ def test_a_compiled_stack_computes_what_it_computes_uncompiled(monkeypatch):
     for ours, others in zip(kept, theirs, strict=True):
         for name, values in ours.items():
             np.testing.assert_allclose(values, others[name], atol=1e-11, err_msg=name)
+
+
+def test_bases_that_differ_are_held_once_too(tmp_path):
+    """Side by side from the first step on, also once a run has left, and evaluated and read there."""
+    jobs = lora_jobs(tmp_path, (0, 1, 2), 0.0)
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    frozen = [t for t in sessions[0].plan.tensors if not t.trainable]
+    before = [{t.name: session.download(t.name) for t in frozen} for session in sessions]
+    for going in ([0, 1, 2], [0, 2]):
+        for wait in [jobs[i].step(sessions[i], 0) for i in going]:
+            wait()
+        for tensor in frozen:
+            memory = {
+                it.data_ptr(): it.nbytes() for it in (sessions[i].frozen(tensor.name).untyped_storage() for i in going)
+            }
+            assert [*memory.values()] in ([8 * tensor.size], [8 * tensor.size * len(going)]), tensor.name
+            for i in going:
+                np.testing.assert_array_equal(sessions[i].download(tensor.name), before[i][tensor.name])
+        sessions[1].close()
+    held_out = batches(3, 9).batch(0)
+    for i in (0, 2):
+        with built([EXACT.realize(jobs[i].plan)])[0] as other:
+            for _ in range(2):
+                jobs[i].step(other, 0)()
+            assert sessions[i].evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
+            np.testing.assert_allclose(sessions[i].logits(held_out), other.logits(held_out), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
+def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
+    """Said from shapes alone, and counted while a step is taken; what one kernel needs inside, nobody knows."""
+    jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else jobs_of(name, OPTIMISERS["sgd_momentum"], rows=16)
+    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    for wait in [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]:
+        wait()
+    ahead, stack = [job.batch(1) for job in jobs], sessions[0].stack
+    with Held() as held:
+        for job, session, batch in zip(jobs, sessions, ahead, strict=True):
+            session.launch(batch, job.plan.numbers(1, job.lr))
+        stack.take()
+    state = {x.untyped_storage() for it in stack.update.state.values() for x in it.values()}
+    rows = sum(x.nbytes for x in (stack.flat, stack.grad)) + sum(it.nbytes() for it in state)
+    said = 2 * ENGINE.bytes_in_a_stack(jobs[0].plan)
+    assert 0.9 * said < rows + held.most < 1.1 * said
 
 
 # -- each with its own numbers ----------------------------------------------------------------------------------------

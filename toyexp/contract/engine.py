@@ -92,6 +92,13 @@ class Engine(ABC):
         """Why sessions of these plans cannot take their training steps together, in words; empty where they can."""
         return f"engine={self.name}: takes the steps of one run at a time"
 
+    def bytes_in_a_stack(self, plan: Plan) -> int | None:
+        """What a run takes of its device's memory in a stack, beside tensors that do not train; None: it cannot say.
+
+        Its weights, gradients and optimiser's state, and what a step holds of it at most.
+        """
+        return None
+
     def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
         """Open sessions of plans that are not `unstackable`, one each, whose training steps are one program.
 

@@ -39,7 +39,7 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
     The memory is `shared_by` so many stacks.
     """
     plan, engine = alike[0].plan, alike[0].config.engine
-    each, free = bytes_in_a_stack(plan), engine.free_bytes()
+    each, free = engine.bytes_in_a_stack(plan) or bytes_in_a_stack(plan), engine.free_bytes()
     most = min(limit or len(alike), len(alike))
     trained = sum(t.size for t in plan.trainable)
     words = (

@@ -7,7 +7,7 @@ whose gradient is 1 for each of them, so that bad numbers of one stay its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,14 @@ class StackedStep:
         axes = {name: 0 if own else None for name, (_, own) in frozen.items()}
         rounds = torch.bfloat16 if how.dtype == "bfloat16" else None
         self._ops = StackedOps(rounds, rounds if flat.device.type == "cuda" else None)
-        each = torch.vmap(self._loss, (dict.fromkeys(places, 0), axes, 0))
-        self._each = torch.compile(each, dynamic=False) if how.compile else each
         clips, skips = [p.grad_clip for p in plans], [p.skip_nonfinite for p in plans]
         self._clip = flat.new_tensor(clips) if any(clips) else None
         self._skips = flat.new_tensor(skips) if any(skips) else None
+        self._in_dims = (dict.fromkeys(places, 0), axes, 0)
+        self._each: Callable[..., Tensor] = self._losses
+        if how.compile:
+            self.losses(self._blank(len(rows)))  # fills the tables that ops keep: the compiler finds them as constants
+            self._each = torch.compile(self._losses, dynamic=False)
 
     def __call__(self, micros: Sequence[Micro], numbers: Sequence[Tensor], idle: Tensor | None = None) -> Tensor:
         """Takes it; numbers [k, names] of each group. Each run's loss and its gradient's norm, [2, k].
@@ -166,6 +169,13 @@ class StackedStep:
             found: Tensor = self._each(self._weights(), self._frozen, micro)
         return found
 
+    def _blank(self, count: int) -> Micro:
+        """Zeros in place of a micro-batch of so many runs."""
+        shapes = {name: (count, self._plan.rows, *spec.shape) for name, spec in self._plan.inputs.items()}
+        kinds = {name: getattr(torch, spec.dtype) for name, spec in self._plan.inputs.items()}
+        exact = {name: self._flat.dtype if kind.is_floating_point else kind for name, kind in kinds.items()}
+        return {name: self._flat.new_zeros(shape, dtype=exact[name]) for name, shape in shapes.items()}
+
     def _weights(self) -> dict[str, Tensor]:
         """What trains, [k, ...] each."""
         flat = self._flat if self._rows is None else self._flat[self._rows]
@@ -183,6 +193,11 @@ class StackedStep:
             add(self._grads, gradients)
             losses.append(found.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+
+    def _losses(self, *arguments: Any) -> Tensor:
+        """Of all of them, [k]."""
+        found: Tensor = torch.vmap(self._loss, self._in_dims)(*arguments)
+        return found
 
     def _loss(self, leaves: Mapping[str, Tensor], frozen: Mapping[str, Tensor], batch: Micro) -> Tensor:
         """Of one run."""

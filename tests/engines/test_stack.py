@@ -119,7 +119,7 @@ def test_a_bfloat16_stack_follows_each_run_alone():
 
 def test_a_compiled_stack_computes_what_it_computes_uncompiled(monkeypatch):
     """As the compiler sees the program; what it makes of it, which takes a while, is torch's."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     jobs = jobs_of("llama", ADAMW[:2])
     found, kept = together(jobs, 3, dataclasses.replace(EXACT, compile=True))
     expected, theirs = together(jobs, 3, EXACT)

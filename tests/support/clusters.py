@@ -32,18 +32,18 @@ class Trouble(Callback):
 
     raises: int = -1
     killed: int = -1
-    slow: int = -1  # this one takes its time, unless it goes on from a checkpoint
+    slow: int = 10**9  # those of so many and more take their time, unless they go on from a checkpoint
     told: bool = False  # writes down what its process was given
 
     @hookimpl
     def on_start(self, run):
         if self.told:
-            names = ("CUDA_VISIBLE_DEVICES", "TOYEXP_CORES", "TOYEXP_NOTED", "SLURM_ARRAY_TASK_ID")
+            names = ("CUDA_VISIBLE_DEVICES", "TOYEXP_CORES", "TOYEXP_NOTED")
             (run.dir / "told").write_text(repr([os.environ.get(name) for name in names] + [os.getcwd()]))
 
     @hookimpl
     def on_step(self, run, step):
-        if run.steps == self.slow and not run.resumed:
+        if run.steps >= self.slow and not run.resumed:
             time.sleep(0.05)
         if run.resumed or step != run.steps - 1:
             return
@@ -81,13 +81,14 @@ def start(*words: str, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
-    """Until it holds; AssertionError with what the process said when that ends first, or it takes too long."""
-    until = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Until it holds; AssertionError when it takes too long, and with what a process said that ends first."""
+    until = time.monotonic() + 120
     while not condition():
-        if process.poll() is not None or time.monotonic() > until:
+        if process and (process.poll() is not None or time.monotonic() > until):
             process.kill()
             raise AssertionError(process.communicate())
+        assert time.monotonic() < until
         time.sleep(0.05)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.signals import ending
 from toyexp.base.threads import CORES
 from toyexp.base.words import counted, typed
 from toyexp.config.top_level import RAY_ADDRESS, Sweep
@@ -80,8 +81,9 @@ class OnRay(Cluster):
         self._looked = -math.inf
         address = settings.ray.cluster()
         try:
-            token = {} if address else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else Ray writes one into the home
-            self._open.enter_context(_told({**QUIET, **token}))
+            # Else Ray writes a token into the home, and runs its workers, and so the jobs, at a niceness of 15.
+            ours = {} if address else {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
+            self._open.enter_context(_told({**QUIET, **ours}))
             names = visible()
             if address:
                 _connect(address, self._open)
@@ -194,6 +196,7 @@ def _at_node(work: OnNode, cwd: str) -> Ended:
         os.chdir(cwd)
     except OSError as error:
         return Ended(NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending())  # a worker blocks SIGINT, which the job would take over
     with work.stop.handling():
         return work()
 

@@ -1,0 +1,147 @@
+"""Sweeps on clusters: nodes, workers and sweeps are killed, and no job is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import (
+    MODULES,
+    NODES,
+    QUICK,
+    TROUBLE,
+    has_checkpoint,
+    jobs,
+    kill,
+    parent,
+    run_of,
+    start,
+    statuses,
+    steps_of,
+    wait_for,
+    writer,
+)
+from faults import FIGURES
+from slurm import install
+
+from toyexp.base.errors import UserError
+from toyexp.training.rundir import lock
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc"),
+]
+TWO = ["callbacks.trouble.slow=200", "callbacks.trouble.raises=6", "callbacks.trouble.killed=9"]
+NINE = [*QUICK, *TWO, "steps=200,201,5,6,7,8,9,10,11"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "trouble.py").write_text(TROUBLE)
+
+
+@pytest.fixture
+def nodes():
+    """A cluster of Ray's of two nodes beside its head, its address, and the names of the nodes' sockets."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
+    with subprocess.Popen(
+        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, cwd="/", env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+    ) as cluster:  # fmt: skip
+        address, *sockets = cluster.stdout.readline().split()
+        yield cluster, address, sockets  # and closing its standard input ends it
+
+
+def is_free(number):
+    try:
+        os.close(lock(run_of(number)))
+    except UserError:
+        return False
+    return True
+
+
+def test_jobs_of_a_node_that_is_lost_go_on_on_another_one(nodes):
+    cluster, address, sockets = nodes
+    process = start("-m", *NINE, "sweep.launcher=ray", f"sweep.ray.address={address}")
+    wait_for(lambda: has_checkpoint(0) and has_checkpoint(1), process)
+    raylet = Path(f"/proc/{parent(parent(writer(0)))}/cmdline").read_text()
+    (lost,) = [number for number, socket in enumerate(sockets) if socket in raylet]
+    cluster.stdin.write(f"{lost}\n")
+    cluster.stdin.flush()
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 1, err
+    assert statuses() == "cccfcckcc"
+    assert [job["attempts"] for job in jobs()] == [2, *[1] * 8], out
+    assert "2 jobs at once, 1 core each" in out and "[0] lost (" in out
+    assert "resumed from step" in Path("s/logs/0.log").read_text()
+    assert [steps_of(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
+    FIGURES["clusters: nodes lost, the job of each gone on elsewhere"] += 1
+
+
+def test_a_sweep_on_ray_is_stopped_and_killed_and_goes_on():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
+    process = start("-m", *NINE, "sweep.launcher=ray", "sweep.jobs=2")
+    wait_for(lambda: has_checkpoint(0) and has_checkpoint(1), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and err.startswith("toyexp: interrupted by SIGINT; 0 of 9 jobs are completed"), err
+    assert statuses() == "iiwwwwwww"
+    taken = steps_of(0)
+    assert (run_of(0) / "checkpoints" / f"step-{taken[-1]}").is_dir()
+    Path("trouble.py").write_text(TROUBLE.replace("and not run.resumed:", "or True:"))  # slow for good
+    process = start("sweep.resume=s", MODULES)
+    wait_for(lambda: len(steps_of(0)) > len(taken) and not is_free(1), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: is_free(0) and is_free(1))  # their sweep is gone: they save and end
+    Path("trouble.py").write_text(TROUBLE.replace("run.steps >= self.slow", "False"))
+    process = start("sweep.resume=s", MODULES)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1 and statuses() == "cccfcckcc", err
+    assert [steps_of(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
+    FIGURES["clusters: sweeps on Ray stopped or killed, and gone on"] += 2
+
+
+def test_a_search_on_ray_gives_a_free_worker_its_next_point():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
+    pytest.importorskip("optuna")
+    words = [w for w in QUICK if not w.startswith("eval_every")]
+    process = start(
+        "-m", *words, "eval_every=2", "steps=4", "lr=tag(log, interval(1e-4, 1e-1))", "sweep.search=tpe",
+        "sweep.trials=6", "sweep.launcher=ray",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert statuses() == "cccccc" and "\nbest    lr=" in out
+
+
+def test_nine_jobs_on_submitit():
+    pytest.importorskip("submitit")
+    process = start("-m", *QUICK, *TWO, "steps=3,4,5,6,7,8,9,10,11", "sweep.launcher=submitit",
+                    "sweep.submitit.cluster=local")  # fmt: skip
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1 and statuses() == "cccfcckcc", err
+    assert "7 of 9 jobs are completed" in out
+
+
+def test_an_array_on_slurm_whose_time_is_up_or_whose_node_is_lost_is_queued_again_and_goes_on(tmp_path):
+    pytest.importorskip("submitit")
+    slurm = install(tmp_path / "slurm")
+    process = start("-m", *NINE, "sweep.launcher=submitit", **slurm)
+    wait_for(lambda: has_checkpoint(0) and has_checkpoint(1), process)
+    (script,) = (tmp_path / "slurm").glob("*.sh")
+    assert "--array=0-8%" in script.read_text() and "--signal=USR2@90" in script.read_text()
+    os.kill(parent(writer(0)), signal.SIGUSR2)  # the time is up
+    (tmp_path / "slurm" / "1_1.again").touch()  # as Slurm does by itself with a job of a node that is gone
+    kill(parent(writer(1)))
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 1 and statuses() == "cccfcckcc", err
+    for number, steps in ((0, 200), (1, 201)):
+        assert steps_of(number) == list(range(1, steps + 1))
+        assert "resumed from step" in Path(f"s/logs/{number}.log").read_text()
+    assert "[8] steps=11  submitted as 1_8" in out
+    FIGURES["clusters: jobs that Slurm queued again, gone on"] += 2

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from toyexp.commands.line import main
 from toyexp.runs.comparison import Comparison
 from toyexp.runs.events import Curve, History, means, thinned
 from toyexp.runs.found import below, look
-from toyexp.runs.report import importance
+from toyexp.runs.of_sweep import FIRST, SweepReport
+from toyexp.runs.report import Report, importance, packed_library
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -256,3 +258,64 @@ def test_it_is_dark_where_that_is_asked_for_and_fits_a_phone(opened, scheme, wid
     assert again.startswith("toyexp --config-path ") and page.locator("#samples .card").count() > 3
     assert page.locator("#samples .card b").count() == 0  # what a run wrote stays text
     assert page.locator("#warnings details").count() == 1
+
+
+# -- of a sweep -------------------------------------------------------------------------------------------------------
+
+SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
+         "eval_every=2", "callbacks=[events]", "sweep.isolate=false", "steps=4"]  # fmt: skip
+
+
+def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ggml", reason="the ggml engine: pip install 'toyexp[ggml]'")
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", *SMALL, "lr=1e-2,1e-3", "seed=0,1", "hydra.sweep.dir=s"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "report  s/report.html"
+    told = data_of(tmp_path / "s/report.html")
+    results = [json.loads(path.read_text())["eval_loss"] for path in sorted(tmp_path.glob("s/*/result.json"))]
+    assert sorted(run["loss"] for run in told["runs"]) == pytest.approx(sorted(results))
+    assert [point["counted"] for point in told["points"]] == [2, 2] and told["keys"] == ["lr"]
+    (tmp_path / "s/report.html").write_text("mine")
+    assert main(["sweep.resume=s"]) == 0
+    assert "somebody else's" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
+    assert main(["-m", *SMALL, "seed=0,1", "hydra.sweep.dir=none", "sweep.report=false"]) == 0
+    assert "report" not in capsys.readouterr().out and not (tmp_path / "none/report.html").exists()
+
+
+def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, capsys):
+    made(tmp_path / "s/0", steps=5)
+    packed_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    SweepReport()(tmp_path / "s", True)
+    assert "pip install 'toyexp[report]', or leave it out: sweep.report=false" in capsys.readouterr().out
+
+
+def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_new(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("toyexp.runs.of_sweep.time.monotonic", lambda: now[0])
+    read = []
+    monkeypatch.setattr(History, "of", classmethod(lambda cls, run, old=History.of: read.append(run.name) or old(run)))
+    report, page = SweepReport(), tmp_path / "s/report.html"
+    made(tmp_path / "s/0", steps=5)
+    now[0] = FIRST - 1
+    report(tmp_path / "s", False)
+    assert not page.exists()
+    now[0] = FIRST
+    report(tmp_path / "s", False)
+    assert len(data_of(page)["runs"]) == 1
+    made(tmp_path / "s/1", steps=5, seed=1)
+    report(tmp_path / "s", False)
+    assert len(data_of(page)["runs"]) == 1
+    now[0] += FIRST
+    report(tmp_path / "s", False)
+    assert len(data_of(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
+
+
+def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("toyexp.runs.report.MOST_RUNS", 3)
+    for number in range(5):
+        made(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
+    Report("five").write(Comparison.of([look(path) for path in below(tmp_path / "s")]), tmp_path / "r.html")
+    told = data_of(tmp_path / "r.html")
+    assert [run["loss"] for run in told["runs"]] == [1.0, 2.0, 3.0]
+    assert "the best 3 of 5 runs are shown" in told["notes"]

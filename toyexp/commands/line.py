@@ -263,7 +263,8 @@ def _ready(
 
 def sweep(flags: dict[str, str], request: Request) -> int:
     """Runs every combination of the values, or goes on with a sweep."""
+    from toyexp.runs.of_sweep import SweepReport
     from toyexp.sweep.begin import sweep as run_jobs
     from toyexp.sweep.runner import Asked
 
-    return run_jobs(Asked(flags, request, experiment, run))
+    return run_jobs(Asked(flags, request, experiment, run, SweepReport()))

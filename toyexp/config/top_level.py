@@ -80,6 +80,7 @@ class Sweep:
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on
     retry: bool = False  # with resume: jobs that failed, too
+    report: bool = True  # report.html in the sweep's directory: its runs side by side, as toyexp compare --html has it
     search: str | None = None  # random | tpe | cmaes | grid choose the points; null: every combination is run
     trials: int | None = None  # with search: how many points; null: all of a grid
     metric: str = "loss"  # with search: loss or ppl, which should fall; or a score of the model's that should rise

@@ -48,6 +48,8 @@ class Comparison:
     along: dict[str, list[str]]  # and those, under the one that leads them
     also: list[str]  # what differs and makes no other point
     ranking: Ranking[Entry]
+    metric: str = "loss"
+    left_from: int = 0  # runs that there are, where these are the best of them
 
     @classmethod
     def of(cls, runs: Iterable[Run], metric: str = "loss") -> Comparison:
@@ -59,7 +61,15 @@ class Comparison:
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
         also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric]))
+        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric]), metric)
+
+    def best(self, most: int) -> Comparison:
+        """At most so many of these runs, the best ones."""
+        if len(self.entries) <= most:
+            return self
+        some = Comparison.of((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric)
+        some.left_from = len(self.entries)
+        return some
 
     def values(self, key: str) -> list[str]:
         """The values that a setting has among these runs."""
@@ -72,7 +82,7 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """What has to be known before the numbers are believed."""
-        told = []
+        told = [f"the best {len(self.entries)} of {self.left_from} runs are shown"] if self.left_from else []
         of_points = [[_held_out(entry) for entry in point.jobs] for point in self.ranking.points]
         facts = [fact for some in of_points for fact in some[:1] if fact]
         if other := sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)}):

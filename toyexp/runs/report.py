@@ -27,6 +27,7 @@ from toyexp.training.checkpoint import Damaged, conforms, read_json
 MOST_POINTS = 10_000  # of a curve
 ALL_POINTS = 400_000  # of the losses of all runs together
 MOST_BYTES = 5_000_000
+MOST_RUNS = 500
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "choices.js", "page.js")
 MADE_BY = '<meta name="generator" content="toyexp">'
@@ -73,8 +74,11 @@ class Report:
     def write(self, comparison: Comparison, path: Path) -> int:
         """Writes the page in one piece, and returns its bytes; fewer points a curve where it would be too large.
 
+        Of more than MOST_RUNS runs the best are shown.
+
         Raises UserError where it cannot be written, Unavailable without plotly.
         """
+        comparison = comparison.best(MOST_RUNS)
         most = MOST_POINTS  # halved, so that what is kept of runs that have ended seldom has to be read again
         while most * len(comparison.entries) > ALL_POINTS and most > 200:
             most //= 2

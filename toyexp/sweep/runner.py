@@ -52,6 +52,7 @@ class Asked:
     request: Request
     experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
+    report: Callable[[Path, bool], None]  # writes that of a sweep's directory, for the last time or before
 
 
 class Runner:
@@ -127,7 +128,9 @@ class Runner:
                 for job, ended in self._launch(self._waiting(jobs)):
                     self._end(job, ended)
             self._unwatched()
-            return self._report()
+            code = self._report()
+            self._look_back(last=True)
+            return code
         finally:
             self._unwatched()
             if self._forks:
@@ -372,6 +375,7 @@ class Runner:
         self._take_down(job, ended)
         if self._folder:
             self._folder.note([job])
+        self._look_back()
         if self._board:
             with self._printing:
                 self._board.ended(job)
@@ -398,6 +402,11 @@ class Runner:
         details = [] if told else [f"exit code {job.code}"]
         details += [] if log_file in str(job.error) else [f"log: {log_file}"]
         return f" ({'; '.join(details)})" if details else ""
+
+    def _look_back(self, last: bool = False) -> None:
+        """The runs side by side in report.html, but for a sweep that is to end at once."""
+        if self._folder and self._settings.report and len(self._jobs) > 1 and not self._stop.number:
+            self.asked.report(self._folder.path, last)
 
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder

@@ -68,7 +68,8 @@ function drawChoices() {
   }
   axes.forEach((key, i) => {
     const narrow = (width - left - 62) / Math.max(axes.length - 1, 1), most = Math.max(Math.floor(narrow / 7), 5);
-    const title = key.length > most ? `…${key.slice(1 - most)}` : key;
+    const last = key.split(/[. ]/).pop(), name = key.length > most ? last : key;
+    const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
     const head = drawn("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
     drawn("title", {}, head, key);
     drawn("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);

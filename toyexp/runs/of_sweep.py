@@ -1,0 +1,58 @@
+"""report.html of a sweep, written at its end, and before that as often as takes little of its time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from toyexp.base.errors import Unavailable
+from toyexp.base.terminal import say
+from toyexp.base.words import short
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.found import below, look, metric_of
+from toyexp.runs.report import Report, importance_of, is_a_page
+
+log = logging.getLogger("toyexp")
+
+NAME = "report.html"
+SHARE = 0.02  # of a sweep's time that may go into its report before the end
+FIRST = 30.0  # seconds before it is written for the first time
+
+
+class SweepReport:
+    """The report of a sweep that runs; no trouble with it is one of the sweep's."""
+
+    def __init__(self) -> None:
+        self._report: Report | None = None
+        self._next = time.monotonic() + FIRST
+        self._failed = False
+
+    def __call__(self, sweep: Path, last: bool) -> None:
+        """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
+        if self._failed or not (last or time.monotonic() >= self._next):
+            return
+        began = time.monotonic()
+        path = sweep / NAME
+        try:
+            runs = [look(run) for run in below(sweep)]
+            if not runs:
+                return
+            if path.exists() and not is_a_page(path):
+                raise Unavailable(f"{short(path)} is somebody else's")
+            self._report = self._report or Report(short(sweep))
+            self._report.importance = importance_of(sweep)
+            self._report.write(Comparison.of(runs, metric_of([sweep])), path)
+        except Unavailable as error:
+            if last:
+                say(f"report  none: {error}, or leave it out: sweep.report=false")
+            self._next = float("inf")
+        except Exception as error:  # a full disk, or a run that somebody is taking away
+            self._failed = True
+            log.warning("%s: not written (%s)", path, error)
+            say(f"report  none: {path.name} was not written ({error})")
+        else:
+            took = time.monotonic() - began
+            self._next = time.monotonic() + max(FIRST, took / SHARE)
+            if last:
+                say(f"report  {short(path)}")

@@ -193,14 +193,14 @@ class Stack:
         self._prepare([one.row for one in asked])
         total = torch.zeros(len(self._places), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
         total = total.to(self._device)
-        places = [self._places[one.row] for one in asked]
+        places, plan = [self._places[one.row] for one in asked], self._plans[0]
+        blank = {name: np.zeros((plan.rows, *spec.shape), spec.dtype) for name, spec in plan.inputs.items()}
         for i in range(max(len(one.micros) for one in asked)):
             those = {place: one.micros[i] for place, one in zip(places, asked, strict=True) if i < len(one.micros)}
             if self._resident is not None:
                 total += self._resident.losses(those)
                 continue
             assert self._step is not None
-            blank = {n: np.zeros_like(x) for n, x in asked[0].micros[0].items()} if len(those) < len(asked) else {}
             total += self._step.losses(self._there([those.get(place, blank) for place in range(len(asked))]))
         return _Answers(lambda: [sums[place] for sums in [total.tolist()] for place in places])
 

@@ -11,6 +11,7 @@ from stacks import ADAMW, ENGINE, EXACT, OPTIMISERS, Job, alone, built, jobs_of,
 from tiny import batches, plan
 
 from toyexp import InputSpec, RunFailed, Setup, UserError, unlike
+from toyexp.base.errors import BadBatch
 from toyexp.contract.plan import optimised
 from toyexp.training.driver import drive_together
 from toyexp_ggml.engines import GGMLCPU
@@ -263,6 +264,18 @@ def test_a_session_of_a_stack_sees_its_own_run():
             for name, gradient in other.gradients(held_out).items():
                 np.testing.assert_allclose(session.gradients(held_out)[name], gradient, atol=1e-7)
     assert len({wait() for wait in waits}) == len(jobs)
+
+
+def test_an_evaluation_that_has_no_loss_is_refused_and_others_beside_it_have_theirs():
+    jobs = jobs_of("llama", ADAMW)
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    held_out = [[], [batches(3, 9).batch(k) for k in range(2)], [batches(3, 9).batch(0)]]
+    waits = [session.launch_evaluation(own) for session, own in zip(sessions, held_out, strict=True)]
+    with pytest.raises(BadBatch, match="weigh 0 in all"):
+        waits[0]()
+    for wait, job, own in zip(waits[1:], jobs[1:], held_out[1:], strict=True):
+        with built([EXACT.realize(job.plan)])[0] as other:
+            assert wait() == pytest.approx(other.evaluate(own), rel=1e-12)
 
 
 def test_a_run_goes_on_in_a_stack_from_where_it_was_alone():

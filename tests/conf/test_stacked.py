@@ -322,6 +322,7 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     size = stack_size.size_of(ready, 10, 0)
     assert size.jobs == 4 and "at most 4 at once" in size.words
     assert stack_size.size_of(ready, 10, 3).jobs == 3
+    assert stack_size.size_of(ready, 10**6, 0, shared_by=2).jobs == 2  # half of the memory, and nothing is tried
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
     assert stack_size.size_of(ready, 10, 0).jobs == 6
 

@@ -10,17 +10,20 @@ from toyexp.base.terminal import status
 
 def main() -> int:
     """Runs the command line of this process; returns its exit code."""
-    if FORKS in os.environ and not _is_forked():
-        return 0
+    if FORKS in os.environ:
+        return _forks()
     status("starting")
     return exit_code_of(_load_and_run)
 
 
-def _is_forked() -> bool:
-    """As the process that a sweep's jobs are forked from: to its end, or in one that is forked, where it is true."""
-    from toyexp.commands.forks import serve
+def _forks() -> int:
+    """As the process that a sweep's jobs are forked from, and in each of these as one that was started by its words."""
+    from toyexp.commands.forks import end, serve
 
-    return serve()
+    if serve():
+        status("starting")
+        end(exit_code_of(_load_and_run))
+    return 0
 
 
 def _load_and_run() -> int:

@@ -20,7 +20,7 @@ from toyexp.sweep.forking import Forks
 
 # What a job has is written down, and then all of it changed; how it ends depends on its seed.
 TRACE = """
-import ctypes, json, os, random, resource, signal, subprocess, sys, threading, time
+import atexit, ctypes, json, os, random, resource, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -70,6 +70,10 @@ class Trace(Callback):
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         threading.Thread(target=time.sleep, args=(60,), name="left", daemon=True).start()
         print("a line of job", run.seed)
+        self.open = open(run.dir / "left.txt", "w")
+        self.open.write("left open")
+        atexit.register((run.dir / "exit.txt").write_text, "at exit")
+        threading.Thread(target=lambda: time.sleep(0.3) or (run.dir / "thread.txt").write_text("waited for")).start()
         os.chdir("/")
 
     @hookimpl
@@ -87,7 +91,7 @@ class Trace(Callback):
         if run.seed == 6:
             sys.exit("enough")
         if run.seed == 7:
-            subprocess.Popen(["sleep", "30"])  # which holds this process's output open
+            subprocess.Popen(["sleep", "100"])  # which holds this process's output open
 """
 PLUGINS = "plugins=[toyexp.testing.null,trace]"
 TINY = ["data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "steps=2", "eval_every=0",
@@ -140,7 +144,7 @@ def test_a_forked_job_finds_what_a_process_of_its_own_finds(sweeps):
 @forks
 def test_however_a_forked_job_ends_it_ends_alone_and_is_reported(sweeps):
     code, took, folder, _ = sweeps
-    assert code == 1 and took < 25  # what a job leaves running for 30 s holds nobody up
+    assert code == 1 and took < 90  # what a job leaves running for 100 s holds nobody up
     told = {SEEDS[entry["number"]]: (entry["status"], entry["code"], entry["error"]) for entry in entries(folder)}
     assert [seed for seed, (status, _, _) in told.items() if status == "completed"] == [1, 7, 8]
     assert told[2][:2] == ("killed", 7) and "exit code 7" in told[2][2]
@@ -150,6 +154,15 @@ def test_however_a_forked_job_ends_it_ends_alone_and_is_reported(sweeps):
     assert told[6][:2] == ("failed", 1) and "enough" in told[6][2]
     for number, seed in enumerate(SEEDS):
         assert f"a line of job {seed}" in (folder / "logs" / f"{number}.log").read_text()
+
+
+@forks
+def test_a_forked_job_ends_as_a_process_of_its_own_does(sweeps):
+    """What it has written is on the disk, what is to be done at exit is done, and its threads have ended."""
+    for number in (0, 4):
+        run = sweeps[2] / entries(sweeps[2])[number]["directory"]
+        found = [(run / f"{name}.txt").read_text() for name in ("left", "exit", "thread")]
+        assert found == ["left open", "at exit", "waited for"]
 
 
 def stray():

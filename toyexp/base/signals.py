@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from toyexp.base.errors import UserError, printable
 
@@ -238,9 +238,14 @@ def end_process(code: int) -> int:
     The interpreter would end that thread wherever it asks for the lock again, which aborts the process inside Rust.
     """
     if _abandoned:
-        atexit._run_exitfuncs()  # temporary directories, log files
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        leave(code)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process here: what is to be done at exit is done, and nothing that is loaded is taken apart."""
+    atexit._run_exitfuncs()  # temporary directories, log files
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

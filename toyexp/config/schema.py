@@ -104,7 +104,8 @@ def store_schemas(registry: Registry) -> None:
     """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `trust`."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
-    store.store(name="schema", node=Root)
+    if "schema.yaml" not in store.repo:  # which takes a while
+        store.store(name="schema", node=Root)
     for kind, offers in all_offered(registry).items():
         known = store.repo.setdefault(kind, {})
         for name, cls in offers.items():

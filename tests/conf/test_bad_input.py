@@ -22,6 +22,7 @@ from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse
 from toyexp.contract.plugins import load
 from toyexp.training.checkpoint import MANIFEST, STATE
+from toyexp.training.rundir import lock
 from toyexp_ggml.engines import GGMLCUDA, GGMLGPU, GGMLVulkan
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
@@ -952,6 +953,9 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
     Path("run").mkdir()
     Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
     refused(["resume=run"], "resume=run: that run has no checkpoint; ", told)
+    file = lock(Path("run"))  # it has not ended
+    refused(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
+    os.close(file)
 
 
 @pytest.mark.parametrize(

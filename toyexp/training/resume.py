@@ -20,7 +20,7 @@ from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.outcome import Outcome
 from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Prepared
-from toyexp.training.rundir import settings_in
+from toyexp.training.rundir import require_left, settings_in
 
 if TYPE_CHECKING:
     from toyexp.contract.callback import Callback
@@ -114,6 +114,7 @@ def require_run(directory: Path, key: str) -> None:
     if not (directory / "config.yaml").is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     if not checkpoint.steps(directory / "checkpoints"):
+        require_left(directory)  # which may have its first one yet to come
         raise UserError(f"{key}={directory}: that run has no checkpoint; {_why_none(directory / 'config.yaml')}")
 
 

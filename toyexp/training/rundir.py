@@ -114,13 +114,19 @@ class RunDir:
 
 def require_writable(path: Path, key: str = "hydra.run.dir", continued: bool = False) -> None:
     """Raises UserError where RunDir would, as far as that is seen without writing anything."""
-    import fcntl
-
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
         raise UserError(f"{path}: cannot be written ({why}); choose: {key}=...")
-    if continued and (path / LOCK).exists():
+    if continued:
+        require_left(path)
+
+
+def require_left(path: Path) -> None:
+    """Raises UserError where another process writes the run in `path`."""
+    import fcntl
+
+    if (path / LOCK).exists():
         with open(path / LOCK, "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

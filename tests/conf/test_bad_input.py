@@ -409,6 +409,10 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("parity hydra/launcher=basic", ["hydra/launcher=basic: is of no effect in parity; leave it out"]),
         ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
         ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
+        ("block_size=64", ["unknown key block_size; did you mean model.context?"]),
+        ("--gradient-accumulation-steps 4", ["a setting has no dashes: optim.accumulate=4"]),
+        ("trainer.precision=bf16", ["did you mean engine.dtype?"]),
+        ("optim.warmup_steps=10", ["unknown key optim.warmup_steps"]),
         ("parity --lr 1e-3", ["parity --lr: a setting has no dashes: lr=1e-3"]),
         ("parity --epochs=3", ["a setting has no dashes: steps=... (a run's length is in optimiser steps)"]),
         ("bench --batch-size 4", ["bench --batch-size: a setting has no dashes: batch_size=4"]),
@@ -964,6 +968,10 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
         (
             ["engine=gpu"],
             "engine=gpu: there is none of that name; those on a GPU are cuda, ggml_cuda, metal, mps, vulkan",
+        ),
+        (
+            ["engine=pytorch"],
+            "engine=pytorch: there is none of that name; those that compute with it are cpu, cuda, mps",
         ),
         (["bench", "engine=cpu,GPU"], "engine=GPU: there is none of that name; those on a GPU are cuda,"),
         (["engine=cuda:1"], "set before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),

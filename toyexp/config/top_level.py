@@ -32,6 +32,18 @@ ELSEWHERE = {
     "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "max_iters": "steps",
     "device": "engine", "dataset": "data", "optimizer": "optim",
     "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
+    "eval_interval": "eval_every", "eval_steps": "eval_every", "run_name": "name", "random_seed": "seed",
+    "save_every": "checkpoint_every", "save_interval": "checkpoint_every", "save_steps": "checkpoint_every",
+    "resume_from_checkpoint": "resume", "per_device_train_batch_size": "batch_size",
+    "block_size": "model.context", "seq_len": "model.context", "max_seq_len": "model.context",
+    "max_seq_length": "model.context", "context_length": "model.context", "n_layer": "model.n_layers",
+    "num_layers": "model.n_layers", "n_head": "model.n_heads", "n_embd": "model.d_model",
+    "hidden_size": "model.d_model", "wd": "optim.weight_decay", "max_grad_norm": "optim.grad_clip",
+    "grad_accum": "optim.accumulate", "grad_accumulation": "optim.accumulate",
+    "gradient_accumulation_steps": "optim.accumulate", "warmup_steps": "callbacks.cosine.warmup",
+    "warmup_iters": "callbacks.cosine.warmup", "dtype": "engine.dtype", "precision": "engine.dtype",
+    "compile": "engine.compile", "devices": "engine.devices", "num_gpus": "engine.devices",
+    "lora_r": "recipe.rank", "lora_rank": "recipe.rank", "lora_alpha": "recipe.alpha", "base_model": "recipe.base",
     "n_trials": "sweep.trials", "num_trials": "sweep.trials", "num_samples": "sweep.trials", "n_jobs": "sweep.jobs",
 }  # fmt: skip
 EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")

@@ -240,7 +240,7 @@ class Foresight:
         say(f"time     about {duration(told['seconds'])}: {counted(told['jobs'], 'job')}, {each} each, {how}")
         if stacked:
             say("         counted one after another; what training together saves is measured when it begins")
-        elif at_once > 1 and self.settings.launcher == "submitit":
+        elif at_once > 1 and (not self.cores or self.settings.launcher == "submitit"):
             say("         where the cluster starts so many at once, on machines like this one")
         elif at_once > 1:
             say(f"         {counted(self.cores, 'core')} each; tried one at a time, they may be slower side by side")

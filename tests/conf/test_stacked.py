@@ -13,11 +13,14 @@ import pytest
 import yaml
 
 from toyexp.base.signals import CommonSignals, Interrupted
+from toyexp.base.threads import CORES
 from toyexp.commands.line import main
 from toyexp.config.request import Request
+from toyexp.config.top_level import Sweep
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep import stack_size
+from toyexp.sweep import share, stack_size
 from toyexp.sweep.directory import Job
+from toyexp.sweep.gpus import Gpus
 from toyexp.sweep.lookahead import Lookahead
 from toyexp.sweep.stack import Tagged
 from toyexp.sweep.stacked import advice, dealt
@@ -144,7 +147,9 @@ def _place(tmp_path_factory):
     write_base(here / "base.gguf", "llama")
     before = Path.cwd()
     os.chdir(here)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CORES, "1")  # a process for each of them
+        yield
     os.chdir(before)
 
 
@@ -270,6 +275,19 @@ def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(ca
     assert capfd.readouterr().out.splitlines().count(why) == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "cores", "expected"),
+    [(["cpu"], 8, (5, 1)), (["cpu"], 2, (2, 1)), (["cpu", "engine.threads=4"], 8, (2, 4)), (["mps"], 8, (1, 8))],
+)
+def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, cores, expected):
+    monkeypatch.setattr(share, "available_cores", lambda: cores)
+    name, *more = engine
+    words = [f"engine={name}", *more, *QUICK[2:]]
+    jobs = [Job(number, [f"seed={number}"]) for number in range(5)]
+    ahead = Lookahead(Request.of(words), {})
+    assert share.share_of(Sweep(launcher="stacked"), jobs, ahead, Gpus([]))[:2] == expected
+
+
 def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
     words = ["plugins=[mishap]", *QUICK, "engine=pretended", "steps=3", "eval_every=0", "callbacks=[events]"]
@@ -322,7 +340,10 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     size = stack_size.size_of(ready, 10, 0)
     assert size.jobs == 4 and "at most 4 at once" in size.words
     assert stack_size.size_of(ready, 10, 3).jobs == 3
-    assert stack_size.size_of(ready, 10**6, 0, shared_by=2).jobs == 2  # half of the memory, and nothing is tried
+    assert stack_size.size_of(ready, 10, 0, shared_by=2).jobs == 2  # which share the machine's memory
+    with monkeypatch.context() as gpu:
+        gpu.setattr(TorchCPU, "on_gpu", True)  # where they would measure one another, and nothing is tried
+        assert stack_size.size_of(ready, 10**6, 0, shared_by=2).jobs == 2
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
     assert stack_size.size_of(ready, 10, 0).jobs == 6
 

@@ -7,6 +7,7 @@ import copy
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -47,6 +48,7 @@ class Lookahead:
     _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)
     _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
     _of_hydra: dict[tuple[str, ...], str] = field(default_factory=dict)  # each choice of names, as text
+    _told: tuple[DictConfig, Any] | None = None  # a configuration, and the copy of it that Hydra has
     _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
 
     @cached_property
@@ -69,7 +71,7 @@ class Lookahead:
         )
         if re.search(r"hydra[.:](?!job\.num)", named):  # ${hydra:job.override_dirname} is only known to Hydra
             composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
-        HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
+        self._tell_hydra(composed.cfg, job)
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
@@ -81,15 +83,33 @@ class Lookahead:
             self._of_hydra[names] = str(OmegaConf.to_container(without_hydra(composed.cfg)))
         if re.search(r"hydra[.:](?!job\.num)", self._of_hydra[names] + job.label):
             return self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
-        HydraConfig.instance().set_config(composed.cfg)  # what ${hydra:job.num} reads
+        self._tell_hydra(composed.cfg, job)
         given = [*self.request.settings, *parse(job.overrides)]
         cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
         return replace(composed, cfg=cfg, given=given)
+
+    def _tell_hydra(self, cfg: DictConfig, job: Job) -> None:
+        """Has ${hydra:job.num} read the job's; a copy of all of Hydra's settings is made once for each base."""
+        hydra: Any = HydraConfig.instance()
+        if self._told is None or self._told[0] is not cfg or self._told[1] is not hydra.cfg:
+            hydra.set_config(cfg)
+            self._told = (cfg, hydra.cfg)
+        with read_write(hydra.cfg.hydra.job):
+            hydra.cfg.hydra.job.num = job.number
 
     def gpus(self, job: Job, auto: int) -> int | None:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
         engine = self._engine(job)
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+
+    def cores(self, job: Job) -> int:
+        """How many of the machine's cores the job has use for at least; 0: it computes on a GPU, or may."""
+        engine = self._engine(job)
+        if engine == AUTO:
+            return 0 if visible() or sys.platform == "darwin" else 1
+        if isinstance(engine, Engine):
+            return 0 if engine.on_gpu else max(getattr(engine, "threads", 0), engine.processes(), 1)
+        return 1
 
     def could_be_stacked(self, job: Job) -> bool:
         """Whether the job is of a small model on a GPU engine that trains several jobs together, as far as is known."""

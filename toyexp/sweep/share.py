@@ -28,7 +28,7 @@ class Share(NamedTuple):
     cores: int  # 0: all there are
     gpus: int  # of the one that takes the most
     processes: int = 1  # of the one that is the most of them
-    stacks: int = 1  # that share a GPU
+    stacks: int = 1  # that share the memory of a device
     counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
 
     def gpus_of(self, there: int) -> int:
@@ -58,10 +58,13 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
     if settings.per_gpu > 1 and most_gpus > 1:
         raise UserError(f"sweep.per_gpu={settings.per_gpu}: jobs of {most_gpus} GPUs have them for themselves")
     at_once = gpus.at_once(most_gpus, max(settings.per_gpu, 1))
-    if launcher == "stacked":  # which has a process for each stack
+    if launcher == "stacked":  # processes, each of which has stacks of its own
         if at_once and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
             at_once *= max(min(STACKS, len(jobs) // at_once // FULL, available_cores() // at_once // 2), 1)
         stacks = max(at_once // max(gpus.at_once(most_gpus), 1), 1)
+        if not at_once:  # a process for each core, or one for a GPU that is not counted
+            asked = [ahead.cores(job) for job in _of_each_engine(jobs)]
+            stacks = at_once = max(min(available_cores() // max(asked) if all(asked) else 1, len(jobs)), 1)
         return share._replace(jobs=max(at_once, 1), cores=max(available_cores() // max(at_once, 1), 1), stacks=stacks)
     limit = settings.jobs or max(available_cores() // most, 1)
     if at_once and (most_gpus > 1 or settings.per_gpu or not settings.jobs):

@@ -36,7 +36,7 @@ class Size:
 def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> Size:
     """For jobs of one program with so many steps in all; with a `limit` nothing is tried but whether it fits.
 
-    Several stacks, which share the memory, would measure one another: there nothing is tried either.
+    Several stacks share the memory; on one GPU they would measure one another: there nothing is tried either.
     """
     plan, engine = alike[0].plan, alike[0].config.engine
     each, free = engine.bytes_in_a_stack(plan) or bytes_in_a_stack(plan), engine.free_bytes()
@@ -51,7 +51,7 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
         if each * most > SHARE * free:
             most = max(int(SHARE * free / each), 1)
             words += f": at most {most} at once"
-    if limit or most == 1 or shared_by > 1:
+    if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
         return Size(most, words)
     return _paying(alike, steps, most, words)
 

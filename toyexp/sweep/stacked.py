@@ -1,4 +1,4 @@
-"""Jobs that train together: a process for each device, which makes stacks of the jobs that it is given."""
+"""Jobs that train together: a process for each GPU or core, which makes stacks of the jobs that it is given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stacked:
     begin: Callable[[Sequence[Job]], None]  # these train from now on
     words: Sequence[str]  # what all jobs share
     limit: int  # jobs in a stack; 0: as many as pay
-    shared_by: int  # stacks on one GPU
+    shared_by: int  # stacks that a device's memory is for
     stop: Stop
     show: Callable[[Job | None, str, IO[str]], None]  # a line, and whose it is
 

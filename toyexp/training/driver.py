@@ -60,8 +60,16 @@ class Evaluate:
         return self.launch(session)()
 
 
+@dataclass(frozen=True)
+class Rest:
+    """Asks for nothing: what comes next may wait for the disk, and other runs may have something to give it first."""
+
+    def answer(self, session: Session) -> None:
+        """Nothing."""
+
+
 T = TypeVar("T")
-Asks = Generator[Realize | Step | Evaluate, Any, T]
+Asks = Generator[Realize | Step | Evaluate | Rest, Any, T]
 
 
 def drive(loop: Asks[T], session: Session | None = None) -> T:
@@ -100,9 +108,9 @@ def drive_together(
     """
     ends: dict[int, T | Exception] = {}
 
-    def asked(going: Mapping[int, GoOn]) -> dict[int, Step | Evaluate]:
+    def asked(going: Mapping[int, GoOn]) -> dict[int, Step | Evaluate | Rest]:
         """What each loop asks for next, of those that do not end."""
-        requests: dict[int, Step | Evaluate] = {}
+        requests: dict[int, Step | Evaluate | Rest] = {}
         for i, go_on in going.items():
             try:
                 request = go_on()
@@ -124,10 +132,12 @@ def drive_together(
     return [ends[i] for i in range(len(loops))]
 
 
-GoOn = Callable[[], Realize | Step | Evaluate]  # has a loop go on to what it asks for next; StopIteration where it ends
+GoOn = Callable[
+    [], Realize | Step | Evaluate | Rest
+]  # has a loop go on to what it asks for next; StopIteration where it ends
 
 
-def _answered(loop: Asks[Any], request: Step | Evaluate, session: Session) -> GoOn:
+def _answered(loop: Asks[Any], request: Step | Evaluate | Rest, session: Session) -> GoOn:
     """Answers a request; what it gives hands the answer to the loop."""
     return _sent(loop, lambda: request.answer(session))
 

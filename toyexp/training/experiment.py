@@ -28,7 +28,7 @@ from toyexp.datasets.dropout import Dropout
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
-from toyexp.training.driver import Asks, Realize, drive
+from toyexp.training.driver import Asks, Realize, Rest, drive
 from toyexp.training.introduction import facts, introduction
 from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
@@ -222,6 +222,7 @@ def _live(
             run, bus, prepared.batches, settings.eval_every, signals.caught,
             saver, resumed.outcome if resumed else Outcome(),
         ).asks()  # fmt: skip
+        yield Rest()  # the last checkpoint is being written
         reason, bad = outcome.reason, bad_end(run, outcome)
     except BaseException as caught:
         error, reason = caught, reason_of(caught)

@@ -131,7 +131,7 @@ def test_every_comment_of_config_yaml_is_the_help_of_its_key():
             shown[".".join(under)] = found[4]
     own = {key: setting.comment for key, setting in top_level()}
     assert {key: text for key, text in shown.items() if key in own} == own
-    assert shown.keys() - own.keys() == {"sweep", "sweep.submitit"}
+    assert shown.keys() - own.keys() == {"sweep", "sweep.submitit", "sweep.ray"}
 
 
 def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):

@@ -83,11 +83,9 @@ OF_LAUNCHERS = {"submitit": Submitit, "ray": Ray}  # the launchers with settings
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it, and conf/config.yaml shows it as it stands here."""
 
-    launcher: str = "serial"  # serial | joblib (several at once) | stacked (as one program) | submitit, ray (clusters)
+    launcher: str = "serial"  # serial | joblib (several at once) | stacked (as one program) | submitit | ray (clusters)
     jobs: int = 0  # at once; 0: 1 with serial, all with submitit, as many as pay with stacked, else as many as fit
-    per_gpu: int = (
-        0  # jobs, or stacks, that share a GPU; 0: one, of stacks up to four where many jobs wait for the host
-    )
+    per_gpu: int = 0  # jobs, or stacks, that share a GPU; 0: one, of stacks up to four where there are many jobs
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
     fail_fast: bool = False  # the first failure ends the sweep
     resume: str | None = None  # a sweep's directory: its interrupted and killed jobs go on

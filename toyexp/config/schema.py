@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import io
@@ -74,7 +75,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             return super().load_config(config_path)  # which says so
 
         def load(text: str) -> Any:
-            return OmegaConf.load(io.StringIO(text)), self._get_header_dict(text)
+            return copy.deepcopy(_parsed(text)), self._get_header_dict(text)
 
         config, header = load_yaml(path, load, preset="/" in config_path)
         return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
@@ -82,6 +83,12 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def is_config(self, config_path: str) -> bool:
         """Whether anything has that name: what is no file is told by `load_config`, not passed over."""
         return os.path.lexists(Path(self.path, self._normalize_file_name(config_path)))
+
+
+@functools.lru_cache
+def _parsed(text: str) -> Any:
+    """What a text in YAML holds; a process that composes several runs reads the same few files."""
+    return OmegaConf.load(io.StringIO(text))
 
 
 def read_config(path: Path) -> str:

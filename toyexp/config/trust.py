@@ -6,6 +6,7 @@ A file may come with a repository, a run or a mail. Hydra would follow it to pac
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ PLACES = ("run", "sweep")  # where something is written: for a person's own main
 PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
 
 
+@functools.lru_cache  # of a text that was looked through nothing else can be said
 def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
     """Raises UserError for a file that says more than settings; `ours` lies in toyexp's own conf/.
 

@@ -106,10 +106,16 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
         if not marked and name in hooks:
             raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl")
         if marked:
-            known = set(inspect.signature(getattr(group, name)).parameters)
-            for argument in set(inspect.signature(member).parameters) - known:
+            known = _arguments(getattr(group, name))
+            for argument in _arguments(member) - known:
                 hint = choose(argument, known - {"self"})
                 raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {hint}")
+
+
+@functools.cache
+def _arguments(function: Callable[..., object]) -> frozenset[str]:
+    """The names of a function's arguments."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 types_of = functools.cache(typing.get_type_hints)  # of a class by name: to read its annotations takes a while

@@ -12,13 +12,16 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test faults check donor bench table speeds golden wheel clean
+.PHONY: run test docs faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
 
 test: $(INSTALLED) check  ## lint, types, and the default test suite
 	$(BIN)/python -m pytest $(PYTEST)
+
+docs: $(INSTALLED)  ## build the documentation into outputs/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)
@@ -35,10 +38,10 @@ bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engi
 	$(BIN)/python tests/benchmarks/overhead.py
 	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
 
-table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the README's table
+table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the documentation's table
 	$(BIN)/python tests/support/make_table.py
 
-speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the table of speeds in the README
+speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the documentation's table of speeds
 	$(BIN)/python tests/support/make_speeds.py "2 cores"
 
 golden: $(INSTALLED)  ## record the numbers of tests/golden.json again, after a change of numbers that is meant

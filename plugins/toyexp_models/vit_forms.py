@@ -34,7 +34,7 @@ class ViTGGUF(GGUFForm[Any]):
         return ARCHITECTURE
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """The keys that README lists."""
+        """The keys that the documentation lists."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
         return {"block": model.block, **sizes, EPS[model.block]: model.norm_eps}
 

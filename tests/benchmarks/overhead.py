@@ -95,7 +95,7 @@ def first_step_seconds(*words):
 
 
 def main():
-    """Everything that the README's table says about overhead."""
+    """Everything that the documentation's table says about overhead."""
     registry = load()
     compare("nano", 200, registry)
     compare("small", 10, registry)

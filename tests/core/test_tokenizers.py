@@ -453,8 +453,8 @@ def test_a_token_that_byte_level_decoding_would_take_for_a_byte_is_marked_for_th
 
 
 def test_the_table_names_every_pattern_in_a_form_the_library_takes():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"{len(PRE_TOKENIZERS)} pre-tokenizers" in readme
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "guides" / "data.md").read_text()
+    assert f"{len(PRE_TOKENIZERS)} pre-tokenizers" in page
     for name, pre in PRE_TOKENIZERS.items():
         words = [word for word, _ in pre.build().pre_tokenize_str(PROSE)]
         assert bytes(SYMBOLS.index(c) for c in "".join(words)).decode() == PROSE, name

@@ -1,4 +1,4 @@
-"""The README's table: every architecture in every type, in every direction, held against llama.cpp.
+"""The documentation's table: every architecture in every type, in every direction, held against llama.cpp.
 
 `make table` runs all of it and writes the table; the default suite takes the types of DEFAULT.
 """

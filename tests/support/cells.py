@@ -1,9 +1,9 @@
-"""The README's table of what toyexp does with which GGUF files: its cells, how it is written and read back."""
+"""The documentation's table of what toyexp does with which GGUF files: its cells, how it is written and read back."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "files.md"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gpt2")
 # What an export is asked for, and the type that ggml's quantiser gives every matrix of a file to read.
 TYPES = {
@@ -37,9 +37,9 @@ def table(figures):
     return "".join(lines)
 
 
-def ticked(readme):
-    """The cells that the README's table ticks."""
-    head, _, *lines = (re.split(r" *\| *", line.strip("| \n")) for line in _within(readme).splitlines())
+def ticked(page):
+    """The cells that its table ticks."""
+    head, _, *lines = (re.split(r" *\| *", line.strip("| \n")) for line in _within(page).splitlines())
     directions = {title: name for name, title in DIRECTIONS.items()}
     return [
         (line[0], line[1], directions[title])
@@ -49,13 +49,13 @@ def ticked(readme):
     ]
 
 
-def replaced(readme, new):
-    """The README with another table."""
-    return readme.replace(BEGIN + _within(readme) + END, BEGIN + new + END)
+def replaced(page, new):
+    """The page with another table."""
+    return page.replace(BEGIN + _within(page) + END, BEGIN + new + END)
 
 
-def _within(readme):
-    return readme.split(BEGIN)[1].split(END)[0]
+def _within(page):
+    return page.split(BEGIN)[1].split(END)[0]
 
 
 def _line(parts):

@@ -1,4 +1,4 @@
-"""The README's tables of speeds, from what `toyexp bench --json` told: no figure of them is typed.
+"""The documentation's tables of speeds, from what `toyexp bench --json` told: no figure of them is typed.
 
     make_speeds.py                                    writes the tables from speeds.json, which lies beside this file
     make_speeds.py MACHINE                            measures the shapes of its table here first: `make speeds`
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "measured.md"
 FIGURES = Path(__file__).with_name("speeds.json")
 BEGIN, END = "<!-- begin of the speeds by `make speeds` -->\n", "<!-- end of the speeds -->\n"
 RATIOS = "<!-- begin of the ratios by `make speeds` -->\n", "<!-- end of the ratios -->\n"
@@ -98,9 +98,9 @@ def _ratio(run, one, other):
     return run[one]["seconds_per_step"] / run[other]["seconds_per_step"]
 
 
-def within(readme, begin=BEGIN, end=END):
+def within(page, begin=BEGIN, end=END):
     """What stands between the marks."""
-    return readme.split(begin)[1].split(end)[0]
+    return page.split(begin)[1].split(end)[0]
 
 
 def add(machines, machine, shape, report):
@@ -131,10 +131,10 @@ def main(machine=None, shape=None, path=None):
         for each in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
             add(machines, machine, each, measured(each))
     FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
-    readme = README.read_text()
+    page = PAGE.read_text()
     for (begin, end), made in (((BEGIN, END), text), (RATIOS, ratios)):
-        readme = readme.replace(begin + within(readme, begin, end) + end, begin + made(machines) + end)
-    README.write_text(readme)
+        page = page.replace(begin + within(page, begin, end) + end, begin + made(machines) + end)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

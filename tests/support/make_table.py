@@ -1,10 +1,10 @@
-"""Runs every cell of the README's table of GGUF files against llama.cpp and writes the table: `make table`."""
+"""Runs every cell of the documentation's table of GGUF files against llama.cpp and writes the table: `make table`."""
 
 import sys
 from pathlib import Path
 
 import pytest
-from cells import CELLS, README, replaced, table
+from cells import CELLS, PAGE, replaced, table
 
 TESTS = Path(__file__).parents[1] / "judge" / "test_table.py"
 
@@ -30,7 +30,7 @@ def main():
             f"the table stays as it was: {len(missing)} of {len(CELLS)} cells did not pass, {missing[0]} for one "
             "(exports in K-quants take llama-quantize on the PATH, or pip install llama-cpp-python)"
         )
-    README.write_text(replaced(README.read_text(), table(figures.found)))
+    PAGE.write_text(replaced(PAGE.read_text(), table(figures.found)))
     return 0
 
 

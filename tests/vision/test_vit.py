@@ -199,12 +199,12 @@ def test_both_files_hold_the_same(trained):
     np.testing.assert_allclose(one.mean, two.mean, rtol=1e-6)
 
 
-def test_gguf_py_reads_the_keys_the_readme_lists(trained):
+def test_gguf_py_reads_the_keys_the_documentation_lists(trained):
     reader = gguf.GGUFReader(trained[0] / "model.gguf")
     found = {name: field.contents() for name, field in reader.fields.items() if name.startswith("toyexp-vit.")}
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "guides" / "outputs.md").read_text()
     for key, value in found.items():
-        assert f"`{key.removeprefix('toyexp-vit.')}`" in readme, key
+        assert f"`{key.removeprefix('toyexp-vit.')}`" in page, key
         assert value is not None
     assert found["toyexp-vit.classes"] == list("0123456789") and found["toyexp-vit.block"] == "layernorm_gelu"
     assert reader.fields["general.architecture"].contents() == "toyexp-vit"

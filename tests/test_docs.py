@@ -1,9 +1,10 @@
-"""What the README says is true: its plugins are built, installed and run, and the hooks it lists are the hooks."""
+"""What the documentation says is true: its plugins are built, installed and run, its commands run, its tables hold."""
 
 import inspect
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -20,19 +21,22 @@ from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.text.byte_level import Bytes
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGES = {str(path.relative_to(ROOT / "docs" / "pages")): path.read_text() for path in ROOT.glob("docs/pages/*/*.md")}
+README = (ROOT / "README.md").read_text()
+ALL = README + "".join(PAGES.values())
 
 
-def readme_file(name):
+def shown_file(name):
     """The code block that begins with `# <name>`."""
-    return re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", README, re.DOTALL)[1]
+    return re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", ALL, re.DOTALL)[1]
 
 
 def installed(root, project, module):
-    """A virtual environment of its own that sees this one's packages, with a plugin of the README's installed."""
-    (root / "pyproject.toml").write_text(readme_file(project))
+    """A virtual environment of its own that sees this one's packages, with a plugin that is shown installed."""
+    (root / "pyproject.toml").write_text(shown_file(project))
     for name in (f"{module}.py", f"test_{module}.py"):
-        (root / name).write_text(readme_file(name))
+        (root / name).write_text(shown_file(name))
     python = environments.make(root / "env", install=root)
     (root / f"{module}.py").unlink()  # only the installed copy is left
     return root, python
@@ -164,7 +168,7 @@ def test_the_dna_trains_and_is_known_by_its_files_name(signals):
 def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin, against SGD without momentum."""
     for name in ("plain_sgd.py", "test_plain_sgd.py"):
-        (tmp_path / name).write_text(readme_file(name))
+        (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
     usual = ["-m", "data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
              "lr=0.5", "optim.weight_decay=0.1", "engine=cpu,ggml", "sweep.isolate=false",
@@ -180,8 +184,8 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
 
 
 def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monkeypatch, capsys):
-    """The README's file for Lion, and the same for Muon."""
-    lion = re.search(r"```yaml\n(# @package _global_\n# mine/experiment/by_lion.*?)```", README, re.DOTALL)[1]
+    """The file for Lion, and the same for Muon."""
+    lion = re.search(r"```yaml\n(# @package _global_\n# mine/experiment/by_lion.*?)```", ALL, re.DOTALL)[1]
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "by_lion.yaml").write_text(lion)
@@ -200,7 +204,7 @@ def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monke
 def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin; its test file, in a process of its own."""
     for name in ("toyexp_parallel.py", "test_toyexp_parallel.py"):
-        (tmp_path / name).write_text(readme_file(name))
+        (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
     words = ["plugins=[toyexp_parallel]", "model=parallel", "model.width=16", "model.heads=2", "model.context=16"]
     told = ["parity", *words, "engine=cpu:recompute=true,ggml", "data.max_mb=0.1", "steps=6", "--json"]
@@ -223,7 +227,7 @@ def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeyp
 def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path, monkeypatch, capsys):
     """The files as they stand there, in a directory of their own."""
     for name in ("npz_format.py", "test_npz_format.py"):
-        (tmp_path / name).write_text(readme_file(name))
+        (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
     words = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "steps=4",
              "engine=ggml", "eval_every=0", "callbacks=[gguf_export,npz_export]",
@@ -252,23 +256,23 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
 
 
-def test_what_the_readme_shows_imports_the_public_packages_alone():
-    shown = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_what_is_shown_imports_the_public_packages_alone():
+    shown = "\n".join(re.findall(r"```python\n(.*?)```", ALL, re.DOTALL))
     found = set(re.findall(r"^ *from (toyexp[.\w]*) import", shown, re.MULTILINE))
     shipped = {module for module in found if module.startswith("toyexp_")}
     assert found - shipped <= set(PUBLIC)
 
 
-def test_the_readme_lists_every_hook_with_its_signature():
+def test_every_hook_is_listed_with_its_signature():
     for spec in (Registration, RunHooks):
         for name, hook in vars(spec).items():
             if not name.startswith("_"):
                 signature = str(inspect.signature(hook)).replace("'", "")
-                assert f"{name}{signature}" in README, name
+                assert f"{name}{signature}" in PAGES["plugins/index.md"], name
 
 
-def test_every_file_of_the_core_is_in_the_readmes_tree():
-    tree = README[README.index("## The house") : README.index("## Measured")]
+def test_every_file_of_the_core_is_in_the_tree():
+    tree = PAGES["reference/house.md"]
     for folder in Path(__file__).parent.parent.joinpath("toyexp").glob("*/"):
         room = re.search(rf"^  {folder.name}/.*?(?=^  \w+/|^plugins)", tree, re.DOTALL | re.MULTILINE)
         assert room or not (folder / "__init__.py").exists(), folder.name
@@ -278,17 +282,19 @@ def test_every_file_of_the_core_is_in_the_readmes_tree():
 
 def test_the_table_of_files_has_the_cells_that_are_tested():
     """Its figures are those of the last `make table`."""
-    assert ticked(README) == CELLS
+    assert ticked(PAGES["reference/files.md"]) == CELLS
 
 
 def test_the_table_of_speeds_is_the_one_that_bench_told():
     """Rounded by one rule, and changed by a report: nobody types a figure."""
     machines = json.loads(make_speeds.FIGURES.read_text())
-    assert make_speeds.within(README) == make_speeds.text(machines)
-    assert make_speeds.within(README, *make_speeds.RATIOS) == make_speeds.ratios(machines)
+    assert make_speeds.within(PAGES["reference/measured.md"]) == make_speeds.text(machines)
+    assert make_speeds.within(PAGES["reference/measured.md"], *make_speeds.RATIOS) == make_speeds.ratios(machines)
     told = {"name": "ggml", "seconds_per_step": 0.0123456, "beyond_import_bytes": 7_654_321, "rounds": [1], "ratio": 1}
     make_speeds.add(machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]})
-    changed = set(make_speeds.text(machines).splitlines()) - set(make_speeds.within(README).splitlines())
+    changed = set(make_speeds.text(machines).splitlines()) - set(
+        make_speeds.within(PAGES["reference/measured.md"]).splitlines()
+    )
     ggml, torch = (next(line for line in changed if title in line) for title in ("OpenBLAS: `ggml` |", "| `cpu`"))
     assert ggml.split(" | ")[2] == "12.3 ms" and torch.split(" | ")[2] == "12.3 ms"
     assert any("memory beyond the imports" in line and "| 8, 8 MB |" in line for line in changed)
@@ -298,4 +304,68 @@ def test_the_table_of_speeds_is_the_one_that_bench_told():
 
 
 def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():
-    assert f"```\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in README
+    assert f"```\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in ALL
+
+
+def test_the_documentation_is_built_without_a_warning(tmp_path, monkeypatch):
+    """Strictly: every link and every anchor leads somewhere, and every page is in the table of contents."""
+    where = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str(tmp_path)]
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    built = environments.run(sys.executable, "-m", "mkdocs", "build", "--quiet", *where, cwd=tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    settings = (tmp_path / "reference" / "settings.html").read_text()
+    assert (
+        "recipe.freeze_donor" in settings and "--requantize" in (tmp_path / "reference" / "commands.html").read_text()
+    )
+    assert not re.search(r"(src|href)=.?https?://(?!squidfunk)", settings), "it opens without a network"
+
+
+@pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README", *PAGES])
+def test_links_lead_to_files_that_are_there(page):
+    folder = ROOT if page is README else ROOT / "docs" / "pages" / next(n for n, text in PAGES.items() if text is page)
+    for target in re.findall(r"\]\(([^)#]+\.md)", page):
+        made = {"commands.md", "settings.md", "contributing.md", "trust.md", "changes.md"}
+        place = (folder if page is README else folder.parent) / target
+        assert place.resolve().is_file() or place.name in made, target
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) < 900
+
+
+@pytest.fixture(scope="module")
+def beginners(tmp_path_factory):
+    """A directory with what the quick starts speak of."""
+    root = tmp_path_factory.mktemp("beginners")
+    write_base(root / "model.gguf", "llama", "q8_0")
+    chat = '{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}\n'
+    (root / "chats.jsonl").write_text(40 * chat)
+    (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 200)
+    return root
+
+
+def quick_starts():
+    """Every command of the pages for beginners."""
+    for name in sorted(PAGES):
+        if name.startswith("start/"):
+            for block in re.findall(r"```\n(.*?)```", PAGES[name], re.DOTALL):
+                yield from ((name, line) for line in block.splitlines() if line.startswith("toyexp "))
+            yield from ((name, line) for line in re.findall(r"\| `(toyexp [^`]*)` \|", PAGES[name]))
+
+
+@pytest.mark.parametrize(("page", "line"), [*quick_starts()])
+def test_a_command_of_the_quick_starts_is_one_that_is_taken(beginners, monkeypatch, capsys, page, line):
+    """Each with fewer and smaller steps; those that read a reader's run are left to their command's tests."""
+    words = shlex.split(line)[1:]
+    if any("<" in word or word in ("models", "photos") or "photos" in word or "plain_sgd" in word for word in words):
+        pytest.skip("needs a run, or files, of the reader's own")
+    monkeypatch.chdir(beginners)
+    if words[0] not in {"describe", "parity", "models"}:
+        words += [
+            *(["steps=20", "eval_every=5"] if "prune" in line else ["steps=1", "eval_every=0"]),
+            *([] if "callbacks" in line else ["callbacks=[cosine]"]),
+        ]
+        words += ["sweep.isolate=false"] if "-m" in words and "sweep.launcher" not in line else []
+        words += ["sweep.trials=1"] if "sweep.search" in line else []
+        words += ["engine=ggml"] if "engine" not in line else []
+    assert main(words) == 0, capsys.readouterr().err

@@ -12,7 +12,7 @@ from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 ROTARY = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -70,6 +70,8 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """GPT2LMHeadModel, whose linears are [in, out]."""
+    import numpy as np  # what lists models needs none of it
+
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -90,13 +92,9 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         *block, name, kind = spec.name.split(".")
         at = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=_transposed if is_linear else unchanged)
+        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else unchanged)
     lost = "" if model.d_ff == 4 * model.d_model else f"it takes d_ff=4*d_model, and here it is {model.d_ff}"
     return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
-
-
-def _transposed(numbers: np.ndarray) -> np.ndarray:
-    return numbers.T
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:

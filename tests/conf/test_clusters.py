@@ -202,7 +202,7 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     assert "resumed from step" in Path("s/logs/0.log").read_text()
     assert steps_of(0) == list(range(1, 41))
     for line in (out + err).splitlines():  # nothing that Ray has to say
-        ours = ("ray     a cluster of its own", "sweep ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
+        ours = ("ray     a cluster of its own", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
         assert not line or line.startswith(ours), line
     assert len(err.splitlines()) == 2 and "job 3: callbacks.trouble failed" in err and "job 6: killed by SIGKILL" in err
     told = eval((run_of(1) / "told").read_text())

@@ -51,6 +51,24 @@ def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_p
     assert on_disk(tmp_path)[:4] == ["running", "completed", "running", "waiting"]
 
 
+def test_jobs_that_begin_out_of_turn_and_a_line_cut_off_leave_a_sweep_that_can_go_on(tmp_path):
+    """As those of a search do that train together; and where the disk was full for a moment."""
+    folder = many(tmp_path, 100)
+    folder._whole._next = time.monotonic() + 1000  # no time for more
+    folder.jobs += [Job(number, [f"seed={number}"]) for number in range(100, 110)]
+    folder.jobs[107].status = Status.RUNNING
+    folder.note([folder.jobs[107]])
+    with open(tmp_path / "s" / JOURNAL, "a") as file:
+        file.write('{"number": 2, "sta')
+    ended(folder.jobs[103])
+    folder.note([folder.jobs[103]])
+    os.close(folder._lock)
+    again = SweepDir.open(tmp_path / "s")
+    assert [job.number for job in again.jobs] == list(range(108))
+    assert [again.jobs[n].status for n in (102, 103, 107)] == ["waiting", "completed", "running"]
+    again.close()
+
+
 def test_the_files_catch_up_while_nothing_happens(tmp_path):
     folder = many(tmp_path, 100)
     for job in folder.jobs[:2]:

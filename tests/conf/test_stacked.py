@@ -307,6 +307,12 @@ def test_a_search_trains_a_generation_at_a_time(capfd):
     assert "train together: 0, 1" in out and "train together: 2, 3" in out and "best    lr=" in out
 
 
+def test_a_search_that_learns_of_no_point_trains_them_all_together(capfd):
+    words = [*QUICK, "steps=1", "eval_every=1", "callbacks=[events]", "lr=choice(1e-3,1e-2,1e-1)"]
+    assert main(["-m", *words, "sweep.search=grid", STACKED, "hydra.sweep.dir=grid"]) == 0
+    assert "train together: 0, 1, 2" in capfd.readouterr().out
+
+
 def test_that_jobs_could_train_together_is_said_where_it_pays(monkeypatch):
     def told(*words, seeds=4):
         jobs = [Job(number, [f"seed={number}", f"model.n_layers={1 + number // 4}"]) for number in range(seeds)]

@@ -416,7 +416,7 @@ def test_bad_words_are_told_in_one_line(capsys, words, expected):
 
 
 def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(capsys, monkeypatch):
-    """Of what came after the imports the first one's alone is known."""
+    """Of what came after the imports the first one's alone is known; in between this process may give some back."""
     child = subprocess.Popen(
         [sys.executable, "-c", "held = b'1' * 300_000_000; print(flush=True); input()"], stdin=-1, stdout=-1
     )
@@ -431,7 +431,7 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
     child.communicate(b"\n")
     one, two = figures
     if sys.platform == "linux":
-        assert 290e6 < two["peak_rss_bytes"] - one["peak_rss_bytes"] < 400e6
+        assert 250e6 < two["peak_rss_bytes"] - one["peak_rss_bytes"] < 400e6
     else:
         assert two["peak_rss_bytes"] is None
     assert two["beyond_import_bytes"] < 100e6

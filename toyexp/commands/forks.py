@@ -144,9 +144,12 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     sys.argv[1:] = order["words"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before, raw = getattr(sys, name), io.FileIO(number, "w" if number else "r", closefd=False)
-        whole = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        at_once = bool(number) and before.write_through  # PYTHONUNBUFFERED
+        whole = raw if at_once else io.BufferedWriter(raw) if number else io.BufferedReader(raw)
         lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(cast("Any", whole), before.encoding, before.errors, line_buffering=lines)
+        stream = io.TextIOWrapper(
+            cast("Any", whole), before.encoding, before.errors, line_buffering=lines, write_through=at_once
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     np.random.seed()  # as Python has done with its own random numbers

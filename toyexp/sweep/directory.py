@@ -129,6 +129,7 @@ class SweepDir:
         self.path, self.jobs, self.asked = path, jobs, asked
         self._writing = threading.RLock()
         self._told = False
+        self._known = len(jobs)  # of the first so many the files hold something
         self._journal, self._whole = Journal(path), Seldom(self._write)
         self._later: threading.Timer | None = None
         try:
@@ -194,7 +195,10 @@ class SweepDir:
         with self._writing:
             with self._telling():
                 begin = any(job.status == Status.RUNNING for job in jobs)
-                self._journal.add(map(asdict, jobs), flush=begin)
+                end = max((job.number + 1 for job in jobs), default=0)
+                told = {job.number: job for job in (*self.jobs[self._known : end], *jobs)}  # no number is left out
+                self._journal.add(map(asdict, told.values()), flush=begin)
+                self._known = max(self._known, end)
             if (wait := self._whole.ask(len(self.jobs))) and self._later is None:
                 self._later = threading.Timer(wait, self._catch_up)
                 self._later.daemon = True
@@ -227,6 +231,7 @@ class SweepDir:
                 with in_one_piece(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP:
+                    self._known = len(state["jobs"])
                     self._journal.clear()
 
     @contextlib.contextmanager
@@ -237,6 +242,7 @@ class SweepDir:
             if not self._told:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
             self._told = True
+            self._whole.waits = True  # it is tried again, at the latest as the sweep ends
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:

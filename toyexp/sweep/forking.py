@@ -110,7 +110,10 @@ class Forks:
             while not _readable(self._control, POLL):
                 if self._stopped():  # whoever stops a sweep does not wait until all is loaded
                     return False
-            self._ready = self._control.recv(1) == b"1"
+            try:
+                self._ready = self._control.recv(1) == b"1"
+            except ConnectionError:  # it is gone, and has not read what it was told
+                self._ready = False
         return self._ready
 
     def _forked(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process | None:
@@ -168,7 +171,12 @@ class Forked:
         """How it ended, as Popen tells it; None while it runs."""
         with self._lock:  # a signal to the sweep may come meanwhile, and be handed on
             if self.returncode is None and _readable(self._channel, 0):
-                told = self._channel.recv(NUMBER.size)
+                try:
+                    told = self._channel.recv(NUMBER.size)
+                except OSError:  # likewise
+                    if self.returncode is None:
+                        raise
+                    return self.returncode
                 # Without a word whoever waited for it was killed; then it ends as its standard input does.
                 (self.returncode,) = NUMBER.unpack(told) if len(told) == NUMBER.size else (-signal.SIGKILL,)
                 self._channel.close()  # from now on its number may be another process's
@@ -213,7 +221,10 @@ class Forked:
 def _readable(channel: socket.socket, seconds: float | None) -> bool:
     """Whether something can be read, or the other end is gone; waits for it so long, or for ever."""
     looked = select.poll()
-    looked.register(channel, select.POLLIN)
+    try:
+        looked.register(channel, select.POLLIN)
+    except ValueError:  # a signal came between, and whoever handled it has heard the end
+        return True
     return bool(looked.poll(None if seconds is None else seconds * 1000))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -49,9 +50,14 @@ class Journal:
 
     def add(self, jobs: Iterable[Mapping[str, Any]], flush: bool) -> None:
         """Takes down how they stand now, on the disk if so."""
-        text = "".join(dump_json(job) + "\n" for job in jobs)
-        with open(self._path, "ab", buffering=0) as file:
-            file.write(text.encode(errors="backslashreplace"))
+        text = "".join(dump_json(job) + "\n" for job in jobs).encode(errors="backslashreplace")
+        with open(self._path, "a+b", buffering=0) as file:
+            if end := file.seek(0, os.SEEK_END):
+                file.seek(end - 1)
+                if file.read(1) != b"\n":  # a line that a full disk or a kill has cut off
+                    file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
+            if file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if flush:
                 os.fsync(file.fileno())
 

@@ -46,7 +46,10 @@ class Node:
 
     def fits(self, cores: float, gpus: float) -> int:
         """How many jobs of so many there is room for."""
-        return int(min(self.cores // cores, self.gpus // gpus if gpus else math.inf))
+        of_gpus = self.gpus // gpus if gpus else math.inf
+        if 0 < gpus < 1:  # a part is of one GPU
+            of_gpus = int(self.gpus) * int(1 / gpus + 1e-9)
+        return int(min(self.cores // cores, of_gpus))
 
 
 def share(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:

@@ -297,7 +297,9 @@ class Runner:
         stacked = Stacked(
             self._order, self._begin, self._shared(), self._settings.jobs, self._share.stacks, self._stop, self._show
         )
-        generation = self._settings.jobs if self._settings.search else None
+        generation = (
+            (self._settings.jobs or None) if self._settings.search else None
+        )  # of points that learn of none: all
         while batch := list(itertools.islice(jobs, generation)):
             for job, ended in stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus)):
                 if self._board:

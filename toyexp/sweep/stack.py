@@ -160,10 +160,14 @@ class Stacks:
                 self._once(f"jobs train one after another: {why}")
                 size = Size(1)
             else:
-                size = size_of(
-                    [member.prepared for member in alike], sum(m.steps for m in alike), self.limit, self.shared_by
-                )
-                say(f"stack   {size.words}")
+                try:
+                    size = size_of(
+                        [member.prepared for member in alike], sum(m.steps for m in alike), self.limit, self.shared_by
+                    )
+                    say(f"stack   {size.words}")
+                except Exception as error:  # whose fault that is shows when they train
+                    self._once(f"jobs train one after another: their steps could not be tried ({error})")
+                    size = Size(1)
             self._sizes.append((first, size))
         parts = -(-len(alike) // size.jobs)
         return alike[: -(-len(alike) // parts)]
@@ -188,7 +192,7 @@ class Stacks:
             self._drive(begun)
         except Interrupted as second:  # between the loops: each is told
             for life in lives:
-                with contextlib.suppress(StopIteration):
+                with contextlib.suppress(StopIteration, Interrupted):  # one that has ended raises it again
                     life.throw(Interrupted(second.exit_code - 128))
             raise
 
@@ -197,18 +201,22 @@ class Stacks:
         lives = [*begun]
         if not lives:
             return
+        failed: Exception | None = None
         try:
             sessions = _realized([*begun.values()])
         except Exception as error:
-            if len(lives) > 1 and isinstance(error, RunFailed):
-                half = (len(lives) + 1) // 2
-                say(f"stack   {error}: {half} and {len(lives) - half} jobs train together")
-                for part in (lives[:half], lives[half:]):
-                    self._drive({life: begun[life] for life in part})
-                return
+            failed = error
+        if len(lives) > 1 and isinstance(failed, RunFailed):
+            half = (len(lives) + 1) // 2
+            say(f"stack   {failed}: {half} and {len(lives) - half} jobs train together")
+            failed = None  # its traceback holds the memory that was taken
+            for part in (lives[:half], lives[half:]):
+                self._drive({life: begun[life] for life in part})
+            return
+        if failed is not None:
             for life in lives:
                 with contextlib.suppress(StopIteration):
-                    life.throw(error)
+                    life.throw(failed)
             return
         starts = [partial(life.send, session) for life, session in zip(lives, sessions, strict=True)]
         drive_together(lives, sessions, starts)

@@ -46,7 +46,8 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
         f"{counted(len(alike), 'job')} of one program, {trained:,} parameters that train, about {in_bytes(each)} each"
     )
     if free is not None:
-        free //= shared_by
+        frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # held once in each stack
+        free = max(free // shared_by - frozen, 0)
         words += f" of {in_bytes(free)} that are free"
         if each * most > SHARE * free:
             most = max(int(SHARE * free / each), 1)

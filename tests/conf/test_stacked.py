@@ -29,6 +29,8 @@ from toyexp_torch.engines import TorchCPU
 
 from ..support.tiny import VOCAB, write_base
 
+pytestmark = pytest.mark.xdist_group("stacked")  # its sweeps are run once for many tests
+
 STACKED = "sweep.launcher=stacked"
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=24", "model.context=12"]
 QUICK = ["engine=cpu", "engine.threads=1", "data=random", *TINY, "batch_size=2"]

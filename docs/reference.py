@@ -44,10 +44,8 @@ def fenced(text: str) -> str:
 
 def commands() -> str:
     """The help of all commands, as it is printed."""
-    whole = said("--help")
-    names = re.findall(r"^  (\w+) ", whole[whole.index("\ncommands\n") : whole.index("\nexamples\n")], re.MULTILINE)
-    parts = ["# Commands\n\nWhat `toyexp --help` and the help of each command print.\n", fenced(whole)]
-    for name in names:
+    parts = ["# Commands\n\nWhat `toyexp --help` and the help of each command print.\n", fenced(said("--help"))]
+    for name in load().offers["command"]:
         parts.append(f"## toyexp {name}\n\n{fenced(said(name, '--help'))}")
     return "\n".join(parts)
 

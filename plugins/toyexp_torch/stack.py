@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,13 @@ class _Asked:
     numbers: Sequence[np.ndarray] = field(default_factory=tuple)
     answer: Callable[[], Any] | None = None  # None until it is begun
 
+    def answered(self, begin: Callable[[], None]) -> Any:
+        """What came of it, which is begun now where it was not, with what other runs have asked for."""
+        if self.answer is None:
+            begin()
+        assert self.answer is not None
+        return self.answer()
+
 
 class Stack:
     """The memory and the program of K runs; a step takes those along that have asked for one."""
@@ -101,15 +109,7 @@ class Stack:
         """Notes that a run wants a step, and gives what waits for it; its step before this one is begun first."""
         self.settle(row)
         asked = self._asked[row] = _Asked(row, micros, numbers)
-
-        def wait() -> StepMetrics:
-            if asked.answer is None:
-                self.take()
-            assert asked.answer is not None
-            found: StepMetrics = asked.answer()
-            return found
-
-        return wait
+        return partial(asked.answered, self.take)
 
     def ask_losses(self, row: int, micros: Sequence[Batch]) -> Callable[[], float]:
         """The same for the sum of its losses on micro-batches, without training."""
@@ -117,15 +117,7 @@ class Stack:
         if row in self._held_out:
             self._evaluate()
         asked = self._held_out[row] = _Asked(row, micros)
-
-        def wait() -> float:
-            if asked.answer is None:
-                self._evaluate()
-            assert asked.answer is not None
-            found: float = asked.answer()
-            return found
-
-        return wait
+        return partial(asked.answered, self._evaluate)
 
     def settle(self, row: int) -> None:
         """Begins the step that a run has asked for, if it has."""

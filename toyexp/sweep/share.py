@@ -57,15 +57,16 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
         return share
     if settings.per_gpu > 1 and most_gpus > 1:
         raise UserError(f"sweep.per_gpu={settings.per_gpu}: jobs of {most_gpus} GPUs have them for themselves")
-    at_once = gpus.at_once(most_gpus, max(settings.per_gpu, 1))
+    stacks = max(settings.per_gpu, 1)
+    if launcher == "stacked" and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
+        there = gpus.at_once(1) or 1
+        stacks = max(min(STACKS, len(jobs) // there // FULL, available_cores() // there // 2), 1)
+    at_once = gpus.at_once(most_gpus, stacks)
     if launcher == "stacked":  # processes, each of which has stacks of its own
-        if at_once and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
-            at_once *= max(min(STACKS, len(jobs) // at_once // FULL, available_cores() // at_once // 2), 1)
-        stacks = max(at_once // max(gpus.at_once(most_gpus), 1), 1)
         if not at_once:  # a process for each core, or one for a GPU that is not counted
             asked = [ahead.cores(job) for job in _of_each_engine(jobs)]
             stacks = at_once = max(min(available_cores() // max(asked) if all(asked) else 1, len(jobs)), 1)
-        return share._replace(jobs=max(at_once, 1), cores=max(available_cores() // max(at_once, 1), 1), stacks=stacks)
+        return share._replace(jobs=at_once, cores=max(available_cores() // at_once, 1), stacks=stacks)
     limit = settings.jobs or max(available_cores() // most, 1)
     if at_once and (most_gpus > 1 or settings.per_gpu or not settings.jobs):
         limit = min(limit, at_once)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from toyexp.contract.stack import unlike
     from toyexp.contract.values import Constant, Given, Normal, Values
     from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
+    from toyexp.datasets.pictures import IMAGE_SUFFIXES, BadImage, images_below, read_image, require_pillow
     from toyexp.datasets.tokens import TokenBatches, TokenDataset
     from toyexp.formats.gguf.source import FromGGUF
     from toyexp.reference.arithmetic import NumpyArithmetic, updated

@@ -1,32 +1,19 @@
-"""Images of your own: a folder per class, or one folder and a list of labels, read with Pillow."""
+"""Images of your own: a folder per class, or one folder and a list of labels."""
 
 from __future__ import annotations
 
 import csv
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp
-from toyexp import IMAGES, Kind, UserError, needed, printable
+from toyexp import IMAGES, Kind, UserError, printable
 from toyexp.base import read_text, require, require_folder, require_within, require_words
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL.Image import Image
-
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-# Not everything Pillow can open: some of its decoders start other programs (EPS runs Ghostscript).
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-
-
-class BadImage(Exception):
-    """A file that is no image to learn from, and why."""
 
 
 @dataclass
@@ -53,7 +40,7 @@ class Images(SplitData):
     def recognises(cls, path: Path) -> int:
         """A folder with images in it, or in the folders in it."""
         below = (f for depth in ("*", "*/*") for f in path.glob(depth)) if path.is_dir() else ()
-        return 2 if any(f.suffix.lower() in SUFFIXES for f in below) else 0
+        return 2 if any(f.suffix.lower() in toyexp.IMAGE_SUFFIXES for f in below) else 0
 
     @classmethod
     def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
@@ -63,8 +50,7 @@ class Images(SplitData):
 
     def check(self) -> None:
         """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""
-        with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
-            from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
+        toyexp.require_pillow()
         if not self.path:
             raise UserError("data=images needs a folder with one folder per class: data.path=...")
         require_folder(self.path, f"data.path={self.path}")
@@ -94,9 +80,9 @@ class Images(SplitData):
         for file, label in listed:
             try:
                 if isinstance(label, str):
-                    raise BadImage(label)
-                images[len(labels)] = read_image(file, self.image_size, self.color, self.resize)
-            except BadImage as reason:
+                    raise toyexp.BadImage(label)
+                images[len(labels)] = toyexp.read_image(file, self.image_size, self.color, self.resize)
+            except toyexp.BadImage as reason:
                 if self.on_error == "refuse":
                     raise UserError(f"{file}: {reason} (data.on_error=skip leaves such images out)") from None
                 skipped.append(f"{_below(file, self.path)}: {reason}")
@@ -120,7 +106,7 @@ class Images(SplitData):
         )
         others = sorted(f for f in _files_below(Path(self.path)) if f not in listed)
         if self.labels:
-            others = [f for f in others if f.suffix.lower() in SUFFIXES]
+            others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
             told += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
         elif others:
             told.append(f"{len(others)} other files, such as {_below(others[0], self.path)}")
@@ -132,7 +118,7 @@ class Images(SplitData):
         if not folders:
             raise UserError(f"data.path={self.path}: holds no folders; data=images wants one of images per class")
         listed: list[tuple[Path, int | str]] = [
-            (file, label) for label, folder in enumerate(folders) for file in sorted(_images_below(folder))
+            (file, label) for label, folder in enumerate(folders) for file in sorted(toyexp.images_below(folder))
         ]
         return listed, [f.name for f in folders]
 
@@ -167,48 +153,6 @@ class Images(SplitData):
                 classes = "" if known[place] == number else f", as class {known[place]} and {number}"
                 raise UserError(f"data.labels={self.labels}: {printable(line[0])} stands there twice{classes}")
             known[place] = number
-
-
-def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
-    """An image file as 8-bit pixels [size, size, 3 or 1]; raises BadImage for what cannot be read, or is too large."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit, made a refusal
-            with Image.open(path, formats=FORMATS) as opened:
-                opened.load()
-                image = ImageOps.exif_transpose(opened)
-                if not resize and image.size != (size, size):
-                    raise BadImage(f"is {image.width} x {image.height} pixels, expected {size} x {size}")
-                image = ImageOps.fit(_flat(image, "RGB" if color else "L"), (size, size))
-                return np.asarray(image).reshape(size, size, -1)
-    except BadImage:
-        raise
-    except FileNotFoundError:
-        raise BadImage("is not there") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
-    except Exception as error:  # a broken file makes decoders raise anything
-        raise BadImage(f"cannot be read as an image ({printable(str(error)) or type(error).__name__})") from None
-
-
-def _flat(image: Image, mode: str) -> Image:
-    """The image in 8 bits a channel, over black where it is transparent."""
-    from PIL import Image
-
-    if image.mode.startswith(("I", "F")):
-        raise BadImage(f"has pixels of mode {image.mode}, which 8 bits cannot hold")
-    if image.has_transparency_data:
-        ground = Image.new("RGBA", image.size, "black")
-        image = Image.alpha_composite(ground, image.convert("RGBA"))
-    return image.convert(mode)
-
-
-def _images_below(folder: Path) -> Iterator[Path]:
-    return (f for f in folder.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

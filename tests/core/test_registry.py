@@ -509,6 +509,7 @@ INSIDE_FUNCTIONS = {
     "optuna",
     "cmaes",
     "plotly",
+    "PIL",
 }
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}

@@ -94,6 +94,10 @@ OWN = (
         "file",
     ),
     _shipped(
+        "predict", "Which class images are of, by a model that was trained on images.", "--json",
+        {"--top": "3", "--csv": "classes.csv", "--engine": "cpu"}, "file",
+    ),
+    _shipped(
         "export", "A model's file again in another type.", "--force --requantize --json",
         {"--type": "q8_0", "--to": "small.gguf"}, "file",
     ),

@@ -98,6 +98,21 @@ class ImageDataset(Dataset):
         return ImageBatches(self, rows, seed, self._augment, self._eval_images)
 
 
+class Unlabelled(ImageDataset):
+    """8-bit images [N, height, width, channels] of no known class, all of them held out, as a trained model sees them.
+
+    `classes` are the model's; pixels from 0 to 1 become (pixel - mean) / std, both by channel.
+    """
+
+    def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
+        self.classes, self.vocab = tuple(classes), len(classes)
+        self.image_shape = images.shape[1:]
+        self.train = self.held_out = images, np.zeros(len(images), np.int32)
+        self.mean, self.std = mean, std
+        self._augment, self._eval_images, self._left_out = "none", 0, ()
+        self._facts = {"images": len(images)}
+
+
 class ImageBatches(Batches):
     """Every epoch visits each image once, in an order drawn from (seed, epoch), and so is how each is augmented."""
 

@@ -1,0 +1,125 @@
+"""`toyexp predict` against the model's forward pass in float64, and against pictures that are none."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from float64_models import vit
+from PIL import Image
+from tiny import write_base
+
+from toyexp.commands.line import main
+from toyexp_data.digits import Digits
+from toyexp_models.saved_vit import load_vit
+
+TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",
+        "engine=ggml", "engine.threads=1", "eval_every=0", "steps=20", "batch_size=32"]  # fmt: skip
+COUNT = 40  # more than are computed at a time
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A run, and pictures of digits as files: as they are, at twice the size, and in colour."""
+    root = tmp_path_factory.mktemp("predict")
+    assert main([*TINY, f"hydra.run.dir={root / 'run'}", "checkpoint_every=20"]) == 0
+    images, _ = Digits().open(None).held_out
+    for i, pixels in enumerate(images[:COUNT, ..., 0]):
+        place = root / "pictures" / ("left", "right")[i % 2] / f"{i:02}.{('png', 'bmp')[i % 2]}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(pixels)
+        (picture.convert("RGB") if i % 3 else picture).save(place)
+    (root / "pictures" / "left" / ".hidden.png").write_text("of the system's own")
+    return root, images[:COUNT]
+
+
+def predicted(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main(["predict", *map(str, words), "--json"]) == code, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "ggml:threads=1"])
+def test_a_folder_has_the_probabilities_of_a_forward_pass_in_float64(here, capsys, engine):
+    root, images = here
+    saved = load_vit(root / "run" / "model.gguf")
+    weights = {name: torch.tensor(array, dtype=torch.float64) for name, array in saved.tensors.items()}
+    pixels = torch.tensor((images / 255 - saved.mean) / saved.std, dtype=torch.float64)
+    shares = torch.softmax(vit(weights, saved.model, pixels), -1).numpy()
+    found = predicted(capsys, root / "run", root / "pictures", "--top", 3, "--engine", engine)
+    assert found["classes"] == [str(digit) for digit in range(10)]
+    by_number = {int(one["file"].rsplit("/")[-1][:2]): one for one in found["images"]}
+    assert sorted(by_number) == list(range(COUNT))
+    for number, one in by_number.items():
+        order = np.argsort(-shares[number])[:3]
+        assert [top["class"] for top in one["top"]] == [str(i) for i in order]
+        np.testing.assert_allclose([top["probability"] for top in one["top"]], shares[number][order], atol=2e-5)
+        assert (one["class"], one["probability"]) == (one["top"][0]["class"], one["top"][0]["probability"])
+
+
+def test_a_checkpoint_and_a_file_say_the_same_of_a_larger_picture(here, tmp_path, capsys):
+    root, images = here
+    Image.fromarray(images[3, ..., 0]).resize((24, 24), Image.Resampling.NEAREST).save(tmp_path / "large.png")
+    models = ("run", "run/model.gguf", "run/checkpoints/step-20")
+    told = [predicted(capsys, root / model, tmp_path / "large.png", "--top", 99)["images"][0] for model in models]
+    assert told[0] == told[1] == told[2] and len(told[0]["top"]) == 10
+    assert sum(top["probability"] for top in told[0]["top"]) == pytest.approx(1)
+
+
+def test_a_sheet_has_a_row_for_each_and_is_replaced_only_where_it_is_one(here, tmp_path, capsys, monkeypatch):
+    root, _ = here
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(root / "pictures" / "left", "photos")
+    (tmp_path / "photos" / "torn.jpg").write_bytes(b"\xff\xd8\xff")
+    for _ in range(2):
+        assert main(["predict", str(root / "run"), "photos", "--top", "2", "--csv", "sheet.csv"]) == 1
+        captured = capsys.readouterr()
+        assert "photos/torn.jpg: cannot be read as an image" in captured.err and "sheet.csv" in captured.out
+    rows = list(csv.DictReader((tmp_path / "sheet.csv").read_text().splitlines()))
+    assert [*rows[0]] == ["file", "class", "probability", "class_2", "probability_2", "error"]
+    assert len(rows) == COUNT // 2 + 1 and [row["file"] for row in rows if row["error"]] == ["photos/torn.jpg"]
+    assert all(float(row["probability"]) >= float(row["probability_2"]) for row in rows if not row["error"])
+    (tmp_path / "mine.csv").write_text("a,b\n")
+    assert main(["predict", str(root / "run"), "photos", "--csv", "mine.csv"]) == 2
+    assert (
+        "toyexp predict did not write it" in capsys.readouterr().err and (tmp_path / "mine.csv").read_text() == "a,b\n"
+    )
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    (["run"], ["predict run: takes a model, and images"]),
+    (["run", "none.png"], ["none.png: not found"]),
+    (["run", "empty"], ["empty: there is no image in this folder", "png"]),
+    (["run", "torn.png"], ["torn.png: cannot be read as an image"]),
+    (["text.gguf", "one.png"], ["text.gguf: a llama reads tokens, and predict is for images; try toyexp generate"]),
+    (["none", "one.png"], ["none: not found"]),
+    (["run", "one.png", "--top", "0"], ["--top 0: takes a whole number"]),
+    (["run", "one.png", "--engine", "cpx"], ["--engine cpx", "did you mean cpu?"]),
+    (["run", "one.png", "--csv", "x.csv", "--json"], ["leave one of them out"]),
+    (["run", "one.png", "--csv", "away/x.csv"], ["there is no directory away"]),
+    (["run", "one.png", "batch_size=3"], ["predict batch_size=3: is a setting of a run"]),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line(here, tmp_path, capsys, monkeypatch, words, parts):
+    root, images = here
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(root / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.png").write_text("no picture")
+    Image.fromarray(images[0, ..., 0]).save("one.png")
+    write_base(tmp_path / "text.gguf", "llama")
+    assert main(["predict", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(part in error for part in parts), error
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_where_a_run_took_one_size_alone_another_is_an_error(here, tmp_path, capsys):
+    root, images = here
+    shutil.copytree(root / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("  name: digits", "  name: digits\n  resize: false"))
+    Image.fromarray(images[0, ..., 0]).resize((9, 9)).save(tmp_path / "odd.png")
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "odd.png")]) == 2
+    assert "is 9 x 9 pixels, expected 8 x 8" in capsys.readouterr().err

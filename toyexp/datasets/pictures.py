@@ -1,0 +1,72 @@
+"""An image file as 8-bit pixels, read with Pillow."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toyexp.base.errors import printable
+from toyexp.base.packages import needed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+# Not everything Pillow can open: some of its decoders start other programs (EPS runs Ghostscript).
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+
+
+class BadImage(Exception):
+    """A file that is no image to look at, and why."""
+
+
+def require_pillow() -> None:
+    """Raises Unavailable where Pillow is missing or broken."""
+    with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
+        from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
+
+
+def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
+    """An image file as 8-bit pixels [size, size, 3 or 1]; raises BadImage for what cannot be read, or is too large."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit, made a refusal
+            with Image.open(path, formats=FORMATS) as opened:
+                opened.load()
+                image = ImageOps.exif_transpose(opened)
+                if not resize and image.size != (size, size):
+                    raise BadImage(f"is {image.width} x {image.height} pixels, expected {size} x {size}")
+                image = ImageOps.fit(_flat(image, "RGB" if color else "L"), (size, size))
+                return np.asarray(image).reshape(size, size, -1)
+    except BadImage:
+        raise
+    except FileNotFoundError:
+        raise BadImage("is not there") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
+    except Exception as error:  # a broken file makes decoders raise anything
+        raise BadImage(f"cannot be read as an image ({printable(str(error)) or type(error).__name__})") from None
+
+
+def _flat(image: Image, mode: str) -> Image:
+    """The image in 8 bits a channel, over black where it is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith(("I", "F")):
+        raise BadImage(f"has pixels of mode {image.mode}, which 8 bits cannot hold")
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, "black")
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    return image.convert(mode)
+
+
+def images_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder, and in those in it, that are images by their names."""
+    return (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())

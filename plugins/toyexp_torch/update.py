@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector 
 State = Mapping[str, Tensor]
 # Changes weights by their gradient, and their state; what follows gets the weights rounded, where that is wanted.
 Change = Callable[[Tensor, Tensor, State, Tensor | None], None]
+Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
@@ -72,6 +73,7 @@ class Stretch:
     stop: int
     origin: int  # where the state's own vectors begin
     state: State  # of an element-wise rule: vectors, by slot
+    pieces: list[Piece] = field(default_factory=list)  # once it was changed
 
 
 class Update:
@@ -93,6 +95,7 @@ class Update:
         self.state: dict[str, State] = {}  # of each tensor, by slot; of one that is changed in part, a vector
         self.cuts: list[list[int]] = []  # of each rule's stretch of the vector: where its shares begin, and its end
         self._stretches: list[Stretch] = []
+        self._joined: dict[tuple[int, int], Stretch] = {}  # neighbours as one: by where they begin and end
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
 
@@ -143,14 +146,16 @@ class Update:
         for stretch, vector in zip(self._stretches, numbers, strict=True):
             self._change(stretch, stretch.kernel.on_device(vector, divisor, skip))
 
-    @torch.no_grad()
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
         """One step with each group's numbers."""
-        for stretch, vector in self._merged(numbers):
-            self._change(stretch, stretch.kernel.on_host(vector))
+        with torch.no_grad():  # as a decorator it takes longer: small models feel what a step costs on the host
+            for stretch, vector in self._merged(numbers):
+                self._change(stretch, stretch.kernel.on_host(vector))
 
     def _change(self, stretch: Stretch, change: Change) -> None:
-        for piece in self._pieces(stretch):
+        if not stretch.pieces:
+            stretch.pieces = list(self._pieces(stretch))
+        for piece in stretch.pieces:
             change(*piece)
 
     def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Stretch, np.ndarray]]:
@@ -159,11 +164,18 @@ class Update:
         for _, same in itertools.groupby(pairs, key=lambda p: (id(p[0].group.rule), p[1].tobytes())):
             run = list(same)
             if run[0][0].group.rule.elementwise:
-                yield replace(run[0][0], stop=run[-1][0].stop), run[0][1]
+                yield self._joined_stretch(run[0][0], run[-1][0]), run[0][1]
             else:
                 yield from run
 
-    def _pieces(self, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor, State, Tensor | None]]:
+    def _joined_stretch(self, first: Stretch, last: Stretch) -> Stretch:
+        """From the one's begin to the other's end; the same one whenever it is asked for, with its pieces."""
+        place = first.start, last.stop
+        if place not in self._joined:
+            self._joined[place] = first if first is last else replace(first, stop=last.stop, pieces=[])
+        return self._joined[place]
+
+    def _pieces(self, stretch: Stretch) -> Iterator[Piece]:
         """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
         rule = stretch.group.rule
         if not rule.elementwise:

@@ -77,6 +77,10 @@ class Params(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Mapping's own catches a KeyError, and a model asks for each of its biases at each step."""
+        return self._tensors.get(self._prefix + name, default)
+
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
 

@@ -236,7 +236,7 @@ WORDS = [
     ["engine=ggml", "engine.threads=2", "optim=sgd", "optim.momentum=0.5", "hydra.run.dir='a b'", "hydra.job.num=3"],
     ["callbacks=[default]", "callbacks.cosine.warmup=3", "checkpoint_every=10s"],
     ["recipe=lora", "recipe.base=x.gguf", "recipe.targets=[attn_q]", "data=text", "data.path='a,b'", "eval_every=0"],
-    ["experiment=bench_100k", "steps=3", "hydra.run.dir=/x"],
+    ["experiment=bench_100k", "steps=3", "hydra.sweep.dir=/s", "hydra.run.dir=/s/0", "hydra.sweep.subdir=a"],
 ]
 
 

@@ -12,7 +12,7 @@ from toyexp.config.schema import Source, compose_raw
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
-OF_A_JOB = ("hydra.run.dir", "hydra.job.num")  # what each is told, and nothing is chosen by
+OF_A_JOB = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
 CHOICES = 8  # of names that are kept: a composition takes some memory
 
 _kept: dict[tuple[Source, tuple[str, ...]], DictConfig] = {}

@@ -1,0 +1,189 @@
+"""Where the time of a stacked sweep goes, from the command to the last GGUF, by process and by phase.
+
+    python tests/benchmarks/stack_phases.py experiment=bench_100k engine=cuda steps=2000 'seed=range(128)'
+
+Each process of the sweep has a table of the seconds that its main thread spent in a phase and in none within it, how
+often it came there, and when it first did and last left, since the command began. `--profile` adds what cProfile counts,
+which makes all of it slower.
+"""
+
+import atexit
+import cProfile
+import functools
+import io
+import json
+import os
+import pstats
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = "STACK_PHASES"  # where the processes of a sweep leave their tables, and when the command began
+# What is timed: module, what is called there, and the phase that it is of.
+PHASES = [
+    # of the process that trains
+    ("toyexp.sweep.stack", "Lookahead.of_a_run", "configurations composed"),
+    ("toyexp.config.compose", "Composed.parts", "parts made"),
+    ("toyexp.training.experiment", "prepare", "planned"),
+    ("toyexp.training.experiment", "open_data", "data opened"),
+    ("toyexp.training.experiment", "check_forward", "models checked"),
+    ("toyexp.sweep.stack", "Member.joins", "programs compared"),
+    ("toyexp.sweep.stack", "Stacks._next_stack", "stacks made up"),
+    ("toyexp.sweep.stack", "size_of", "what pays measured"),
+    ("toyexp.training.experiment", "RunDir", "directories made"),
+    ("toyexp.training.experiment", "introduction", "introductions"),
+    ("toyexp.sweep.stack", "_realized", "realized"),
+    ("toyexp.contract.plan", "Plan.initial", "initial values"),
+    ("toyexp.contract.session", "Session.build", "built"),
+    ("toyexp.training.experiment", "facts", "facts of a run"),
+    ("toyexp_torch.stack", "StackedResident", "captured"),
+    ("toyexp_torch.stack", "StackedStep", "program made"),
+    ("toyexp_torch.stack", "Stack._taken", "steps begun"),
+    ("toyexp_torch.stack", "Stack._losses", "held-out losses begun"),
+    ("toyexp_torch.stack", "_Answers.all", "waits for the device"),
+    ("toyexp.training.ahead", "Ahead.batch", "batches"),
+    ("toyexp.contract.session", "Session.launch", "steps asked for"),
+    ("toyexp.contract.session", "Session.launch_evaluation", "evals asked for"),
+    ("toyexp.contract.plan", "Plan.numbers", "numbers of a step"),
+    ("toyexp.training.bus", "Bus.lr", "callbacks: lr"),
+    ("toyexp.training.bus", "Bus.tell_step", "callbacks: on_step"),
+    ("toyexp.training.bus", "Bus.end", "callbacks: on_end, with exports"),
+    ("toyexp.contract.session", "Session.snapshot", "snapshots"),
+    ("toyexp.training.experiment", "RunSaver.after", "checkpoints begun"),
+    ("toyexp.training.keeper", "Keeper.wait", "waits for checkpoints"),
+    ("toyexp.training.experiment", "judged", "results"),
+    ("toyexp.contract.session", "Session.close", "sessions closed"),
+    ("toyexp.sweep.stack", "print_result", "lines"),
+    ("toyexp.training.driver", "drive_together", "loops"),
+    # of the sweep itself
+    ("toyexp.sweep.runner", "Runner._look_ahead", "settings checked"),
+    ("toyexp.sweep.runner", "Runner._placed", "places given"),
+    ("toyexp.sweep.runner", "Runner._end", "ends noted"),
+    ("toyexp.sweep.runner", "Runner._look_back", "report.html"),
+    ("toyexp.sweep.runner", "Runner._report", "summary"),
+]
+
+
+class Clock:
+    """Seconds of the main thread by phase, each without those of the phases within it."""
+
+    def __init__(self, began):
+        self.began, self.phases, self._open = began, {}, []
+        self._last = time.time()
+
+    def _pass(self):
+        now = time.time()
+        if self._open:
+            self.phases[self._open[-1]][0] += now - self._last
+        self._last = now
+        return now
+
+    def timed(self, function, name):
+        """The same function, whose calls by the main thread are of a phase."""
+        main = threading.main_thread()
+
+        @functools.wraps(function)
+        def call(*arguments, **named):
+            if threading.current_thread() is not main:
+                return function(*arguments, **named)
+            now = self._pass()
+            phase = self.phases.setdefault(name, [0.0, 0, now - self.began, 0.0])
+            phase[1] += 1
+            self._open.append(name)
+            try:
+                return function(*arguments, **named)
+            finally:
+                phase[3] = self._pass() - self.began
+                self._open.pop()
+
+        return call
+
+    def table(self):
+        """Lines, the longest phase first."""
+        yield f"{'seconds':>9} {'times':>8} {'first at':>9} {'until':>9}  phase"
+        for name, (seconds, count, first, last) in sorted(self.phases.items(), key=lambda each: -each[1][0]):
+            yield f"{seconds:9.3f} {count:8d} {first:9.2f} {last:9.2f}  {name}"
+
+
+def watch(clock):
+    """Times what PHASES names of the modules that are there, or come."""
+    import importlib
+
+    modules = dict.fromkeys(module for module, _, _ in PHASES)
+    for module in modules:
+        try:
+            there = importlib.import_module(module)
+        except ImportError:
+            continue
+        for of, what, name in PHASES:
+            if of == module:
+                *owner, last = what.split(".")
+                place = getattr(there, owner[0]) if owner else there
+                found = place.__dict__.get(last) or getattr(place, last)
+                setattr(place, last, clock.timed(found, name))
+
+
+def child(words):
+    """A process of the sweep, which leaves its table when it ends."""
+    folder, began, profiled = json.loads(os.environ[HERE])
+    clock, title = Clock(began), "the sweep" if "-m" in words else "a process of stacks"
+    start = time.time()
+    profile = cProfile.Profile() if profiled else None
+
+    def leave():
+        if profile:
+            profile.disable()
+        took = os.times()
+        lines = [
+            f"{title}: from {start - began:.2f} s to {time.time() - began:.2f} s; of the processor {took.user:.1f} s, "
+            f"and {took.system:.1f} s in the system"
+        ]
+        lines += clock.table()
+        if profile:
+            text = io.StringIO()
+            pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(45)
+            lines.append(text.getvalue())
+        Path(folder, f"{start:.6f}-{os.getpid()}").write_text("\n".join(lines))
+
+    atexit.register(leave)
+    watch(clock)
+    from toyexp.sweep import forking
+
+    popen = subprocess.Popen
+
+    def spawned(command, *arguments, **named):
+        if command[1:3] == ["-m", "toyexp"]:
+            command = [sys.executable, os.path.abspath(__file__), "--child", *command[3:]]
+        return popen(command, *arguments, **named)
+
+    forking.subprocess.Popen = spawned
+    sys.argv = ["toyexp", *words]
+    if profile:
+        profile.enable()
+    runpy.run_module("toyexp", run_name="__main__", alter_sys=False)
+
+
+def main(words):
+    """Runs the sweep, and prints the tables."""
+    profiled = "--profile" in words
+    words = [word for word in words if word != "--profile"]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        environment = {**os.environ, HERE: json.dumps([folder, began, profiled])}
+        command = [sys.executable, os.path.abspath(__file__), "--child", "-m", "sweep.launcher=stacked", *words]
+        code = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        wall = time.time() - began
+        sizes = [line for line in code.stdout.splitlines() if line.startswith("stack ")]
+        print("\n".join(sizes))
+        for path in sorted(Path(folder).iterdir()):
+            print(f"\n{path.read_text()}")
+    print(f"\nexit code {code.returncode}; {wall:.2f} s in all")
+    return code.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main(sys.argv[1:]))

@@ -3,8 +3,8 @@
     python tests/benchmarks/stack_phases.py experiment=bench_100k engine=cuda steps=2000 'seed=range(128)'
 
 Each process of the sweep has a table of the seconds that its main thread spent in a phase and in none within it, how
-often it came there, and when it first did and last left, since the command began. `--profile` adds what cProfile counts,
-which makes all of it slower.
+often it came there, and when it first did and last left, since the command began. `--profile` adds what cProfile
+counts, which makes all of it slower.
 """
 
 import atexit
@@ -157,7 +157,7 @@ def child(words):
 
     def spawned(command, *arguments, **named):
         if command[1:3] == ["-m", "toyexp"]:
-            command = [sys.executable, os.path.abspath(__file__), "--child", *command[3:]]
+            command = [sys.executable, str(Path(__file__).resolve()), "--child", *command[3:]]
         return popen(command, *arguments, **named)
 
     forking.subprocess.Popen = spawned
@@ -174,7 +174,7 @@ def main(words):
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         environment = {**os.environ, HERE: json.dumps([folder, began, profiled])}
-        command = [sys.executable, os.path.abspath(__file__), "--child", "-m", "sweep.launcher=stacked", *words]
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", "-m", "sweep.launcher=stacked", *words]
         code = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         wall = time.time() - began
         sizes = [line for line in code.stdout.splitlines() if line.startswith("stack ")]

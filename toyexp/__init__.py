@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
+    from toyexp.config.adapters import adapter_files, adapter_of
     from toyexp.config.restored import file_of
     from toyexp.contract.arithmetic import Arithmetic
     from toyexp.contract.batch import Batch, InputSpec, batch_digest

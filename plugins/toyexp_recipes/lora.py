@@ -6,11 +6,13 @@ The seed's LoRAMetal: A [r, in] from N(0, init_scale), B [out, r] zero, so that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import ClassVar
 
+import toyexp.formats
 from toyexp import (
     Constant,
     InputSpec,
@@ -23,6 +25,7 @@ from toyexp import (
     Setup,
     TensorSpec,
     UserError,
+    changed,
     choose,
     lora_names,
 )
@@ -31,6 +34,7 @@ from toyexp_recipes.base import FromBase
 
 SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",
          "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
+RANK = 8  # unless told
 QUERIES = ("attn_q", "attn_qkv")  # what is adapted by default: the first that the model has
 
 
@@ -41,7 +45,8 @@ class Lora(FromBase):
     name: ClassVar[str] = "lora"
     hint: ClassVar[str] = "lr=1e-3"
 
-    rank: int = 8  # inner size of an adapter
+    adapter: str | None = None  # to train on from: a lora run's directory, its adapter.gguf, or a directory of PEFT's
+    rank: int | None = None  # inner size of an adapter; null: 8, or what recipe.adapter has
     alpha: float | None = None  # an adapter is scaled by alpha / rank; null: alpha = rank
     rslora: bool = False  # scale by alpha / sqrt(rank) instead (rsLoRA)
     targets: list[str] | None = None  # q k v o gate up down qkv; patterns: ffn_*, blk.0.*; null: q, or gpt2's qkv
@@ -51,43 +56,87 @@ class Lora(FromBase):
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a base that is not given."""
         super().check()
+        if self.adapter == "":
+            raise UserError("recipe.adapter='': names no file; leave it out, or null, to begin new adapters")
+        self.further_files()
         for key in ("alpha", "init_scale"):
             value = getattr(self, key)
             if value is not None:
                 require_positive(f"recipe.{key}", value)
-        require_within("recipe", self, rank="[1,inf)", dropout="[0,1)")
+        require_within("recipe", self, dropout="[0,1)", **({} if self.rank is None else {"rank": "[1,inf)"}))
         if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That both ways to scale are the same."""
+        """That both ways to scale are the same, and that an adapter that is there has its values."""
         yield from super().warnings(planned)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: with recipe.rank=1 an adapter is scaled by alpha either way"
+        if self.adapter and changed(self, "init_scale"):
+            yield f"recipe.init_scale={self.init_scale}: is of new adapters, and recipe.adapter has its own values"
+
+    def further_files(self) -> Sequence[Path]:
+        """The adapter that is trained on from."""
+        return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
+
+    def origin(self) -> tuple[str, str] | None:
+        """The base, and the adapter on it."""
+        return "base", f"{self.base_file()}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors from the base, frozen, and a trainable pair for each target."""
         specs = {t.name: t for t in model.tensors()}
-        alpha = self.rank if self.alpha is None else self.alpha
-        scale = alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        tensors = [self._from_base(t, trainable=False) for t in specs.values()]
-        adapters = [LoraAdapter(t, scale, self.dropout) for t in self._targets(specs)]
+        pairs, adapters = self._continued(model, specs) if self.adapter else self._new(specs)
         masks = {}
+        for adapter in adapters if self.dropout else ():
+            rows = setup.inputs[model.reads.sequence].shape
+            masks[adapter.mask] = InputSpec((*rows, specs[adapter.target].shape[1]), "float32", optional=True)
+        tensors = [*(self._from_base(t, trainable=False) for t in specs.values()), *pairs]
+        return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
+
+    def _new(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
+        """Adapters that change nothing yet."""
+        rank = self.rank or RANK
+        alpha = rank if self.alpha is None else self.alpha
+        scale = alpha / (math.sqrt(rank) if self.rslora else rank)
+        pairs, adapters = [], [LoraAdapter(t, scale, self.dropout) for t in self._targets(specs)]
         for adapter in adapters:
             outputs, inputs = specs[adapter.target].shape
-            if self.rank > min(outputs, inputs):
+            if rank > min(outputs, inputs):
                 raise UserError(
-                    f"recipe.rank={self.rank}: {adapter.target} is {outputs} x {inputs}; "
+                    f"recipe.rank={rank}: {adapter.target} is {outputs} x {inputs}; "
                     f"use recipe.rank={min(outputs, inputs)} or less"
                 )
             a, b = lora_names(adapter.target)
-            tensors += [
-                PlanTensor(a, (self.rank, inputs), Normal(self.init_scale)),
-                PlanTensor(b, (outputs, self.rank), Constant(0)),
+            pairs += [
+                PlanTensor(a, (rank, inputs), Normal(self.init_scale)),
+                PlanTensor(b, (outputs, rank), Constant(0)),
             ]
-            if self.dropout:
-                masks[adapter.mask] = InputSpec((*setup.inputs["tokens"].shape, inputs), "float32", optional=True)
-        return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
+        return pairs, adapters
+
+    def _continued(self, model: Model, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
+        """Those of `recipe.adapter`; UserError for a setting that says otherwise."""
+        path = toyexp.adapter_of(Path(str(self.adapter)), lambda: model)
+        frozen, adapters = toyexp.formats.read_adapter(path, model)
+        shapes = {t.name: t.shape for t in frozen}
+        ranks = {a.target: shapes[lora_names(a.target)[0]][0] for a in adapters}
+        alphas = sorted({float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters})
+        targets = self._targets(specs) if self.targets is not None else [*ranks]
+        has = f"recipe.adapter={self.adapter} has"
+        if len(alphas) > 1:
+            raise UserError(f"{has} pairs of several ranks and no alpha, and a run's adapter.gguf holds one alpha")
+        if self.rank is not None and {*ranks.values()} != {self.rank}:
+            told = ", ".join(map(str, sorted({*ranks.values()})))
+            raise UserError(f"recipe.rank={self.rank}: {has} rank {told}; leave recipe.rank out")
+        if self.alpha is not None and self.alpha != alphas[0]:
+            raise UserError(f"recipe.alpha={self.alpha:g}: {has} alpha {alphas[0]:g}; leave recipe.alpha out")
+        if self.rslora:
+            raise UserError(f"recipe.rslora=true: {has} its own scale, alpha {alphas[0]:g}; leave recipe.rslora out")
+        if {*targets} != {*ranks}:
+            odd = min({*targets} ^ {*ranks})
+            but = f"a pair on {odd}" if odd in ranks else f"none on {odd}"
+            raise UserError(f"recipe.targets=[{','.join(self.targets or ())}]: {has} {but}; leave recipe.targets out")
+        return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """The linears that `targets` names, in the model's order; UserError for a target that is none."""

@@ -16,6 +16,7 @@ from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
 from toyexp.commands.options import Answer, one_file
 from toyexp.commands.variants import one_experiment
+from toyexp.config.adapters import adapter_of
 from toyexp.config.request import Request
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from toyexp.training.parts import Config
 
 HELP = """\
-usage: toyexp eval MODEL [key=value ...] [--data PATH] [--json]
+usage: toyexp eval MODEL [key=value ...] [--data PATH] [--adapter PATH] [--json]
 
 How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
 MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200).
@@ -48,6 +49,9 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
   toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
   toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
   toyexp eval digits.gguf data=digits
+  toyexp eval base.gguf --adapter outputs/lora-llama/2026-11-21_050553_073724
+                                                          a LoRA adapter on a base: of a run, on that run's own data; a
+                                                          file adapter.gguf; or a directory of PEFT's
 
 A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
 of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is taken, in a few
@@ -65,6 +69,7 @@ class Evaluation(Answer):
 
     file: str
     model: str
+    adapter: str | None  # that was put on it
     engine: str
     data: str
     path: str | None  # of the data, where it has one
@@ -91,6 +96,7 @@ class Evaluation(Answer):
         share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
         return [
             f"model   {self.file}, {self.model}",
+            *([f"adapter {self.adapter}"] if self.adapter else []),
             f"engine  {self.engine}",
             f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
             " · ".join(found),
@@ -100,24 +106,27 @@ class Evaluation(Answer):
 def run(arguments: Arguments) -> int:
     """Evaluates a model, and shows what it scored; RunFailed for a loss that is no number."""
     files = [word for word in arguments.rest if "=" not in word]
-    usage = ", settings behind it, --data and --json: toyexp eval model.gguf batch_size=4"
+    usage = ", settings behind it, --data, --adapter and --json: toyexp eval model.gguf batch_size=4"
     what = one_file("eval", files, usage)
     request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
-    found = evaluate(what, request, arguments.values.get("--data"))
+    adapter = arguments.values.get("--adapter")
+    found = evaluate(what, request, arguments.values.get("--data"), Path(adapter) if adapter else None)
     found.show(arguments)
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
     return 0
 
 
-def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluation:
+def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
     """Evaluates the model in a file or a run's directory on held-out data; UserError for what does not fit together.
 
-    That is what the settings or the path `data` say, or else the run's own.
+    That is what the settings or the path `data` say, or else the run's own: of a LoRA `adapter` that of its run.
     """
     typed, registry = _check_taken(request), request.registry
-    path, trained = file_of(what, registry=registry), trained_on(what, request.modules)
+    path = file_of(what, registry=registry)
+    trained = (trained_on(adapter, request.modules) if adapter else None) or trained_on(what, request.modules)
     model = model_in(opened(str(path)), registry)
+    put_on = adapter_of(adapter, lambda: model) if adapter else None
     chosen = _data(model, path, typed, registry, trained, data)
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
@@ -128,7 +137,7 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     inputs = model.reads.bounded(batches.inputs, dataset.vocab)
-    plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size))
+    plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size), put_on)
     check_plan(plan, built.engine, TO_EVALUATE)
     built.engine.check_plan(plan)
     check_forward(plan, str(origin(path)))
@@ -139,7 +148,8 @@ def evaluate(what: Path, request: Request, data: str | None = None) -> Evaluatio
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
-        file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters", engine=built.engine_note,
+        file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters",
+        adapter=str(origin(put_on)) if put_on else None, engine=built.engine_note,
         data=built.data.name, path=built.plain["data"].get("path"), left_out=[*dataset.left_out(), *batches.left_out],
         share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
         targets=round(weights), loss=loss,

@@ -20,6 +20,7 @@ from toyexp.base.terminal import write_text
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.writing import dump_json
 from toyexp.commands.options import one_file, options, refuse_settings
+from toyexp.config.adapters import adapter_of
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
@@ -65,7 +66,7 @@ options
   --top-p X          and among the fewest that together have this probability; 1: all (0.95)
   --min-p X          and among those with this share of the likeliest one's probability; 0: all (0)
   --seed N           another text for the same prompt (0)
-  --adapter FILE     a LoRA adapter on the model, such as adapter.gguf of recipe=lora
+  --adapter PATH     a LoRA adapter on the model: a run of recipe=lora, its adapter.gguf, or a directory of PEFT's
   --engine NAME      auto (the best engine here), any engine with its settings (cpu:dtype=float64:threads=1), or
                      llama.cpp, through the Python package xllamacpp or llama-cpp-python (llama.cpp:threads=1)
   --json             one JSON object at the end in place of the text
@@ -212,8 +213,8 @@ def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -
     file = opened(str(path))
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
-    if asked.adapter and (held := Path(asked.adapter) / "adapter.gguf").is_file():
-        raise UserError(f"--adapter {asked.adapter}: is a directory; did you mean --adapter {held}?")
+    if asked.adapter:
+        asked = replace(asked, adapter=str(adapter_of(Path(asked.adapter), lambda: model_of(path, registry))))
     if name == LLAMA_CPP:
         return _by_llama_cpp(path, asked, own, write)
     (request,) = Request([], registry, asked.plugins).on_engines([asked.engine]).values()

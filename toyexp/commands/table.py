@@ -77,8 +77,8 @@ OWN = (
         "--baseline --no-peak --no-memory --json", {"--rounds": "7", "--steps": "100"}, "settings",
     ),
     _shipped(
-        "eval", "The held-out loss of a model in a file.", "--json", {"--data": "book.txt"}, "file settings",
-        module="evaluate",
+        "eval", "The held-out loss of a model in a file.", "--json",
+        {"--data": "book.txt", "--adapter": "adapter.gguf"}, "file settings", module="evaluate",
     ),
     _shipped(
         "describe", "What is in a GGUF file, and what can be done with it here.", "--metadata --tensors --json",
@@ -100,6 +100,10 @@ OWN = (
     _shipped(
         "export", "A model's file again in another type.", "--force --requantize --json",
         {"--type": "q8_0", "--to": "small.gguf"}, "file",
+    ),
+    _shipped(
+        "merge", "A model with a LoRA adapter added to it, as one file.", "--force --json",
+        {"--out": "merged.gguf", "--type": "f16"}, "file",
     ),
     _shipped(
         "runs", "The runs that are here: when, what, how far, how well.", "--json --csv",

@@ -11,7 +11,8 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 
-_written: dict[tuple[Path, int], Path] = {}  # by what it was made of, and when that was written; for this process
+_written: dict[Hashable, Path] = {}  # by what it was made of, and when that was written; for this process
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -56,12 +57,12 @@ def gguf_of(path: Path, registry: Registry | None = None) -> Path:
     UserError for a checkpoint that is damaged, and for a run whose data or base is no longer what it was.
     """
     manifest = (path / checkpoint.MANIFEST).resolve()
-    return _kept(manifest, path, path.name, lambda target: _write(path, target, registry or load()))
+    write = partial(_write, path, registry=registry or load())
+    return made_once((manifest, manifest.stat().st_mtime_ns), path, path.name, write)
 
 
-def _kept(key: Path, made_of: Path, stem: str, write: Callable[[Path], object]) -> Path:
-    """The file that `write` makes, and did already where `key` is still as it was."""
-    version = key, key.stat().st_mtime_ns
+def made_once(version: Hashable, made_of: Path, stem: str, write: Callable[[Path], object]) -> Path:
+    """The GGUF file that `write` makes of `made_of`, and did already where that is still of this `version`."""
     if version not in _written:
         place = Path(tempfile.mkdtemp(prefix="toyexp-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
@@ -180,7 +181,8 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
             return path
         require(path, str(path))
         stem = path.name.removesuffix(form.suffix)
-        return _kept(path.resolve(), path, stem, lambda target: _converted_by(form, path, target, registry))
+        version = path.resolve(), path.stat().st_mtime_ns
+        return made_once(version, path, stem, lambda target: _converted_by(form, path, target, registry))
     if not os.access(path, os.X_OK):
         raise UserError(f"{path}: is a directory that may not be entered")
     there = [path / name for name in leaves if os.path.lexists(path / name)]

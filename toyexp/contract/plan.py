@@ -312,7 +312,8 @@ def lora_names(target: str) -> list[str]:
 def one_alpha(plan: Plan) -> float:
     """Scale times rank, of which a file of adapters holds one; UserError where they differ."""
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    alphas = {a.scale * plan.tensor(lora_names(a.target)[0]).shape[0] for a in adapters}
+    # Scales that were divided from one alpha by several ranks give it again but for their last bits.
+    alphas = {float(f"{a.scale * plan.tensor(lora_names(a.target)[0]).shape[0]:.12g}") for a in adapters}
     if len(alphas) != 1:
         raise UserError(f"a file of adapters holds one alpha, these have {sorted(alphas)}")
     return alphas.pop()

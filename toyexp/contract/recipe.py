@@ -43,8 +43,8 @@ class Setup:
 class Recipe(ABC):
     """Base of all recipes: subclass it as a dataclass whose fields are its settings.
 
-    It is asked `check`, `base_file`, `vocabulary`, `plan` and `warnings` before anything is written, each of them any
-    number of times, and `warm` once, with the open session.
+    It is asked `check`, `base_file`, `vocabulary`, `further_files`, `plan` and `warnings` before anything is written,
+    each of them any number of times, and `warm` once, with the open session.
     """
 
     name: ClassVar[str]  # what `recipe=` takes
@@ -71,6 +71,10 @@ class Recipe(ABC):
     def base_file(self) -> Path | None:
         """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
         return None
+
+    def further_files(self) -> Sequence[Path]:
+        """What its values come from beside these files; a run that goes on must find all of them as they were."""
+        return ()
 
     def origin(self) -> tuple[str, str] | None:
         """What a run says of where its values come from: the role of a file, and the file. None: of no file."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
+    from toyexp.formats.file_plan import read_adapter
     from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.form import GGUFForm, Keys, architecture_of, decimal, gguf_form, read_model
     from toyexp.formats.gguf.ggml_types import GGUF_TYPES, dequantise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -83,22 +84,24 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     places = layout_of(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
-    modules, rank = [], 0
+    ranks: dict[str, int] = {}  # by module
     for adapter in adapters:
         place, (a, b) = places[adapter.target], (values[name] for name in lora_names(adapter.target))
-        modules.append(place.name.removesuffix(".weight"))
-        rank = len(a)
+        module = place.name.removesuffix(".weight")
+        ranks[module] = len(a)
         for name, array in (("lora_A", a), ("lora_B", place.rows(b))):
-            tensors[f"base_model.model.{modules[-1]}.{name}.weight"] = array.shape, array.copy
+            tensors[f"base_model.model.{module}.{name}.weight"] = array.shape, array.copy
+    rank = Counter(ranks.values()).most_common(1)[0][0]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,
+        "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
         "lora_alpha": one_alpha(plan),
         "lora_dropout": adapters[0].dropout,
-        "target_modules": modules,
+        "target_modules": [*ranks],
         "fan_in_fan_out": any(places[a.target].form is np.transpose for a in adapters),
         "bias": "none",
     }

@@ -25,8 +25,8 @@ TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
 
 
-class SafetensorsFile(ModelFile):
-    """An open file that toyexp wrote; UserError for one that is broken, or another's."""
+class TensorsFile(ModelFile):
+    """An open safetensors file, whoever wrote it; UserError for one that is broken. Its metadata are texts."""
 
     def __init__(self, path: Path):
         self.path, self._file = path, open_file(path)
@@ -37,12 +37,13 @@ class SafetensorsFile(ModelFile):
             raise self.error(f"is no whole safetensors file: a header of {length} bytes in a file of {size}")
         header = self._json(self._file.read(length), "header")
         metadata = header.pop("__metadata__", None)
-        if not isinstance(metadata, dict) or KEYS not in metadata:
-            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
-            raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
-        self.metadata: Mapping[str, Any] = self._json(metadata[KEYS], f"metadata {KEYS}")
+        self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
         self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
         check_places(self.tensors.values(), 8 + length, size, 1, self.error)
+
+    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
+        """What its metadata say."""
+        return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """The first rows of a tensor, or all of it, in float32."""
@@ -76,6 +77,16 @@ class SafetensorsFile(ModelFile):
         if end - begin != math.prod(shape) * size:
             raise self.error(f"{label} has {end - begin} bytes, its shape {shape} takes {math.prod(shape) * size}")
         return TensorInfo(name, tuple(shape), kind, number, self.path, start + begin, end - begin)
+
+
+class SafetensorsFile(TensorsFile):
+    """An open file that toyexp wrote, with the keys of its GGUF; UserError for one that is broken, or another's."""
+
+    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
+        if KEYS not in metadata:
+            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
+            raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
+        return self._json(metadata[KEYS], f"metadata {KEYS}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:

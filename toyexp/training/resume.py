@@ -256,6 +256,7 @@ def identity(prepared: Prepared) -> dict[str, Any]:
     """What a run must share with a checkpoint beside its settings: its data, its tensors, the files it starts from."""
     recipe = prepared.config.recipe
     files = {"base": recipe.base_file(), "vocabulary": recipe.vocabulary()}
+    files |= {path.name: path for path in recipe.further_files()}
     return {
         "data": prepared.data_facts(),
         "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},

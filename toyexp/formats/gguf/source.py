@@ -38,8 +38,9 @@ class FromGGUF(Values):
         opened(self.path).check_finite(self.tensor, self.rows)
 
     def passed_on(self) -> Mapping[str, Any]:
-        """The licence of the file's model, and what that was."""
-        return _inherited(opened(self.path))
+        """The licence of the file's model, and what that was; an adapter has none but that of its base."""
+        file = opened(self.path)
+        return {} if file.metadata.get("general.type") == "adapter" else _inherited(file)
 
 
 def _inherited(base: GGUFFile) -> Mapping[str, Any]:
@@ -80,6 +81,6 @@ def opened(path: str) -> GGUFFile:
     return _opened(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # a base, and what is put on it
 def _opened(path: str, version: tuple[int, ...]) -> GGUFFile:
     return GGUFFile(path)

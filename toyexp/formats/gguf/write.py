@@ -83,17 +83,30 @@ def write_adapter(
     llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
     notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
     """
+    names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
+    pairs = {name: values[name] for name in names}
+    return write_pairs(path, architecture_of(plan.model), one_alpha(plan), pairs, general, chat_template)
+
+
+def write_pairs(
+    path: Path,
+    architecture: str,
+    alpha: float,
+    pairs: Mapping[str, np.ndarray],
+    general: Mapping[str, Any] | None = None,
+    chat_template: str = "",
+) -> list[str]:
+    """The same of the tensors `<target>.lora_a` and `<target>.lora_b` themselves."""
     writer = Writer({
-        "general.architecture": architecture_of(plan.model),
+        "general.architecture": architecture,
         "general.type": "adapter",
         **{f"general.{key}": value for key, value in (general or {}).items()},
         "adapter.type": "lora",
-        "adapter.lora.alpha": one_alpha(plan),
+        "adapter.lora.alpha": alpha,
         **({"tokenizer.chat_template": chat_template} if chat_template else {}),
     })  # fmt: skip
-    for adapter in plan.adapters:
-        for name in lora_names(adapter.target) if isinstance(adapter, LoraAdapter) else ():
-            writer.add_numbers(name, values[name].shape, "F32", pieces_of(values[name]))
+    for name, array in pairs.items():
+        writer.add_numbers(name, array.shape, "F32", pieces_of(array))
     return writer.save(path)
 
 

@@ -1,0 +1,304 @@
+"""LoRA adapters after their run: scored, merged, trained on from, and read from PEFT's directories."""
+
+import json
+import math
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import write_base
+
+from toyexp.commands.line import main
+from toyexp.config.adapters import adapter_of
+from toyexp.formats.gguf.form import read_model
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.text.byte_level import Bytes
+from toyexp_models.llama import Llama
+
+QUICK = ["data=text", "data.path=book.txt", "engine.threads=1", "batch_size=4", "model.context=12", "lr=0.05",
+         "callbacks=[gguf_export,hf_export]", "recipe=lora", "recipe.base=base.gguf"]  # fmt: skip
+NEW = ["recipe.targets=[q,k,o,down]", "recipe.rank=3", "recipe.alpha=5", "recipe.init_scale=0.3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A base, a LoRA run on it with checkpoints, and others that it has nothing to do with."""
+    root = tmp_path_factory.mktemp("adapters")
+    (root / "book.txt").write_text("It was a bright cold day in April. " * 200)
+    write_base(root / "base.gguf", "llama", tokenizer=Bytes())
+    write_base(root / "other.gguf", "llama", tokenizer=Bytes(), d_ff=32)
+    write_base(root / "gpt2.gguf", "gpt2", tokenizer=Bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert main([*QUICK, *NEW, "engine=ggml", "steps=6", "eval_every=6", "checkpoint_every=3",
+                     "hydra.run.dir=run"]) == 0  # fmt: skip
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(trained, tmp_path, monkeypatch):
+    """A place for what a test writes, beside what all of them read."""
+    for path in trained.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+
+
+def told(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main([*words, "--json"]) == code, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def result(directory):
+    return json.loads(Path(directory, "result.json").read_text())
+
+
+def changed_peft(to, config=lambda c: None, tensors=lambda t: None):
+    """run/adapter-hf with its settings or its numbers changed."""
+    shutil.copytree("run/adapter-hf", to)
+    there = json.loads(Path(to, "adapter_config.json").read_text())
+    config(there)
+    Path(to, "adapter_config.json").write_text(json.dumps(there))
+    arrays = load_file(Path(to, "adapter_model.safetensors"))
+    tensors(arrays)
+    save_file(arrays, Path(to, "adapter_model.safetensors"))
+
+
+def pairs_of(path):
+    """Its tensors and its alpha."""
+    with GGUFFile("base.gguf") as base:
+        there = adapter_of(Path(path), lambda: read_model(Llama, base))
+    with GGUFFile(there) as file:
+        return {name: file.read(name) for name in file.tensors}, file.metadata["adapter.lora.alpha"]
+
+
+# -- scored -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ["run", "run/adapter.gguf", "run/adapter-hf"])
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_base_with_its_adapter_scores_what_the_run_said(capsys, adapter, engine):
+    data = [] if adapter == "run" else ["data=text", "data.path=book.txt", "model.context=12", "batch_size=4"]
+    found = told(capsys, "eval", "base.gguf", "--adapter", adapter, f"engine={engine}", "engine.threads=1", *data)
+    assert found["loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
+    assert found["own"] is (adapter == "run") and found["adapter"].startswith("run/adapter" if data else "run")
+    assert abs(found["loss"] - result("run")["first_eval_loss"]) > 0.05
+
+
+# -- PEFT's -----------------------------------------------------------------------------------------------------------
+
+
+def test_pefts_directory_is_read_as_what_was_written_there():
+    """That those who know PEFT's files compute the same with them is held in tests/judge."""
+    ours, alpha = pairs_of("run")
+    theirs, its = pairs_of("run/adapter-hf")
+    assert ours.keys() == theirs.keys() and alpha == its == 5
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
+    """Each pair's own update, alpha / r * B A, or alpha / sqrt(r) * B A."""
+    module = "model.layers.1.mlp.down_proj"
+
+    def widen(arrays):
+        for part, axis in (("A", 0), ("B", 1)):
+            name = f"base_model.model.{module}.lora_{part}.weight"
+            arrays[name] = np.concatenate([arrays[name]] * 2, axis)
+
+    patterns = {"rank_pattern": {"layers.1.mlp.down_proj": 6}, "alpha_pattern": {"down_proj": 8}, "use_rslora": True}
+    changed_peft("many", lambda c: c.update(patterns), widen)
+    plain, _ = pairs_of("run")
+    found, alpha = pairs_of("many")
+    for target in {name.rpartition(".")[0] for name in plain}:
+        a, b = (plain[f"{target}.lora_{x}"].astype(np.float64) for x in "ab")
+        a, b = (np.concatenate([a, a]), np.concatenate([b, b], 1)) if target == "blk.1.ffn_down.weight" else (a, b)
+        wanted = (8 if "ffn_down" in target else 5) / math.sqrt(len(a)) * b @ a
+        ours_a, ours_b = (found[f"{target}.lora_{x}"].astype(np.float64) for x in "ab")
+        np.testing.assert_allclose(alpha / len(ours_a) * ours_b @ ours_a, wanted, rtol=0, atol=1e-6)
+    words = ["recipe.adapter=many", "engine=ggml", "steps=1", "eval_every=0", "hydra.run.dir=on"]
+    assert main([*QUICK, *words]) == 0, capsys.readouterr().err
+    config = json.loads(Path("on/adapter-hf/adapter_config.json").read_text())
+    assert (config["r"], config["rank_pattern"]) == (3, {module: 6})
+
+
+@pytest.mark.parametrize(("config", "tensors", "said"), [
+    ({"use_dora": True}, {}, "use_dora=True is more than a pair A, B"),
+    ({"bias": "all"}, {}, "bias=all is more than"),
+    ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights=pissa_niter_4 is more than"),
+    ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+    ({"peft_type": "IA3"}, {}, "is an adapter of PEFT's type IA3; toyexp knows LORA"),
+    ({"lora_alpha": 0}, {}, "lora_alpha is 0, expected a number above 0"),
+    ({"alpha_pattern": {"(a+)+$": 3}}, {}, "only names of modules are read"),
+    ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": np.ones((3, 32), np.float32)},
+     "its tensor base_model.model.model.layers.9.self_attn.q_proj"),
+    ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((3, 31), np.float32)},
+     "blk.0.attn_q.weight is 32 x 32; its lora_a has the shape [3, 31]"),
+    ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.full((3, 32), np.nan, np.float32)},
+     "holds numbers that are NaN"),
+])  # fmt: skip
+def test_what_is_more_than_lora_or_does_not_fit_is_refused(capsys, config, tensors, said):
+    changed_peft("odd", lambda c: c.update(config), lambda t: t.update(tensors))
+    assert said in refused(capsys, "merge", "base.gguf", "odd", "--out", "m.gguf")
+    assert not Path("m.gguf").exists()
+
+
+# -- merged -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "to"), [("f32", "f32"), ("q8_0", "f32"), ("f16", "bf16")])
+def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(capsys, kind, to):
+    write_base(Path("w.gguf"), "llama", kind, tokenizer=Bytes())
+    found = told(capsys, "merge", "w.gguf", "run", "--out", "m.gguf", "--type", to)
+    base, adapter, merged = (
+        {t.name: t for t in gguf.GGUFReader(path).tensors} for path in ("w.gguf", "run/adapter.gguf", "m.gguf")
+    )
+    numbers = {n: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64) for n, t in base.items()}
+    assert merged.keys() == base.keys()
+    for name, tensor in merged.items():
+        if f"{name}.lora_a" not in adapter:
+            assert tensor.tensor_type == base[name].tensor_type
+            assert np.array_equal(tensor.data, base[name].data)
+            continue
+        wanted = (
+            numbers[name] + 5 / 3 * adapter[f"{name}.lora_b"].data.astype(np.float64) @ adapter[f"{name}.lora_a"].data
+        )
+        got = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert tensor.tensor_type.name == to.upper()
+        np.testing.assert_allclose(got, wanted, rtol=2**-8 if to == "bf16" else 2**-24, atol=1e-12)
+    assert found["changed"] == len(adapter) // 2 == sum(found["before"].values())
+    assert {"f32": "F32", "q8_0": "Q8_0", "f16": "F16"}[kind] in found["before"]
+    main(["merge", "w.gguf", "run", "--out", "again.gguf", "--type", to])
+    assert ("tensors that the adapter changes are" in capsys.readouterr().out) is (kind != to)
+    with GGUFFile("w.gguf") as one, GGUFFile("m.gguf") as other:
+        assert str(dict(one.metadata)) == str(dict(other.metadata))
+
+
+def test_the_merged_model_scores_and_writes_what_base_and_adapter_do(capsys):
+    assert main(["merge", "base.gguf", "run/adapter-hf", "--out", "m.gguf"]) == 0
+    data = ["data=text", "data.path=book.txt", "model.context=12", "engine=cpu", "engine.threads=1"]
+    two = told(capsys, "eval", "base.gguf", "--adapter", "run/adapter.gguf", *data)
+    assert told(capsys, "eval", "m.gguf", *data)["loss"] == pytest.approx(two["loss"], abs=1e-6)
+    words = ["--prompt=It", "--tokens=9", "--temperature=0", "--engine"]
+    engines = ["ggml:threads=1", *(["llama.cpp:threads=1"] if find_spec("xllamacpp") else [])]
+    models = ["m.gguf"], ["base.gguf", "--adapter=run"], ["base.gguf", "--adapter=run/adapter-hf"]
+    texts = {told(capsys, "generate", *m, *words, engine)["text"] for engine in engines for m in models}
+    assert len(texts) == 1
+
+
+def test_the_chat_template_of_the_adapter_goes_along(capsys):
+    reader = gguf.GGUFReader("run/adapter.gguf")
+    writer = gguf.GGUFWriter("with.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 5)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["merge", "base.gguf", "with.gguf", "--out", "m.gguf"]) == 0
+    with GGUFFile("m.gguf") as file:
+        assert file.text("tokenizer.chat_template") == "{{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["base.gguf", "run"], "takes a base, an adapter and a place"),
+    (["base.gguf", "--out", "m.gguf"], "takes a base, an adapter and a place"),
+    (["base.gguf", "run", "--out", "m.gguf", "--type", "q4_k_m"], "--type q4_k_m"),
+    (["base.gguf", "run", "--out", "m.bin"], "is written as *.gguf"),
+    (["base.gguf", "run", "--out", "away/m.gguf"], "there is no directory away"),
+    (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is what is read"),
+    (["base.gguf", "run", "--out", "there.gguf"], "replace it with --force"),
+    (["base.gguf", "run", "--out", "notes.gguf", "--force"], "is already there and no GGUF file"),
+    (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),
+    (["other.gguf", "run", "--out", "m.gguf"], "blk.0.ffn_down.weight is 32 x 32"),
+    (["gpt2.gguf", "run", "--out", "m.gguf"], "is an adapter of llama, the model is gpt2"),
+    (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "fits no linear of this gpt2"),
+    (["run/adapter.gguf", "run", "--out", "m.gguf"], "holds no model (general.type is adapter)"),
+    (["base.gguf", "empty", "--out", "m.gguf"], "empty: is a directory without adapter.gguf or adapter_config.json"),
+    (["base.gguf", "run/checkpoints/step-3", "--out", "m.gguf"], "is a checkpoint, whose model has its adapter in it"),
+    (["base.gguf", "none", "--out", "m.gguf"], "none: not found"),
+    (["base.gguf", "pickled", "--out", "m.gguf"], "is a pickle, which may run code and is not opened"),
+    (["base.gguf", "book.txt", "--out", "m.gguf"], "book.txt: is not a GGUF file"),
+])  # fmt: skip
+def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, said):
+    shutil.copy("base.gguf", "there.gguf")
+    Path("notes.gguf").write_text("mine")
+    for folder in ("empty", "pickled"):
+        Path(folder).mkdir()
+    Path("pickled/adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 5}')
+    Path("pickled/adapter_model.bin").touch()
+    before = {path.name: path.stat().st_mtime_ns for path in Path().iterdir()}
+    assert said in refused(capsys, "merge", *words)
+    assert {path.name: path.stat().st_mtime_ns for path in Path().iterdir()} == before
+
+
+# -- trained on from --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("adapter", "engine"), [("run", "cpu"), ("run/adapter.gguf", "ggml"), ("run/adapter-hf", "ggml")]
+)
+def test_a_run_goes_on_where_the_adapter_ended(capsys, adapter, engine):
+    """Rank, alpha and targets are the adapter's; what the base passes on is said still."""
+    words = [f"recipe.adapter={adapter}", f"engine={engine}", "steps=4", "eval_every=4", "hydra.run.dir=on"]
+    assert main([*QUICK, *words]) == 0
+    assert f"on it {adapter}" in capsys.readouterr().out
+    assert result("on")["first_eval_loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
+    assert result("on")["eval_loss"] < result("on")["first_eval_loss"]
+    before, now = pairs_of("run"), pairs_of("on")
+    assert before[1] == now[1] == 5 and {n: a.shape for n, a in before[0].items()} == {
+        n: a.shape for n, a in now[0].items()
+    }
+    with GGUFFile("on/model.gguf") as file:
+        assert file.metadata["general.base_model.0.name"] == "base"
+
+
+def test_it_resumes_to_the_bit_and_not_with_another_adapter(capsys):
+    shutil.copy("run/adapter.gguf", "mine.gguf")
+    words = [
+        *QUICK,
+        "recipe.adapter=mine.gguf",
+        "recipe.dropout=0.1",
+        "engine=ggml",
+        "checkpoint_every=2",
+        "eval_every=0",
+    ]
+    assert main([*words, "steps=4", "hydra.run.dir=whole"]) == 0
+    assert main([*words, "steps=2", "hydra.run.dir=part"]) == 0
+    assert main(["resume=part", "steps=4"]) == 0
+    one, two = pairs_of("whole")[0], pairs_of("part")[0]
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    shutil.copy("whole/adapter.gguf", "mine.gguf")
+    assert "another experiment" in refused(capsys, "resume=part", "steps=6")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("recipe.adapter=run recipe.rank=8", "recipe.rank=8: recipe.adapter=run has rank 3; leave recipe.rank out"),
+    ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),
+    ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has a pair on blk.0"),
+    ("recipe.adapter=run recipe.targets=[q,k,o,down,up]", "has none on blk.0.ffn_up.weight"),
+    ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own scale"),
+    ("recipe.adapter=base.gguf", "base.gguf: holds no LoRA adapter"),
+    ("recipe.adapter=none.gguf", "none.gguf: not found"),
+    ("recipe.adapter=run recipe.base=other.gguf", "blk.0.ffn_down.weight is 32 x 32"),
+    ("recipe.adapter=run/checkpoints/step-3", "is a checkpoint"),
+    ("recipe.adapter=", "recipe.adapter"),
+])  # fmt: skip
+def test_settings_that_contradict_the_adapter_are_one_line(capsys, words, said):
+    assert said in refused(capsys, *QUICK, "engine=ggml", "steps=1", "hydra.run.dir=no", *words.split())
+    assert not Path("no").exists()

@@ -1,0 +1,120 @@
+"""A LoRA adapter as PEFT keeps it, a directory of adapter_config.json and adapter_model.safetensors, read as ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import read_file
+from toyexp.contract.model import Model
+from toyexp.contract.plan import lora_names
+from toyexp.formats.layout import Place, layout_of
+from toyexp.formats.safetensors import TensorsFile
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_LIMIT = 1 << 20  # bytes
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+# Settings of an adapter that is more than alpha / r * B A on its base, or on another base, where they are not empty.
+MORE = ("use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
+        "target_parameters", "alora_invocation_tokens", "arrow_config")  # fmt: skip
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that take from the base what they give the adapter
+
+
+def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray]]:
+    """The adapter in PEFT's directory, of a model that transformers has: its alpha, and its pairs under our names.
+
+    Each pair counts alpha / rank * B A, rank the rows of A; B's rows stand in the model's order. Raises UserError for
+    what is more than that, what is damaged, and what is on another model.
+    """
+    config = _config(folder / CONFIG)
+    alpha = _number(folder, config, "lora_alpha")
+    targets = {place.name.removesuffix(".weight"): (name, place) for name, place in _places(folder, model).items()}
+    file = _tensors(folder)
+    pairs: dict[str, np.ndarray] = {}
+    for theirs in file.tensors:
+        found = TENSOR.fullmatch(theirs)
+        if found is None or found["module"] not in targets:
+            raise file.error(f"its tensor {printable(theirs)} fits no linear of this {model.name}")
+        ours, place = targets[found["module"]]
+        array, (a, b) = file.read(theirs), lora_names(ours)
+        if array.ndim != 2:
+            raise file.error(f"{printable(theirs)} has the shape {list(array.shape)}, expected a matrix")
+        if found["part"] == "A":
+            pairs[a] = array
+        else:
+            pairs[b] = _in_our_order(array, place) * np.float32(_of_one(config, found["module"], array, alpha, folder))
+    if not pairs:
+        raise file.error("holds no tensors")
+    return alpha, pairs
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(read_file(path, CONFIG_LIMIT))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: is no JSON object")
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UserError(f"{path}: is an adapter of PEFT's type {printable(str(kind))}; toyexp knows LORA")
+    more = [f"{key}={printable(str(config[key]))}" for key in MORE if config.get(key)]
+    if config.get("bias", "none") != "none":
+        more.append(f"bias={printable(str(config['bias']))}")
+    if str(config.get("init_lora_weights", "")).lower().startswith(CHANGES_BASE):
+        more.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
+    if more:
+        raise UserError(f"{path}: {more[0]} is more than a pair A, B beside linears of the base; merge it with PEFT")
+    return config
+
+
+def _number(folder: Path, config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{folder / CONFIG}: {key} is {printable(str(value))}, expected a number above 0")
+    return float(value)
+
+
+def _places(folder: Path, model: Model) -> dict[str, Place]:
+    """Where the model's linears stand in transformers; UserError for a model that those do not have."""
+    try:
+        places = layout_of(model, {}).tensors
+    except UserError as error:
+        raise UserError(f"{folder}: is an adapter of PEFT's, for models of transformers: {error}") from None
+    linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
+    return {name: places[name] for name in linears}
+
+
+def _tensors(folder: Path) -> TensorsFile:
+    pickled = folder / "adapter_model.bin"
+    if not (folder / TENSORS).exists() and pickled.exists():
+        raise UserError(f"{pickled}: is a pickle, which may run code and is not opened; save it as {TENSORS}")
+    return TensorsFile(folder / TENSORS)
+
+
+def _in_our_order(b: np.ndarray, place: Place) -> np.ndarray:
+    """B with the rows of the GGUF's weight, from those of transformers'."""
+    order = place.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
+    ours = np.empty_like(b)
+    ours[order] = b
+    return ours
+
+
+def _of_one(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
+    """How much more a pair counts than alpha / rank: by PEFT's rsLoRA, and where a pattern gives it its own alpha."""
+    own, patterns = alpha, config.get("alpha_pattern") or {}
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        if not re.fullmatch(r"[\w.]+", pattern):  # a stranger's regular expression may take for ever
+            what = f"alpha_pattern has {printable(pattern)}, and only names of modules are read"
+            raise UserError(f"{folder / CONFIG}: {what}; merge it with PEFT")
+        if f".{module}".endswith(f".{pattern}"):
+            own = _number(folder, patterns, pattern)
+            break
+    return own / alpha * (math.sqrt(b.shape[1]) if config.get("use_rslora") else 1)

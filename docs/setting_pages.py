@@ -1,0 +1,141 @@
+"""The pages of settings: every key with its type, its default, what it does, and which parts read it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from toyexp.base.words import typed
+from toyexp.config.named import lines_about
+from toyexp.config.schema import AUTO, AutoEngine
+from toyexp.config.shipped import conf_dir
+from toyexp.config.top_level import GROUPS, top_level
+from toyexp.contract.plugins import load
+from toyexp.contract.settings import Setting, settings_of
+from toyexp.training.settings import ASIDE, FREE, Settings, keys_with
+
+TITLES = {
+    "model": "Models", "data": "Data", "recipe": "Recipes", "engine": "Engines", "optim": "Optimisers",
+    "callbacks": "Callbacks", "format": "Formats",
+}  # fmt: skip
+GUIDES = {
+    "model": "models", "data": "data", "recipe": "recipes", "engine": "engines", "optim": "optimisers",
+    "callbacks": "callbacks", "format": "exports",
+}  # fmt: skip
+TYPES = {"int": "whole number", "float": "number", "bool": "true, false", "str": "text"}
+HYDRA = (
+    ("hydra.run.dir", "outputs/NAME/DATE_TIME", "where a run goes: a directory that is missing or empty"),
+    ("hydra.sweep.dir", "outputs/sweeps/DATE_TIME", "where a sweep goes, likewise"),
+    ("hydra.sweep.subdir", "NUMBER-NAME", "of a job in it"),
+)
+
+
+def kind_of_value(text: str) -> str:
+    """A type's annotation in words: `float | None` is a number or null."""
+    inner, optional = text.removesuffix(" | None"), text.endswith(" | None")
+    if inner.startswith("list["):
+        words = {"str": "list of texts", "float": "list of numbers", "int": "list of whole numbers"}[inner[5:-1]]
+    else:
+        words = "mapping" if inner.startswith("dict[") else TYPES.get(inner, f"`{inner}`")
+    return f"{words}, or null" if optional else words
+
+
+def cell(text: str) -> str:
+    """Text in a table of Markdown."""
+    return text.replace("|", "&#124;").replace("*", "\\*")
+
+
+def default(value: object) -> str:
+    """A value as it is typed; nothing for an empty text."""
+    return f"`{typed(value)}`" if typed(value) else "empty"
+
+
+@dataclass
+class Row:
+    """A key, and the parts that read it with this default."""
+
+    setting: Setting
+    parts: list[str] = field(default_factory=list)
+
+
+def grouped(classes: Iterable[tuple[str, type]]) -> list[Row]:
+    """The settings of some parts, each once: those that are alike in every word are one."""
+    rows: dict[tuple[str, str, str, str], Row] = {}
+    for name, cls in classes:
+        for setting in settings_of(cls):
+            alike = (setting.name, setting.type, typed(setting.default), setting.comment)
+            rows.setdefault(alike, Row(setting)).parts.append(name)
+    order = list(dict.fromkeys(key[0] for key in rows))
+    return sorted(rows.values(), key=lambda row: order.index(row.setting.name))
+
+
+def table(prefix: str, rows: Iterable[Row], every: int = 0) -> Iterator[str]:
+    """Rows in Markdown; of more than one part with who reads each, `every` being how many parts there are."""
+    yield "| key | type | default | what it does |" + (" read by |" if every else "")
+    yield "|---|---|---|---|" + ("---|" if every else "")
+    for row in rows:
+        s = row.setting
+        line = f"| `{prefix}{s.name}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |"
+        readers = "all" if len(row.parts) == every else ", ".join(f"`{part}`" for part in row.parts)
+        yield line + (f" {readers} |" if every else "")
+    yield ""
+
+
+def presets(kind: str, parts: Iterable[str]) -> Iterator[str]:
+    """What the files of conf/ set that are offered beside the parts."""
+    registry = load()
+    names = [path.stem for path in sorted((conf_dir() / kind).glob("*.yaml")) if path.stem not in set(parts)]
+    if names:
+        yield "## Presets\n\nFiles of conf/, which set some of these keys:\n"
+    for name in names:
+        head, *rest = (line for line in lines_about(name, registry) if line.strip())
+        about = head.partition("  ")[2].rpartition("  [")[0]
+        changed = "\n".join(line.strip() for line in rest)
+        yield f"### {kind}={name}\n\n{about}\n\n```text\n{changed}\n```\n"
+
+
+def page(kind: str) -> str:
+    """Every part of a kind, and their settings."""
+    registry = load()
+    classes = [(name, registry.get(kind, name)) for name in registry.offers[kind]]
+    if kind == "engine":
+        classes = [(AUTO, AutoEngine), *classes]
+    helps = {name: offer.help for name, offer in registry.offers[kind].items()}
+    helps[AUTO] = (AutoEngine.__doc__ or "").splitlines()[0]
+    chosen = {"callbacks": "callbacks=[default,NAME]", "format": "toyexp export --type NAME"}.get(kind, f"{kind}=NAME")
+    parts = [f"# {TITLES[kind]}: settings\n", f"Chosen with `{chosen}`; [the guide](../../guides/{GUIDES[kind]}.md).\n"]
+    parts += ["| name | |", "|---|---|", *(f"| `{name}` | {cell(helps[name])} |" for name, _ in classes), ""]
+    if kind in ("callbacks", "format"):
+        for name, cls in classes:
+            prefix = f"callbacks.{name}." if kind == "callbacks" else ""
+            rows = grouped([(name, cls)])
+            parts += [f"## {name}\n", f"{helps[name]}\n", *(table(prefix, rows) if rows else ["No settings.\n"])]
+    else:
+        parts += ["## Keys\n", *table(f"{kind}.", grouped(classes), len(classes))]
+    parts += presets(kind, dict(classes)) if kind in GROUPS else []
+    return "\n".join(parts)
+
+
+def overview() -> str:
+    """The keys that belong to no part."""
+    free, aside = keys_with(FREE, Settings), keys_with(ASIDE, Settings)
+    own = [(key, setting) for key, setting in top_level() if not key.startswith("sweep.")]
+    parts = ["# Settings\n", "Every key is typed `key=value`, or stands in a file of `--config-dir`. Of a part:\n"]
+    parts += [f"* [{title}](settings/{kind}.md)" for kind, title in TITLES.items()]
+    columns = "key | type | default | what it does | may change on resume | decides numbers"
+    parts += ["\n## Of a run\n", f"| {columns} |"]
+    parts.append("|---|---|---|---|---|---|")
+    for key, s in own:
+        told = f"| `{key}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |"
+        parts.append(f"{told} {'yes' if key in free else 'no'} | {'no' if key in aside else 'yes'} |")
+    parts += ["\n## Of a sweep\n", "No number of a run depends on them; they go with `-m`.\n"]
+    parts += ["| key | type | default | what it does |", "|---|---|---|---|"]
+    for key, s in top_level():
+        if key.startswith("sweep."):
+            parts.append(f"| `{key}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |")
+    parts += ["\n## Of Hydra\n", "| key | default | what it does |", "|---|---|---|"]
+    parts += [f"| `{key}` | `{value}` | {about} |" for key, value, about in HYDRA]
+    return "\n".join([*parts, ""])
+
+
+def pages() -> dict[str, str]:
+    """All of them, by their places."""
+    return {"reference/settings.md": overview()} | {f"reference/settings/{kind}.md": page(kind) for kind in TITLES}

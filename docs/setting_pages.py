@@ -1,5 +1,6 @@
 """The pages of settings: every key with its type, its default, what it does, and which parts read it."""
 
+import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ def kind_of_value(text: str) -> str:
 
 def cell(text: str) -> str:
     """Text in a table of Markdown."""
-    return text.replace("|", "&#124;").replace("*", "\\*")
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("*", "\\*")
 
 
 def default(value: object) -> str:

@@ -138,6 +138,8 @@ class Stack:
 
     def take(self) -> None:
         """Begins one step of all runs that have asked for one; where it fails, it fails for each of them."""
+        if not self._asked:
+            return
         together, self._asked = self._asked, {}
         self._begin(together, self._taken)
 
@@ -325,6 +327,10 @@ class StackedSession(TorchSession):
     def runs_ahead(self) -> bool:
         """See Session."""
         return self.stack.runs_ahead
+
+    def all_launched(self) -> None:
+        """See Session."""
+        self.stack.take()
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
         """See Session."""

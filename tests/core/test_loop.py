@@ -480,17 +480,23 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
 
 
 def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
-    """Whatever one has to evaluate in between; one that ends leaves."""
+    """And begun: a device works while the loops look back. Whatever one has to evaluate; one that ends leaves."""
     heard = []
+
+    class Begun(Launched):
+        def all_launched(self):
+            heard.append("begun")
+
     recorders = [Recorder(looked_at=(), heard=heard) for _ in range(3)]
     runs = [
-        stage(steps, recorder=r, kind=Launched, eval_every=every)
+        stage(steps, recorder=r, kind=Begun, eval_every=every)
         for r, steps, every in zip(recorders, (4, 2, 4), (0, 0, 2), strict=True)
     ]
     ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
     assert [end.steps for end in ends] == [4, 2, 4]
-    work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "on_step")]
-    assert work == 2 * (3 * ["launch"] + 3 * ["on_step"]) + 2 * (2 * ["launch"] + 2 * ["on_step"])
+    work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "begun", "on_step")]
+    rounds = [[hook] * count for count in (3, 3, 2, 2) for hook in ("launch", "begun", "on_step")]
+    assert work == [hook for each in rounds for hook in each]
 
 
 def test_evaluations_of_a_round_are_launched_before_one_is_waited_for(stage):

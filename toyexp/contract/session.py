@@ -142,6 +142,9 @@ class Session(ABC):
         self.version += 1
         return self.do_launch(micros, numbers)
 
+    def all_launched(self) -> None:  # noqa: B027 (most engines have no stacks)
+        """Every run of a stack has launched its step, which can begin then."""
+
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over all weighted targets of `batches`; changes nothing."""

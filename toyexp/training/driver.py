@@ -129,6 +129,9 @@ def drive_together(
             requests = {i: r for i, r in requests.items() if i not in evals}
             requests |= asked({i: _sent(loops[i], wait) for i, wait in evals.items()})
         going = {i: _answered(loops[i], requests[i], sessions[i]) for i in sorted(requests)}
+        for i, request in requests.items():
+            if isinstance(request, Step):  # a device has work then while the loops look at the step before
+                sessions[i].all_launched()
     return [ends[i] for i in range(len(loops))]
 
 

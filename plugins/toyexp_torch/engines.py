@@ -132,6 +132,14 @@ class TorchEngine(Engine):
         import_torch()
         import toyexp_torch.session  # noqa: F401
 
+    def preload_stack(self) -> None:
+        """Likewise, and what says of steps whether they are one program."""
+        self.preload()
+        import toyexp_torch.stack
+        import toyexp_torch.stack_shapes
+
+        toyexp_torch.stack_shapes.preload()
+
     def of_one_row(self) -> Engine:
         """Its first device, which is given all threads."""
         return self if self.count() == 1 else replace(self, devices="1", shard=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,12 @@ from toyexp_torch.stack_step import StackedStep, StackedUpdate
 
 RUNS = 2  # that are tried
 Frozen = Mapping[str, tuple[Tensor, bool]]  # see StackedStep
+
+
+def preload() -> None:
+    """Imports what PyTorch imports when it first computes on shapes alone, which takes as long as to load PyTorch."""
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
+        importlib.import_module(name)
 
 
 def refusal(plan: Plan) -> str:

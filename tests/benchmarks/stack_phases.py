@@ -10,6 +10,8 @@ counts, which makes all of it slower.
 import atexit
 import cProfile
 import functools
+import importlib.abc
+import importlib.util
 import io
 import json
 import os
@@ -109,29 +111,35 @@ class Clock:
             yield f"{seconds:9.3f} {count:8d} {first:9.2f} {last:9.2f}  {name}"
 
 
-def watch(clock):
-    """Times what PHASES names of the modules that are there, or come."""
-    import importlib
+class Watch(importlib.abc.MetaPathFinder):
+    """Times what PHASES names of each module once that is loaded, and has none loaded for it."""
 
-    modules = dict.fromkeys(module for module, _, _ in PHASES)
-    for module in modules:
-        try:
-            there = importlib.import_module(module)
-        except ImportError:
-            continue
-        for of, what, name in PHASES:
-            if of == module:
+    def __init__(self, clock):
+        self._clock, self._left = clock, {module for module, _, _ in PHASES}
+
+    def find_spec(self, name, path=None, target=None):
+        """As Python finds it, with a loader that does so."""
+        if name not in self._left:
+            return None
+        self._left.discard(name)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            for _, what, phase in (each for each in PHASES if each[0] == name):
                 *owner, last = what.split(".")
-                place = getattr(there, owner[0]) if owner else there
-                found = place.__dict__.get(last) or getattr(place, last)
-                setattr(place, last, clock.timed(found, name))
+                place = getattr(module, owner[0]) if owner else module
+                setattr(place, last, self._clock.timed(getattr(place, last), phase))
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def child(words):
     """A process of the sweep, which leaves its table when it ends."""
     folder, began, profiled = json.loads(os.environ[HERE])
-    clock, title = Clock(began), "the sweep" if "-m" in words else "a process of stacks"
-    start = time.time()
+    clock, title, start = Clock(began), "the sweep" if "-m" in words else "what processes are forked from", time.time()
     profile = cProfile.Profile() if profiled else None
 
     def leave():
@@ -149,18 +157,22 @@ def child(words):
             lines.append(text.getvalue())
         Path(folder, f"{start:.6f}-{os.getpid()}").write_text("\n".join(lines))
 
-    atexit.register(leave)
-    watch(clock)
-    from toyexp.sweep import forking
+    def forked():
+        nonlocal title, start
+        title, start = "a process of stacks", time.time()
+        clock.phases.clear()
 
+    atexit.register(leave)
+    os.register_at_fork(after_in_child=forked)
+    sys.meta_path.insert(0, Watch(clock))
     popen = subprocess.Popen
 
     def spawned(command, *arguments, **named):
-        if command[1:3] == ["-m", "toyexp"]:
+        if list(command[1:3]) == ["-m", "toyexp"]:
             command = [sys.executable, str(Path(__file__).resolve()), "--child", *command[3:]]
         return popen(command, *arguments, **named)
 
-    forking.subprocess.Popen = spawned
+    subprocess.Popen = spawned
     sys.argv = ["toyexp", *words]
     if profile:
         profile.enable()

@@ -204,6 +204,13 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
 
 
 @forks
+def test_a_process_of_stacks_is_forked_too_and_finds_the_files_that_it_is_handed(place):
+    assert main(["-m", *QUICK, "seed=1,8,9", "sweep.launcher=stacked", "hydra.sweep.dir=s"]) == 0
+    assert {entry["status"] for entry in entries(place / "s")} == {"completed"}
+    assert [own["forked"] for _, own in seen(place / "s").values()] == [True] * 3
+
+
+@forks
 def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(place):
     (place / "trace.py").write_text(TRACE + "\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
     assert main(["-m", *QUICK, "seed=1", "hydra.sweep.dir=s"]) == 0

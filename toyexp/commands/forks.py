@@ -31,7 +31,7 @@ from toyexp.config.schema import AUTO, Source
 from toyexp.contract.engine import Engine
 from toyexp.contract.plugins import keep as keep_plugins
 from toyexp.sweep.begin import FLAGS
-from toyexp.sweep.forking import NUMBER, hear
+from toyexp.sweep.forking import HANDED, NUMBER, STREAMS, hear, with_files
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
@@ -45,11 +45,11 @@ def serve() -> bool:
         if (asked := hear(control)) is None:
             return False
         with contextlib.suppress(Exception):  # what is wrong with the settings is for the jobs to say
-            _load(asked[0]["words"])
+            _load(asked[0]["words"], asked[0]["stacks"])
         fit = _is_fit()
         control.sendall(b"1" if fit else b"0")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
-        while fit and (heard := hear(control, 4)) is not None:
+        while fit and (heard := hear(control, STREAMS + 1 + HANDED)) is not None:
             order, files = heard
             with contextlib.suppress(Exception):
                 _composed(order["words"])
@@ -62,8 +62,8 @@ def serve() -> bool:
     return False
 
 
-def _load(words: Sequence[str]) -> None:
-    """Imports what the jobs will: plugins by their names, and what the engine computes with."""
+def _load(words: Sequence[str], stacks: bool) -> None:
+    """Imports what the jobs will: plugins by their names, and what the engine computes with, `stacks` of them too."""
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
     request = _composed(words)
@@ -72,7 +72,8 @@ def _load(words: Sequence[str]) -> None:
     for offer in request.registry.engines():
         if composed.cfg.engine.name in (AUTO, offer.name):
             with contextlib.suppress(Exception):  # it is not installed
-                cast("type[Engine]", offer.cls)().preload()
+                engine = cast("type[Engine]", offer.cls)()
+                engine.preload_stack() if stacks else engine.preload()
     with contextlib.suppress(Exception):
         composed.look_over()  # the settings of parts that jobs share are merged once
     _composed(words)  # once more: what is composed beforehand is taken once
@@ -103,9 +104,9 @@ def _is_fit() -> bool:
 def _forked(control: socket.socket, files: Sequence[int]) -> bool:
     """Forks a process that waits for the job, and from that one the job: true in the job, and false here.
 
-    The last of the files hears the job's number and how it ended; until it is closed, the number is not given again.
+    One of the files hears the job's number and how it ended; until it is closed, the number is not given again.
     """
-    channel = files[-1]
+    channel = files[STREAMS]
     try:
         if os.fork():
             return False
@@ -119,8 +120,9 @@ def _forked(control: socket.socket, files: Sequence[int]) -> bool:
         os.write(channel, NUMBER.pack(job))
     if control.fileno() >= 0:
         return False
-    for file in files[:-1]:
-        os.close(file)
+    for file in files:
+        if file != channel:
+            os.close(file)
     if job > 0:
         ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
         code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
@@ -134,12 +136,13 @@ def _forked(control: socket.socket, files: Sequence[int]) -> bool:
 def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     """Makes this process what a job's is that was started by its words."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
-    for number, file in enumerate(files[:-1]):
+    own, handed = files[: STREAMS + 1], files[STREAMS + 1 :]
+    for number, file in enumerate(own[:-1]):
         os.dup2(file, number)
-    for file in files:
+    for file in own:
         os.close(file)
     os.environ.clear()
-    os.environ.update(order["environment"])
+    os.environ.update({**order["environment"], **with_files(handed)})
     os.chdir(order["directory"])
     sys.argv[1:] = order["words"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):

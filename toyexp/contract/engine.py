@@ -67,6 +67,10 @@ class Engine(ABC):
         No device is asked for, nothing is computed and no thread started: neither would live on in them.
         """
 
+    def preload_stack(self) -> None:
+        """The same of what trains several runs as one program."""
+        self.preload()
+
     def of_one_row(self) -> Engine:
         """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
         return self

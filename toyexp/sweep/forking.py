@@ -20,6 +20,9 @@ from typing import Any, Protocol
 from toyexp.base.ranks import FORKS
 
 NUMBER = struct.Struct("!q")
+STREAMS = 3  # files of a job: standard ones, then the channel that hears how it ended, then those that it is handed
+HANDED = 4  # at most
+FILES = "TOYEXP_FILES"  # in the environment of a process that was handed open files: their numbers there
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
 PLATFORMS = ("linux",)  # elsewhere libraries of the system do not bear a fork: jobs are started anew
 
@@ -50,7 +53,7 @@ class Process(Protocol):
         """Closes its files, and waits for it."""
 
 
-# Of words, environment, whether before a terminal, and files that it has open under the same numbers.
+# Of words, environment, whether before a terminal, and open files that it is handed: see FILES.
 Start = Callable[[Sequence[str], Mapping[str, str], bool, Sequence[int]], Process]
 
 
@@ -59,9 +62,14 @@ def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment, pass_fds=files,
+        env={**environment, **with_files(files)}, pass_fds=files,
         process_group=0,  # a Ctrl-C reaches it through us, once
     )  # fmt: skip
+
+
+def with_files(numbers: Sequence[int]) -> dict[str, str]:
+    """What tells a process of the files that it was handed."""
+    return {FILES: ",".join(map(str, numbers))} if numbers else {}
 
 
 class Forks:
@@ -70,8 +78,10 @@ class Forks:
     What a job does is what `spawned` has it do: only what is loaded is there already, as it was when the sweep began.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], stopped: Callable[[], bool]):
-        """Has what the jobs share loaded while the sweep gets ready: the `words` of all of them."""
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], stopped: Callable[[], bool], stacks: bool = False
+    ):
+        """Has what the jobs share loaded while the sweep gets ready: the `words` of all; what trains `stacks` too."""
         self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
         self._control, theirs = socket.socketpair()
@@ -86,14 +96,14 @@ class Forks:
                 self._control.close()
                 raise
         with contextlib.suppress(OSError):  # it is gone already, which is seen when a job is to start
-            tell(self._control, {"words": list(words)})
+            tell(self._control, {"words": list(words), "stacks": stacks})
 
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()
     ) -> Process:
         """The process of a job; raises OSError where there can be none."""
         with self._lock:
-            if not files and self._is_ready() and (process := self._forked(words, environment, terminal)) is not None:
+            if self._is_ready() and (process := self._forked(words, environment, terminal, files)) is not None:
                 return process
         return spawned(words, environment, terminal, files)
 
@@ -116,7 +126,9 @@ class Forks:
                 self._ready = False
         return self._ready
 
-    def _forked(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process | None:
+    def _forked(
+        self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, handed: Sequence[int]
+    ) -> Process | None:
         """The process; None where what it is forked from has been killed."""
         with contextlib.ExitStack() as theirs:
             ours: list[int] = []
@@ -127,7 +139,7 @@ class Forks:
             process = Forked(channel, ours[0], None if terminal else ours[1], ours[-1])
             try:
                 order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
-                tell(self._control, order, [*files, end.fileno()])
+                tell(self._control, order, [*files, end.fileno(), *handed])
                 theirs.close()
                 process.begin()
             except ConnectionError:

@@ -49,7 +49,7 @@ class Order:
     cores: int = 0  # its share of the machine; 0: all
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
     environment: Mapping[str, str] = field(default_factory=dict)  # what its process alone is told
-    files: Sequence[int] = ()  # open ones that its process has too
+    files: Sequence[int] = ()  # open ones that its process is handed: see FILES
 
     def words(self) -> Sequence[str]:
         """What its process is told."""

@@ -142,11 +142,12 @@ class Runner:
 
     def _forks_of_jobs(self) -> Forks | None:
         """What the jobs that run here are forked from, where that is possible."""
+        stacks = self._settings.launcher == "stacked"
         each = self._settings.isolate and self._settings.launcher in ("serial", "joblib")
-        if not each or sys.platform not in PLATFORMS:
+        if not (each or stacks) or sys.platform not in PLATFORMS:
             return None
         environment = {**os.environ, **of_cores(self._cores)}
-        return Forks(self._shared(), environment, lambda: self._stop.requested)
+        return Forks(self._shared(), environment, lambda: self._stop.requested, stacks)
 
     def _shared(self) -> list[str]:
         """The words of all jobs."""
@@ -295,8 +296,9 @@ class Runner:
         from toyexp.sweep.stacked import Stacked  # deferred: the other launchers need none of it
 
         stacked = Stacked(
-            self._order, self._begin, self._shared(), self._settings.jobs, self._share.stacks, self._stop, self._show
-        )
+            self._order, self._begin, self._shared(), self._settings.jobs, self._share.stacks, self._stop, self._show,
+            self._forks.start if self._forks else spawned,
+        )  # fmt: skip
         generation = (
             (self._settings.jobs or None) if self._settings.search else None
         )  # of points that learn of none: all

@@ -28,6 +28,7 @@ from toyexp.contract.stack import unlike
 from toyexp.sweep.combinations import STACK
 from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.forking import FILES
 from toyexp.sweep.lookahead import Lookahead
 from toyexp.sweep.process import is_begun
 from toyexp.sweep.runner import failure
@@ -78,7 +79,8 @@ def train_stack(request: Request, ready: Ready) -> int:
 
     Returns the exit code, which is 0 also where jobs failed.
     """
-    orders, reports = (int(number) for number in os.environ.pop(STACK).split(","))
+    del os.environ[STACK]
+    orders, reports = (int(number) for number in os.environ.pop(FILES).split(","))
     with open(orders, encoding="utf-8") as file:
         asked = json.load(file)
     os.set_inheritable(reports, False)

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from toyexp.config.top_level import PARTS
 from toyexp.sweep.combinations import STACK
 from toyexp.sweep.directory import Ended, Job
+from toyexp.sweep.forking import Start, spawned
 from toyexp.sweep.process import Order, Stop, run_process
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Stacked:
     shared_by: int  # stacks that a device's memory is for
     stop: Stop
     show: Callable[[Job | None, str, IO[str]], None]  # a line, and whose it is
+    start: Start = spawned  # its processes
 
     def run(
         self, jobs: Sequence[Job], processes: int, gpus: Callable[[], AbstractContextManager[list[str]]]
@@ -109,7 +111,7 @@ class Stacked:
             files = (file.fileno(), reports.writing)
             order = replace(
                 first, log=log, first=self.words, again=self.words, goes_on=False, gpus=gpus, files=files,
-                environment={STACK: ",".join(map(str, files))},
+                environment={STACK: "1"},
             )  # fmt: skip
 
             def poll() -> None:
@@ -121,7 +123,7 @@ class Stacked:
                 number = re.match(r"\[(\d+)\] ", line)
                 self.show(given.jobs.get(int(number[1])) if number else None, line, stream)
 
-            ended = run_process(order, self.stop, show, poll)
+            ended = run_process(order, self.stop, show, poll, start=self.start)
             poll()
         return ended
 

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import toyexp.formats
-from toyexp import LORA, Planned, PlanTensor, Recipe, TensorSpec, UserError
+from toyexp import IMAGES, LORA, TOKENS, Kind, Planned, PlanTensor, Recipe, TensorSpec, UserError
 
 
 @dataclass
 class FromBase(Recipe):
     """A recipe whose model, with all its values and its tokenizer, comes from a GGUF file, which is only read."""
 
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
 
-    base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2
+    base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2, vit
 
     def check(self) -> None:
         """Raises UserError when no base is given."""

@@ -32,7 +32,7 @@ from toyexp import (
 from toyexp.base import require_positive, require_within
 from toyexp_recipes.base import FromBase
 
-SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "qkv": "attn_qkv",
+SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_qkv",
          "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
 RANK = 8  # unless told
 QUERIES = ("attn_q", "attn_qkv")  # what is adapted by default: the first that the model has
@@ -87,6 +87,8 @@ class Lora(FromBase):
         """The model's tensors from the base, frozen, and a trainable pair for each target."""
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._continued(model, specs) if self.adapter else self._new(specs)
+        if self.dropout and not model.reads.sequence:
+            raise UserError(f"recipe.dropout={self.dropout}: is for models of text; a {model.name} reads {model.reads}")
         masks = {}
         for adapter in adapters if self.dropout else ():
             rows = setup.inputs[model.reads.sequence].shape
@@ -140,7 +142,8 @@ class Lora(FromBase):
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """The linears that `targets` names, in the model's order; UserError for a target that is none."""
-        linears = {n: n.split(".")[2] for n, t in specs.items() if n.startswith("blk.") and len(t.shape) == 2}
+        blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # of a vit behind v.
+        linears = {n: own.split(".")[2] for n, own in blocks.items() if len(specs[n].shape) == 2}
         queries = next(([q] for q in QUERIES if q in linears.values()), None)
         targets = queries if self.targets is None else self.targets
         if targets is None:
@@ -148,7 +151,10 @@ class Lora(FromBase):
         chosen = set()
         for target in targets:
             patterns = (target, SHORT.get(target, target))  # a model may call its own linears by the short names
-            matches = ([n for n, own in linears.items() if fnmatchcase(own, p) or fnmatchcase(n, p)] for p in patterns)
+            matches = (
+                [n for n, own in linears.items() if any(fnmatchcase(name, p) for name in (own, n, blocks[n]))]
+                for p in patterns
+            )
             found = next(filter(None, matches), None)
             if not found:
                 raise UserError(f"recipe.targets=[{target}]: {choose(patterns[1], set(linears.values()))}")

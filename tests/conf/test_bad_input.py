@@ -264,7 +264,6 @@ CHOICES = [
     ("recipe=vit_tiny", "model=llama reads tokens", "try: toyexp recipe=vit_tiny model=vit data=digits"),
     ("data=stdlib recipe=vit_tiny model=vit", "gives tokens", "try: toyexp recipe=scratch model=llama data=stdlib"),
     ("recipe=warm model=vit", "model=vit reads images", "try: toyexp recipe=warm model=llama data=stdlib"),
-    ("recipe=lora recipe.base=x.gguf model=vit", "reads images", "try: toyexp recipe=lora model=llama data=stdlib"),
     (
         "recipe=warm model=vit plugins=[toyexp.testing.null]",
         "try: toyexp recipe=warm model=llama data=stdlib 'plugins=[toyexp.testing.null]'",
@@ -561,7 +560,7 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
         ("data.path=. data=images", "recipe=vit_tiny model=vit data=images data.path=."),
         ("data=digits recipe=scratch", "recipe=scratch model=vit data=digits"),
         ("data=digits recipe=vit_tiny model=small", "recipe=vit_tiny model=vit data=digits"),
-        ("data=digits recipe=lora recipe.base=x.gguf model=vit", "recipe=vit_tiny model=vit data=digits"),
+        ("data=digits recipe=warm model=vit", "recipe=vit_tiny model=vit data=digits"),
         ("data=text data.path=book.txt recipe=vit_tiny model=gpt2", "recipe=scratch model=gpt2 data=text data.path=b"),
     ],
 )

@@ -203,7 +203,7 @@ def test_runs_below_here_go_by_their_names(home, registry):
         "outputs/sweeps/2026_2/0-warm/model.gguf": ("model", "base"),
         "outputs/adapter.gguf": ("lora-llama", "adapter"),
         "outputs/base.gguf": ("base", "base"),
-        "vit.gguf": ("vit", "images"),
+        "vit.gguf": ("vit", "base"),
     }
 
 

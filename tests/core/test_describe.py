@@ -255,13 +255,13 @@ def test_a_directory_with_only_an_adapter_is_the_adapter(capsys, tmp_path):
     assert told(capsys, "run")["kind"] == "adapter"
 
 
-def test_an_image_classifier_can_be_evaluated_and_not_trained_on(capsys):
+def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
     write_vit(Path("vit.gguf"))
     found = told(capsys, "vit.gguf")
     assert found["family"] == "vit"
     assert found["sizes"]["classes"] == 3
     assert found["tokenizer"] is None
-    assert [u["what"] for u in found["uses"] if u["command"]] == ["eval", "export"]
+    assert [u["what"] for u in found["uses"] if u["command"]] == ["train on", "train on", "eval", "export"]
     assert "operations an image" in shown(capsys, "vit.gguf")
 
 

@@ -130,7 +130,7 @@ FILES = {
     "fewer rows than tokens": (base(change={"keys": {"general.architecture": "phi3", "phi3.embedding_length": 32},
                                             "tensors": {"token_embd.weight": np.zeros((9, 32), np.float32)}}, **BYTES),
                                []),
-    "images": (write_vit, ["eval", "export"]),
+    "images": (write_vit, ["recipe=lora", "recipe=full", "eval", "export"]),
     "an adapter": (adapter(), ["generate"]),
     "an adapter without numbers": (adapter({"keys": {"adapter.lora.alpha": float("nan")}}), []),
     "an adapter of another model": (adapter({"keys": {"general.architecture": "phi3"}}), []),

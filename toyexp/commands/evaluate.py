@@ -27,8 +27,7 @@ from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model, scores_of, sizes_of
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
-from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.file_plan import frozen_plan, see_as
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.source import opened
@@ -193,13 +192,7 @@ def _opened(built: Config, model: Model, path: Path) -> Dataset:
     dataset = open_data(built.data, path if model.reads.text else None)
     if model.reads.text and dataset.vocab > sizes_of(model).get("vocab", dataset.vocab):
         raise UserError(f"{origin(path)}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
-    metadata = opened(str(path)).metadata
-    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}
-    try:
-        dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
-        model.fit(dataset)
-    except UserError as error:
-        raise UserError(f"{origin(path)}: {error}") from None
+    see_as(dataset, model, path)
     return dataset
 
 

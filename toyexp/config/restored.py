@@ -28,6 +28,7 @@ from toyexp.contract.plan import Plan, export_tensors, inherited
 from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry
+from toyexp.formats.file_plan import see_as
 from toyexp.formats.gguf.header import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.write import write_model
@@ -146,11 +147,13 @@ def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]
     model, data, recipe = saved_parts(plain, registry)
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
+    whole = model_of(base, registry, recipe.reads) if base else None
+    if base and whole:
+        see_as(dataset, whole, base)
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
-    whole = model_of(base, registry, recipe.reads) if base else fitted
     with blamed(f"recipe.{recipe.name}", "while it planned"):
-        return recipe.plan(whole, Setup(inputs, rows=1, seed=int(plain["seed"]))), recipe, dataset
+        return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=int(plain["seed"]))), recipe, dataset
 
 
 def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:

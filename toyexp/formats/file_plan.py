@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from toyexp.base.errors import printable
+from toyexp.base.errors import UserError, printable
+from toyexp.contract.dataset import Dataset
 from toyexp.contract.model import Model, TensorSpec
 from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
 from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import FromGGUF
+from toyexp.formats.gguf.source import FromGGUF, opened
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:
@@ -20,6 +22,17 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return setup.plan(model, [*tensors, *pairs], adapters)
+
+
+def see_as(dataset: Dataset, model: Model, path: Path) -> None:
+    """Shows data to the model of a file as that file says its own were; UserError for what it cannot be shown."""
+    metadata = opened(str(path)).metadata
+    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}
+    try:
+        dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
+        model.fit(dataset)
+    except UserError as error:
+        raise UserError(f"{origin(path)}: {error}") from None
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:

@@ -94,7 +94,7 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     rank = Counter(ranks.values()).most_common(1)[0][0]
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if plan.model.reads.text else None,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,

@@ -25,6 +25,7 @@ from toyexp.contract.recipe import Setup, warmed
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
 from toyexp.datasets.dropout import Dropout
+from toyexp.formats.file_plan import see_as
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
@@ -91,6 +92,8 @@ def _opened(config: Config) -> Dataset:
             f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
             "leave data.tokenizer out, which is then the base's own"
         )
+    if config.base is not None and (path := config.recipe.base_file()):
+        see_as(dataset, config.base, path)
     return dataset
 
 

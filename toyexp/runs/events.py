@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from toyexp.base.files import open_file
 from toyexp.runs.found import OF_AN_EVAL
 
 LINE = 1 << 20  # bytes of a line that is read
+LINES = 1000  # that are parsed at once, a step takes a fraction of the time then
 SAMPLES, WARNINGS = 3, 20  # of a run that are kept: the last, and the first
 TEXT = 2000  # characters of either
 
@@ -44,6 +47,16 @@ class Curve:
             self.steps.append(step)
             self.values.append(value)
 
+    def extend(self, steps: Sequence[int], values: Sequence[Any]) -> None:
+        """Several more, likewise."""
+        numbers = {*map(type, values)} <= {int, float}
+        if numbers and max(map(abs, values), default=0.0) < 1e300 and not math.isnan(sum(values)):
+            self.steps.extend(steps)
+            self.values.extend(values)
+            return
+        for step, value in zip(steps, values, strict=True):
+            self.add(step, value)
+
 
 @dataclass
 class History:
@@ -63,46 +76,72 @@ class History:
     @classmethod
     def of(cls, run: Path) -> History:
         """Reads them; a line that is none is passed over."""
-        found, learned = cls(), 0
-        for event in _events(run / "events.jsonl"):
-            step, kind = event.get("step"), event.get("kind")
-            step = step if isinstance(step, int) and 0 <= step < 1 << 53 else None
-            if kind == "step" and step is not None:
-                tokens, wall = event.get("tokens"), event.get("wall_us")
-                learned += tokens if isinstance(tokens, int) else 0
-                for name in ("loss", "lr", "grad_norm"):
-                    getattr(found, name).add(step, event.get(name))
-                if isinstance(tokens, int) and isinstance(wall, int | float) and wall > 0:
-                    found.speed.add(step, tokens * 1e6 / wall)
-                found.seconds.add(step, event.get("t"))
-                found.tokens.add(step, learned)
-            elif kind == "eval" and step is not None:
-                scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL}
-                for name, value in {"loss": event.get("loss"), **scores}.items():
-                    found.held_out.setdefault(name, Curve()).add(step, value)
-            elif kind == "sample":
-                said = {key: str(event.get(key, ""))[:TEXT] for key in ("prompt", "text")}
-                found.samples = [*found.samples, {"step": step, **said}][-SAMPLES:]
-            elif kind in ("warning", "skipped"):
-                found.warned += 1
-                text = str(event.get("text") or "the step was skipped: its numbers were not finite")[:TEXT]
-                if len(found.warnings) < WARNINGS:
-                    found.warnings.append({"step": step, "text": text})
+        found = cls()
+        for events in _events(run / "events.jsonl"):
+            steps = [event for event in events if event.get("kind") == "step" and _step_of(event) is not None]
+            found._add_steps(steps)
+            for event in events:
+                found._add(event.get("kind"), _step_of(event), event)
         return found
 
+    def _add_steps(self, events: Sequence[dict[str, Any]]) -> None:
+        steps = [event["step"] for event in events]
+        for name, curve in (
+            ("loss", self.loss), ("lr", self.lr), ("grad_norm", self.grad_norm), ("t", self.seconds),
+        ):  # fmt: skip
+            curve.extend(steps, [event.get(name) for event in events])
+        before = int(self.tokens.values[-1]) if self.tokens.values else 0
+        tokens = [event.get("tokens") for event in events]
+        counts = [count if isinstance(count, int) else 0 for count in tokens]
+        self.tokens.extend(steps, [*itertools.accumulate(counts, initial=before)][1:])
+        walls = [event.get("wall_us") for event in events]
+        self.speed.extend(
+            steps, [n * 1e6 / w if isinstance(n, int) and isinstance(w, int | float) and w > 0 else None
+                    for n, w in zip(tokens, walls, strict=True)],
+        )  # fmt: skip
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+    def _add(self, kind: Any, step: int | None, event: dict[str, Any]) -> None:
+        """What is no step."""
+        if kind == "eval" and step is not None:
+            scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL}
+            for name, value in {"loss": event.get("loss"), **scores}.items():
+                self.held_out.setdefault(name, Curve()).add(step, value)
+        elif kind == "sample":
+            said = {key: str(event.get(key, ""))[:TEXT] for key in ("prompt", "text")}
+            self.samples = [*self.samples, {"step": step, **said}][-SAMPLES:]
+        elif kind in ("warning", "skipped"):
+            self.warned += 1
+            text = str(event.get("text") or "the step was skipped: its numbers were not finite")[:TEXT]
+            if len(self.warnings) < WARNINGS:
+                self.warnings.append({"step": step, "text": text})
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if isinstance(step, int) and 0 <= step < 1 << 53 else None
+
+
+def _events(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Some at a time."""
     try:
         with open_file(path) as file:
-            while line := file.readline(LINE):
+            while lines := [*itertools.islice(iter(partial(file.readline, LINE), b""), LINES)]:
                 try:
-                    event = json.loads(line)
+                    found = json.loads(b"[" + b",".join(lines) + b"]")
+                    whole = len(found) == len(lines)
                 except (ValueError, RecursionError):
-                    continue
-                if isinstance(event, dict):
-                    yield event
+                    whole = False
+                events = found if whole else map(_parsed, lines)  # of a line that is none, and may spoil the others
+                yield [event for event in events if isinstance(event, dict)]
     except (UserError, OSError):
         return
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def thinned(curve: Curve, most: int) -> tuple[list[int], list[float]]:

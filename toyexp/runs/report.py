@@ -210,7 +210,7 @@ def _groups(values: Sequence[str]) -> list[str]:
 
 def packed(text: str) -> str:
     """Text as a page carries it: compressed, in base64; the browser undoes both by itself."""
-    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()  # of 9 it takes a third, and 0.5% more
 
 
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:

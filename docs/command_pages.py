@@ -22,7 +22,10 @@ class Told:
 
 
 TOLD = {
-    "plugins": Told(guide="guides/runs.md#what-there-is"),
+    "plugins": Told(
+        fails="with `--check`: a part failed its suite, or could not be held against it", guide="plugins/index.md"
+    ),
+    "new": Told("the plugin's directory, whole or not at all", guide="plugins/index.md"),
     "doctor": Told(
         "nothing, but for the kernel of `ggml`, built at its first use and kept in the cache",
         "with `--numerics`: an engine is off",

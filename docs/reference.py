@@ -7,6 +7,8 @@ import command_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
+from toyexp.commands.pages import with_templates
+
 ROOT = Path(__file__).parent.parent
 BELOW = {"Commands": command_pages, "Settings": setting_pages}
 
@@ -26,6 +28,11 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """A page with the templates of `toyexp new` that it links to."""
+    return with_templates(markdown)
 
 
 def beside(name: str) -> str:

@@ -42,6 +42,11 @@ def test_the_site_opens_without_a_network(site):
         assert not re.search(r"<(script|link|img)[^>]*=.?https?://", page), name
 
 
+def test_a_page_that_links_to_a_template_shows_it(site):
+    page = site["plugins/engine.html"]
+    assert "MyEngineSession" in page and "[toyexp_my_engine.py](" not in page
+
+
 def test_every_command_has_a_page_that_the_table_of_contents_leads_to(site):
     for name, offer in load().offers["command"].items():
         page = site[f"reference/commands/{name}.html"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
+from toyexp.commands.pages import read, show, topics
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.command import Arguments
@@ -33,14 +34,18 @@ Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
 
 
 def run(arguments: Arguments) -> int:
-    """Prints the page."""
-    if arguments.rest:
-        word, known = arguments.rest[0], load(arguments.modules).offers["command"]
-        raise UserError(
-            f"help {word}: takes no arguments; of a command: toyexp {word if word in known else 'COMMAND'} --help; "
-            f"the settings of one thing: toyexp plugins NAME"
-        )
-    print(page())
+    """Prints the page, or one of the documentation."""
+    if not arguments.rest:
+        print(page())
+        return 0
+    word, known = arguments.rest[0], load(arguments.modules).offers["command"]
+    if len(arguments.rest) > 1:
+        raise UserError(f"help {' '.join(arguments.rest)}: takes one topic, such as toyexp help data")
+    if word in known and word not in topics():
+        raise UserError(f"help {word}: is a command: toyexp {word} --help")
+    show(read(word))
+    if word in known:
+        print(f"\nOf the command: toyexp {word} --help")
     return 0
 
 
@@ -51,7 +56,8 @@ def page(modules: Sequence[str] = ()) -> str:
     keys = [f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
     return "\n".join([
         HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
-        "top-level keys (conf/config.yaml)", *keys, TAIL,
+        "top-level keys (conf/config.yaml)", *keys, "", "pages of the documentation: toyexp help TOPIC",
+        *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), 108)), TAIL,
     ])  # fmt: skip
 
 

@@ -13,17 +13,26 @@ from toyexp.contract.registry import Registry
 
 HELP = """\
 usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
+       toyexp plugins --check PATH [--json]
 
 What can be asked for: every engine, recipe, model, data set and callback, and which plugins are broken.
   toyexp plugins                      all of them
   toyexp plugins warm                 the settings of one
   toyexp plugins --matrix             which recipe trains which model, and why not
-  toyexp plugins plugins=[my_module]  with those of a file in the current directory"""
+  toyexp plugins plugins=[my_module]  with those of a file in the current directory
+  toyexp plugins --check PATH         whether a plugin, a directory or a file, keeps what its kind promises
+
+--check runs the tests that lie with the plugin, which need not be installed, and the conformance suite of each part
+that none of them is about. It exits with 1 where one fails or cannot be run, and with 2 where there is no plugin."""
 
 
 def run(arguments: Arguments) -> int:
     """Lists all of them, shows what goes with what, or tells of one."""
     names, matrix = arguments.rest, "--matrix" in arguments.switches
+    if "--check" in arguments.values:
+        return _check(arguments)
+    if "--json" in arguments.switches:
+        raise UserError("plugins --json: goes with --check PATH")
     refuse_settings("plugins", names, "a name, and plugins=[...]")
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
@@ -39,6 +48,18 @@ def run(arguments: Arguments) -> int:
     else:
         _list(registry)
     return 0
+
+
+def _check(arguments: Arguments) -> int:
+    """Holds a plugin against its suites."""
+    from toyexp.commands.plugin_check import check
+
+    path = arguments.values["--check"]
+    if arguments.settings or "--matrix" in arguments.switches:
+        raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
+    checked = check(path)
+    checked.show(arguments)
+    return 0 if checked.good else 1
 
 
 def _list(registry: Registry) -> None:

@@ -63,8 +63,10 @@ def _shipped(
 
 OWN = (
     _shipped(
-        "plugins", "What can be asked for, and which plugins and engines are broken.", "--matrix", takes="names"
+        "plugins", "What can be asked for, and which plugins and engines are broken.", "--matrix --json",
+        {"--check": "my_module.py"}, "names",
     ),
+    _shipped("new", "A plugin to begin with: a package that works, and its test.", "", {"--into": "DIR"}, "directory"),
     _shipped(
         "doctor", "Which engines work here, and why the others do not.", "--graph --numerics", takes="settings"
     ),

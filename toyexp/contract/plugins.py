@@ -57,6 +57,13 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     return registry
 
 
+def load_beside(entries: Sequence[EntryPoint], package: str) -> Registry:
+    """All installed plugins but those of the same modules, and then these `entries`, told as those of a `package`."""
+    modules = {entry.module for entry in entries}
+    others = [(entry, origin) for entry, origin in _installed() if entry.module not in modules]
+    return load(installed=[*others, *((entry, package) for entry in entries)])
+
+
 def keep(registry: Registry) -> None:
     """What `load` returns from now on, in this process and those forked from it, where the same modules are named."""
     global _kept

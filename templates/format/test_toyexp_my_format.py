@@ -1,0 +1,27 @@
+"""The conformance suite: read back to the bit, the same bytes each time, whole or not at all; and what is refused."""
+
+import pytest
+from toyexp_my_format import MyFormat
+
+from toyexp import UserError
+from toyexp.testing import FormatSuite
+from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
+
+SMALL = {"vocab": 257, "d_model": 16, "context": 8}
+
+
+class TestMyFormat(FormatSuite):
+    form, models = MyFormat(), [Llama(**SMALL), GPT2(**SMALL)]
+    refused = [Llama(vocab=100_000, d_model=64)]
+
+
+class TestIndented(FormatSuite):
+    form, models = MyFormat(indent=True), [GPT2(**SMALL)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model": "llama"}', '{"model": "else", "tensors": {}}'])
+def test_another_file_is_refused_in_a_line(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(UserError, match=r"other\.json: (is no model|holds the model 'else')"):
+        MyFormat().read(tmp_path / "other.json", [Llama])

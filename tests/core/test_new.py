@@ -1,0 +1,252 @@
+"""`toyexp new` writes plugins that work, and `plugins --check` says of any plugin whether it keeps its promises."""
+
+import json
+import re
+import shlex
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import environments
+import pytest
+
+from toyexp.commands.line import main
+from toyexp.commands.new import KINDS, renamed
+from toyexp.commands.pages import read, topics
+from toyexp.config.shipped import templates_dir
+from toyexp.contract.plugins import load_beside
+from toyexp.contract.rules import KINDS as REGISTERED
+
+pytestmark = pytest.mark.xdist_group("new")
+SMALL = ["steps=2", "eval_every=1", "data.max_mb=0.1", "model.context=16", "model.d_model=16", "model.d_ff=16"]
+OWN_SIZES = {"model": [*SMALL[:3], "model.context=16"], "data": [SMALL[0], SMALL[1], *SMALL[3:]]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A directory with a plugin of each kind, under names that their templates do not have."""
+    root = tmp_path_factory.mktemp("made")
+    for kind in KINDS:
+        assert main(["new", kind, f"own_{kind}_2", "--into", str(root)]) == 0
+    return root
+
+
+def place(root, kind):
+    return root / f"toyexp-own-{kind}-2"
+
+
+def test_every_kind_that_has_a_suite_can_be_begun():
+    assert {*KINDS.values(), "command"} == {*REGISTERED}
+    assert {p.name for p in templates_dir().iterdir() if p.is_dir()} == {*KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_bears_its_name_alone_and_is_a_package_with_its_entry_point(made, kind):
+    name = f"own_{kind}_2"
+    files = {path.name: path.read_text() for path in place(made, kind).iterdir()}
+    assert {*files} == {"README.md", "pyproject.toml", f"toyexp_{name}.py", f"test_toyexp_{name}.py"}
+    project = tomllib.loads(files["pyproject.toml"])
+    assert project["project"]["entry-points"]["toyexp"] == {name: f"toyexp_{name}"}
+    assert project["project"]["name"] == f"toyexp-own-{kind}-2"
+    for file, text in files.items():
+        assert not re.search(rf"my_{kind}|My{kind.capitalize()}|my-{kind}", text), file
+        compile(text, file, "exec") if file.endswith(".py") else None
+
+
+def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(made):
+    """All in one process, in which nothing of them is installed."""
+    tests = [place(made, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
+    done = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *tests, cwd=made)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"\d{3} passed, 1 skipped", done.stdout), "data whose lines are alike skip one test"
+
+
+@pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])
+def test_the_run_that_its_readme_shows_runs(made, monkeypatch, capsys, kind):
+    """With fewer steps of a smaller model; what it is named there takes part in the run."""
+    monkeypatch.chdir(place(made, kind))
+    line = next(line for line in Path("README.md").read_text().splitlines() if line.startswith("toyexp 'plugins"))
+    words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "eval_every="))]
+    engine = [] if kind == "engine" else ["engine=ggml"]
+    assert main([*words, *engine, *OWN_SIZES.get(kind, SMALL), "hydra.run.dir=run"]) == 0, capsys.readouterr().err
+    settings, left = Path("run/config.yaml").read_text(), [path.name for path in Path("run").iterdir()]
+    assert f"own_{kind}_2" in settings or f"model.own_{kind}_2.json" in left
+
+
+def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_path):
+    python = environments.make(tmp_path / "env", install=place(made, "optimiser"), editable=True)
+    listed = environments.run(python, "-m", "toyexp", "plugins", cwd=tmp_path)
+    assert re.search(r"own_optimiser_2 +RMSprop .*\[own_optimiser_2, toyexp-own-optimiser-2 0\.1\]", listed.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
+    python = environments.make(tmp_path / "env", install=place(made, kind), editable=True)
+    line = next(
+        line for line in (place(made, kind) / "README.md").read_text().splitlines() if line.startswith("toyexp ")
+    )
+    words = [word for word in shlex.split(line)[1:] if not word.startswith("plugins=")]
+    done = environments.run(python, "-m", "toyexp", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("optimiser Sgd-R", "did you mean sgd_r?"),
+        ("optimiser 3", "lower-case letters"),
+        ("optimiser a__b", "single underscores"),
+        ("optimiser adamw", "optim=adamw is that of toyexp_optimisers"),
+        ("format gguf", "--type gguf is that of"),
+        ("recipe torch", "a module toyexp_torch already"),
+        ("model normal", "its class would be Normal"),
+        ("modle x", "did you mean model?"),
+        ("command x", "there is: callback, data"),
+        ("optimiser", "takes a kind, and a name"),
+        ("optimiser a b", "takes a kind, and a name"),
+        ("optimiser steps=3", "is a setting of a run"),
+        ("optimiser there", "toyexp-there is there already"),
+        ("optimiser x --into file", "--into file: is no directory"),
+        ("optimiser x --into", "--into needs a value"),
+    ],
+)
+def test_what_cannot_be_begun_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("toyexp-there").mkdir()
+    Path("toyexp-there/mine.py").write_text("mine")
+    assert main(["new", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert sorted(str(path) for path in Path().rglob("*")) == ["file", "toyexp-there", "toyexp-there/mine.py"]
+
+
+def test_a_name_takes_the_place_of_the_templates_in_every_form():
+    assert renamed("my_data MyData my-data my_datax", "data", "two_words") == "two_words TwoWords two-words two_wordsx"
+
+
+# -- plugins --check ------------------------------------------------------------------------------------------------
+
+
+def check(path, tmp_path, *more):
+    """A check in a process of its own, since what it imports stays."""
+    done = environments.run(sys.executable, "-m", "toyexp", "plugins", "--check", path, *more, cwd=tmp_path)
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path):
+    told = json.loads(check(place(made, "callback"), tmp_path, "--json").stdout)
+    suite, others = told["checked"]
+    assert told["good"] and (suite["part"], suite["suite"]) == ("callbacks=[own_callback_2]", "CallbackSuite")
+    assert (suite["passed"], suite["note"]) == (6, "") and (others["suite"], others["passed"]) == ("other tests", 2)
+
+
+def test_a_plugin_that_is_installed_too_is_no_second_one_of_its_name():
+    registry = load_beside([EntryPoint("mine", "toyexp_optimisers", "toyexp")], "under test")
+    assert registry.problems == [] and registry.offers["optim"]["adamw"].package == "under test"
+
+
+SEVERAL = '''
+"""Parts that are right, wrong, in need of a setting, and without a suite."""
+from dataclasses import dataclass
+from typing import ClassVar
+from toyexp import TOKENS, Command, Data, Kind, Optimiser, UserError, hookimpl
+
+@dataclass
+class Good(Optimiser):
+    """Gradient descent."""
+    name: ClassVar[str] = "good"
+    def slots(self, shape): return {}
+    def numbers(self, step, lr, weight_decay): return {"lr": lr}
+    def update(self, ops, w, g, state, n): return ops.sub(w, ops.scale(g, n["lr"])), state
+
+@dataclass
+class Uphill(Good):
+    """Gradient ascent."""
+    name: ClassVar[str] = "uphill"
+    def update(self, ops, w, g, state, n): return ops.add(w, ops.scale(g, n["lr"])), state
+
+@dataclass
+class Book(Data):
+    """A book."""
+    name: ClassVar[str] = "book"
+    gives: ClassVar[Kind] = TOKENS
+    path: str = ""  # of the book
+    def check(self): raise UserError("data.path=: there is no such file")
+    def open(self, vocabulary): ...
+
+@dataclass
+class Hello(Command):
+    """Says hello."""
+    name: ClassVar[str] = "hello"
+    def run(self, arguments): return 0
+
+@hookimpl
+def register_optimisers(register): register(Good), register(Uphill)
+@hookimpl
+def register_data(register): register(Book)
+@hookimpl
+def register_commands(register): register(Hello)
+'''
+
+
+def test_a_check_without_tests_of_its_own_takes_the_defaults_and_fails_where_a_part_does(tmp_path):
+    (tmp_path / "several.py").write_text(SEVERAL)
+    (tmp_path / "conftest.py").write_text("raise SystemExit('the conftest of another project')")
+    done = check("several.py", tmp_path)
+    assert done.returncode == 1
+    found = {part: (verdict, note) for part, verdict, note in ROW.findall(done.stdout)}
+    assert {part: verdict for part, (verdict, _) in found.items()} == {
+        "optim=good": "PASS", "optim=uphill": "FAIL", "data=book": "not run", "toyexp hello": "PASS",
+    }  # fmt: skip
+    assert found["data=book"][1].startswith(
+        "data.path=: there is no such file; in a test of its own: class TestBook(Data"
+    )
+    assert "\n  optim=uphill: test_it_learns: " in done.stdout
+
+
+ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "told"),
+    [
+        ("none.py", "x = 1", 1, "none offers nothing"),
+        ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
+        ("gone.py", None, 2, "there is no such file or directory"),
+        ("notes.txt", "x", 2, "is no Python file"),
+        ("empty/notes.txt", "x", 2, "holds neither a pyproject.toml nor an __init__.py"),
+        ("other/pyproject.toml", "[project]\nname = 'x'", 2, "names no plugin: [project.entry-points.toyexp]"),
+        ("torn/pyproject.toml", "[project", 2, "its pyproject.toml cannot be read"),
+    ],
+)
+def test_what_is_no_plugin_or_a_broken_one_is_told_in_a_line(tmp_path, name, text, code, told):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if text is not None:
+        path.write_text(text)
+    done = check(name if path.parent == tmp_path else path.parent.name, tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert told in (done.stdout if code == 1 else done.stderr)
+
+
+def test_check_and_json_go_with_what_they_are_for(capsys):
+    assert main(["plugins", "--json"]) == 2 and "goes with --check" in capsys.readouterr().err
+    assert main(["plugins", "--check", "x.py", "warm"]) == 2 and "takes one directory" in capsys.readouterr().err
+
+
+# -- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
+    for topic in topics():
+        assert "templates/" not in re.sub(r"^.*\]\(http.*$", "", read(topic), flags=re.MULTILINE), topic
+    assert main(["help", "plugins/engine"]) == 0
+    assert "class MyEngineSession(Session):" in capsys.readouterr().out
+    assert main(["help", "runs"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("Of the command: toyexp runs --help")
+    for kind in KINDS:
+        assert f"plugins/{kind}" in topics(), "which toyexp new names"

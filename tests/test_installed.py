@@ -1,5 +1,6 @@
 """Installed from a wheel or as a clone, it runs from any directory, whatever lies there."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,10 @@ def test_help_and_a_short_run_work_from_another_directory(python, tmp_path):
     command = python.parent / "toyexp"
     listed = environments.run(command, "--help", cwd=tmp_path)
     assert "smollm2_135m" in listed.stdout, listed.stderr
+    assert "class MyRecipe(Recipe)" in environments.run(command, "help", "plugins/recipe", cwd=tmp_path).stdout
+    begun = environments.run(command, "new", "recipe", "mine", "--into", tmp_path / "begun", cwd=tmp_path)
+    assert (tmp_path / "begun" / "toyexp-mine" / "toyexp_mine.py").is_file(), begun.stderr
+    shutil.rmtree(tmp_path / "begun")
     done = environments.run(command, "recipe=warm", "experiment=smoke", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("outputs/smoke/*/model.gguf"))) == 1

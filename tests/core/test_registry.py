@@ -510,6 +510,8 @@ INSIDE_FUNCTIONS = {
     "cmaes",
     "plotly",
     "PIL",
+    "rich",  # pages of the documentation on a terminal
+    "pytest",  # plugins --check
 }
 # The conformance kit is for people who have pytest; autograd gives its float64 references.
 TESTING = {"pytest", "numpy", "autograd", "hypothesis"}

@@ -28,14 +28,7 @@ def preload() -> None:
 
 def refusal(plan: Plan) -> str:
     """Why the steps of several runs of such a plan are no one program, or nothing."""
-    if not plan.trainable:  # it has no steps
-        return ""
-    try:
-        _take(plan, torch.float32, _frozen(plan, torch.float32))
-    except Exception as error:
-        told = printable(str(error).strip().partition("\n")[0])
-        return f"model={plan.model.name}: several runs of it cannot be computed at once ({told})"
-    return ""
+    return _tried(plan, torch.float32)[0]
 
 
 def bytes_of_a_run(plan: Plan, dtype: torch.dtype) -> int:
@@ -43,10 +36,28 @@ def bytes_of_a_run(plan: Plan, dtype: torch.dtype) -> int:
 
     What does not train is not counted: runs have it in common, or each its own.
     """
-    frozen = _frozen(plan, dtype)
-    with Held() as held:
-        _take(plan, dtype, frozen)
-    return held.most // RUNS
+    return _tried(plan, dtype)[1]
+
+
+_known: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # of plans that are there
+
+
+def _tried(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
+    """Both, found once for a plan: a step on shapes takes the time of many that compute something."""
+    if not plan.trainable:  # it has no steps
+        return "", 0
+    key = id(plan), dtype
+    if key not in _known:
+        frozen, why = _frozen(plan, dtype), ""
+        with Held() as held:
+            try:
+                _take(plan, dtype, frozen)
+            except Exception as error:
+                told = printable(str(error).strip().partition("\n")[0])
+                why = f"model={plan.model.name}: several runs of it cannot be computed at once ({told})"
+        _known[key] = why, held.most // RUNS
+        weakref.finalize(plan, _known.pop, key, None)
+    return _known[key]
 
 
 def _take(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:

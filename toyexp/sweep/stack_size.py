@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.memory import running_out
 from toyexp.base.words import counted, in_bytes
 from toyexp.contract.session import Session
+from toyexp.contract.values import Constant
 from toyexp.training.memory import bytes_in_a_stack
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ SHORT = 5.0  # seconds of all steps one after another, for which nothing is trie
 SIZES = (4, 16, 64)  # that are tried, and the most that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
 GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
+MUCH = 0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,26 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
 
 
 def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Size:
-    """The size whose jobs have the least share of a step each."""
-    alone = _seconds(alike[:1])
+    """The size whose jobs have the least share of a step each, or on a GPU the most if that is much less than alone."""
+    blank, on_gpu = [_blank(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
+    alone = _seconds(blank[:1])
     if alone * steps < SHORT:
         return Size(most, words)
     best, share = 1, alone
-    for size in [*(size for size in SIZES if size < most), most]:
+    sizes = [*(size for size in SIZES if size < most), most]
+    for size in sizes[::-1] if on_gpu else sizes:
         try:
             with running_out():
-                now = _seconds(alike[:size]) / size
+                now = _seconds(blank[:size]) / size
         except RunFailed:  # that many do not fit
+            if on_gpu:
+                continue
             break
         if now < GAIN * share:
             best, share = size, now
-        elif now > LOSS * share and size > SIZES[0]:
+        elif now > LOSS * share and (on_gpu or size > SIZES[0]):
+            break
+        if on_gpu and best == most and share < MUCH * alone:
             break
     if best == 1:
         return Size(1, f"{words}; together they are no faster here than alone: they train one after another")
@@ -79,6 +87,12 @@ def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Siz
         f"a step of {best} takes {_shown(best * share)} and of one {_shown(alone)}: {alone / share:.1f} times as fast"
     )
     return Size(best, f"{words}; {took}")
+
+
+def _blank(prepared: Prepared) -> Prepared:
+    """The same run with zeros in place of its weights: to draw or read those takes longer than a few steps."""
+    plan = prepared.plan
+    return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 
 
 def _seconds(some: Sequence[Prepared]) -> float:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import write_lora
-from tiny import plan, write_base
+from tiny import chat_tokenizer, plan, write_base
 
 from toyexp import Decoder, RunFailed
 from toyexp.base.random import stream
-from toyexp.commands.generate import Scribe
+from toyexp.commands.author import Scribe
 from toyexp.commands.line import main
 from toyexp.commands.table import COMMANDS
 from toyexp.contract.plugins import load
@@ -29,7 +29,7 @@ from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.testing import image_dataset
-from toyexp.text.byte_level import BPE, Bytes
+from toyexp.text.byte_level import Bytes
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 
@@ -188,18 +188,7 @@ def test_text_comes_as_soon_as_it_is_whole_characters():
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
-
-
-def chat_tokenizer():
-    base = Bytes()
-    tokenizer = BPE([*base.pieces, "<|im_start|>", "<|im_end|>"], [], base.eos)
-    tokenizer.controls, tokenizer.chat_template = frozenset([257, 258]), CHATML
-    return tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +238,7 @@ def test_json_is_one_object_on_one_line(generated, capsys):
     found = generated("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
     assert found.keys() == {
         "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
-        "template", "tokens_per_second",
+        "template", "slides", "tokens_per_second",
     }  # fmt: skip
     assert found["prompt"] == "ab" and found["prompt_ids"] == [97, 98] and found["seed"] == 7
     assert len(found["ids"]) == found["tokens"] == 3 and found["reason"] == "token limit"
@@ -263,9 +252,22 @@ def test_a_seed_repeats_and_another_differs(generated):
     assert one == again != other
 
 
-def test_the_context_ends_it(generated):
+def test_beyond_the_context_it_goes_on_and_says_so_once(generated):
+    found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
+    assert found.err.count("the context of 30 tokens is full; it goes on from the last 15 of them") == 1
+    assert "64 tokens in" in found.err and found.err.count("\n") == 2
     found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
-    assert found["tokens"] == 3 and found["reason"] == "context full"
+    assert (found["tokens"], found["reason"], found["slides"]) == (64, "token limit", 4)  # 3, and 16 after each
+
+
+@pytest.mark.parametrize("engine", ["cpu:threads=1", "ggml:threads=1"])
+def test_beyond_the_context_each_token_follows_from_the_later_half(generated, engine):
+    words = ["--temperature", "0", "--json", "--engine", engine, "--tokens"]
+    ids = generated("ids.gguf", "--ids", "1,2,3", *words, "40")["ids"]  # with a context of 12
+    seen = [1, 2, 3, *ids]
+    for full in (13, 20, 27):  # tokens that there are when it is read anew: each time the later 6
+        again = generated("ids.gguf", "--ids", ",".join(map(str, seen[full - 6 : full])), *words, "7")["ids"]
+        assert seen[full : full + 7] == again
 
 
 def test_an_end_token_ends_it_and_is_not_written(generated):

@@ -140,12 +140,12 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
 SLOW_TEXT = """
 import sys, time
 from pathlib import Path
-import toyexp.commands.generate
+import toyexp.commands.author
 def slow(*_):
     yield 1
     Path("there").touch()
     time.sleep(60)
-toyexp.commands.generate.continuation = slow
+toyexp.commands.author.endless = slow
 from toyexp.commands.line import main
 sys.exit(main())
 """

@@ -8,6 +8,7 @@ from toyexp import Setup
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.testing import token_dataset
+from toyexp.text.byte_level import BPE, Bytes
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -31,6 +32,12 @@ MODELS = {
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def batches(rows=3, seed=0):
@@ -77,3 +84,11 @@ def split(path):
                 writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
             writer.save(part)
     return paths
+
+
+def chat_tokenizer():
+    """Bytes, the two tokens of ChatML, and its template."""
+    base = Bytes()
+    tokenizer = BPE([*base.pieces, "<|im_start|>", "<|im_end|>"], [], base.eos)
+    tokenizer.controls, tokenizer.chat_template = frozenset([257, 258]), CHATML
+    return tokenizer

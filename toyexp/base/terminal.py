@@ -76,6 +76,13 @@ def write_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
+def tell_aside(line: str) -> None:
+    """A line on stderr beside what a command writes; where that cannot be written, nothing is lost."""
+    status("")
+    with contextlib.suppress(OSError):
+        print(for_terminal(line), file=sys.stderr, flush=True)
+
+
 def complain(line: str) -> None:
     """A line on stderr; where that cannot be written, the exit code has to do."""
     status("")

@@ -33,10 +33,10 @@ The GGUF files on this machine: those of Hugging Face, Ollama, LM Studio and lla
 the directories given. Only headers are read.
 
 here is what toyexp can do with one:
-  base      train it on (recipe=lora, recipe=full), or take its embedding (recipe=warm)
+  base      train it on (recipe=lora, recipe=full), or of text take its embedding (recipe=warm)
   donor     take its embedding (recipe=warm)
-  adapter   add it to its base
-  images    classify images
+  adapter   add it to its base (toyexp merge), or train it on (recipe.adapter=)
+  others    the kind of data that it reads, where no recipe trains it on
 What stands under path can be pasted behind recipe.base= or recipe.donor=; more about one: toyexp describe PATH"""
 
 ENTRIES = 20_000  # of directories, looked at in one place
@@ -70,7 +70,7 @@ class Found:
     architecture: str = ""
     parameters: int = 0
     types: tuple[str, ...] = ()  # those with a share of the bytes that matters, the largest first
-    here: str = ""  # base, donor, adapter, images, or no: and why
+    here: str = ""  # base, donor, adapter, the kind of its data, or no: and why
     parts: int = 1
     also: tuple[str, ...] = ()  # its other names
     error: str | None = None

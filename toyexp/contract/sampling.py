@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,9 +68,10 @@ def continuation(
 
 
 def endless(
-    session: Session, ids: Sequence[int], sampling: Sampling, random: np.random.Philox, vocab: int
-) -> Iterator[int]:
-    """Tokens that follow `ids`; whenever the context is full, its later half is read anew."""
+    session: Session, ids: Sequence[int], sampling: Sampling, random: np.random.Philox, vocab: int,
+    slides: Callable[[], object] = lambda: None,
+) -> Iterator[int]:  # fmt: skip
+    """Tokens that follow `ids`; whenever the context is full, its later half is read anew, and `slides` called."""
     seen = list(ids)
     while True:
         decoder = session.decoder()
@@ -78,3 +79,4 @@ def endless(
         for token in continuation(decoder, window, sampling, random, vocab):
             seen.append(token)
             yield token
+        slides()

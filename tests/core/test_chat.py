@@ -1,0 +1,175 @@
+"""`toyexp generate --chat`: turns that are kept, and what ends an answer, a line and the conversation."""
+
+import io
+import json
+import os
+import pty
+import select
+import sys
+import time
+
+import pytest
+from tiny import chat_tokenizer, write_base
+
+from toyexp.commands.line import main
+from toyexp.text.byte_level import Bytes
+
+NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_base(tmp_path / "chat.gguf", "llama", tokenizer=chat_tokenizer(), context=120)
+    write_base(tmp_path / "text.gguf", "llama", tokenizer=Bytes(), context=30)
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """Holds a conversation through a pipe; returns its answers, and what was told beside them."""
+
+    def hold(lines, *words, code=0, file="chat.gguf"):
+        raw = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        capsys.readouterr()
+        asked = ["generate", file, "--chat", "--json", *words, *([] if "--engine" in words else NOOP)]
+        assert main(asked) == code, capsys.readouterr().err
+        found = capsys.readouterr()
+        return [json.loads(line) for line in found.out.splitlines()], found.err
+
+    return hold
+
+
+def rendered(*turns):
+    """The ids of turns in ChatML, by hand."""
+    words = []
+    for role, ids in turns:
+        words += [257, *f"{role}\n".encode(), *ids, 258, *b"\n"]
+    return [*words, 257, *b"assistant\n"]
+
+
+def test_each_answer_follows_from_all_turns_before_it(chat):
+    answers, told = chat("Hi\n\n  You?  \n", "--tokens", "4", "--temperature", "0", "--engine", "ggml:threads=1")
+    first, second = answers
+    assert first["prompt_ids"] == rendered(("user", b"Hi"))
+    spoken = first["text"].encode("utf-8")
+    assert second["prompt_ids"] == rendered(("user", b"Hi"), ("assistant", spoken), ("user", b"You?"))
+    assert "chat template of chat.gguf" in told and told.count("(token limit, --tokens 4)") == 2
+
+
+def test_the_first_answer_is_that_of_a_single_question_and_engines_agree(chat, capsys):
+    words = ["--tokens", "6", "--seed", "3", "--engine"]
+    talks = [
+        [answer["ids"] for answer in chat("Hi\nWhy?\n", *words, engine)[0]] for engine in ("cpu:threads=1", "ggml")
+    ]
+    assert talks[0] == talks[1] and len(talks[0]) == 2
+    assert main(["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *words, "ggml"]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == talks[0][0]
+
+
+def test_quit_ends_it_and_what_follows_is_not_read(chat):
+    assert len(chat("a\n/quit\nb\n", "--tokens", "1")[0]) == 1
+    assert chat("", "--tokens", "1")[0] == []
+
+
+def test_without_a_template_the_text_is_continued(chat):
+    answers, told = chat("ab\ncd\n", "--tokens", "2", "--temperature", "0", file="text.gguf")
+    assert "no chat template: the text is continued" in told
+    assert answers[1]["prompt_ids"] == [*b"ab", *answers[0]["ids"], *b"\ncd"]
+
+
+def test_the_oldest_turns_are_left_out_once_the_context_is_full_and_that_is_said_once(chat):
+    """Whole exchanges, so that the template sees what it was made for."""
+    answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
+    assert told.count("the context of 120 tokens is full; the oldest turns are left out now") == 1
+    for i, answer in enumerate(answers):
+        ids = answer["prompt_ids"]
+        assert len(ids) + 8 <= 120 and ids[:6] == [257, *b"user\n"]
+        assert bytes(i for i in ids if i < 256).endswith(f"message {i}\nassistant\n".encode())
+    assert b"message 0" not in bytes(i for i in answers[-1]["prompt_ids"] if i < 256)
+    assert b"message 4" in bytes(i for i in answers[-1]["prompt_ids"] if i < 256)
+
+
+def test_a_message_that_is_too_long_is_told_and_the_chat_goes_on(chat):
+    answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2")
+    assert "the message takes 219 tokens, and the context is 120: left out" in told
+    assert [answer["prompt_ids"] for answer in answers] == [rendered(("user", b"Hi"))]
+
+
+def test_an_answer_longer_than_the_context_goes_on(chat):
+    (answer,), told = chat("Hi\n", "--tokens", "150", "--temperature", "0")
+    assert answer["tokens"] == 150 and answer["slides"] >= 1 and told.count("it goes on from the last 60 of them") == 1
+
+
+@pytest.mark.parametrize(("lines", "words", "said"), [
+    (b"\xff\n", [], "not UTF-8 text (byte 0 of a line)"),
+    (b"Hi\n", ["--engine", "llama.cpp"], "a chat that goes on is of the others"),
+    (b"Hi\n", ["--ids", "1"], "takes its message from --prompt"),
+    (b"Hi\n", ["--tokens", "0"], "--tokens 0: takes a whole number"),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line(chat, lines, words, said):
+    told = chat(lines, *words, code=2)[1]
+    assert said in told and told.count("toyexp: error: ") == 1
+
+
+def test_ids_alone_are_no_chat(chat, tmp_path):
+    write_base(tmp_path / "ids.gguf", "llama")
+    assert "has no tokenizer, and a chat is text" in chat(b"Hi\n", code=2, file="ids.gguf")[1]
+
+
+class Terminal:
+    """A chat in a terminal of its own."""
+
+    def __init__(self, *words):
+        self.pid, self._terminal = pty.fork()
+        if not self.pid:
+            os.execv(sys.executable, [sys.executable, "-m", "toyexp", "generate", *words])
+        self.shown = ""
+
+    def waits_for(self, text, seconds=60):
+        """Until that was shown since the last time."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, self.shown
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                try:
+                    self.shown += os.read(self._terminal, 4096).decode(errors="replace")
+                except OSError:  # it ended
+                    assert text in self.shown, self.shown
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def types(self, text):
+        os.write(self._terminal, text.encode())
+
+    def ends(self):
+        """Its exit code."""
+        with open(self._terminal, "rb", buffering=0, closefd=True) as rest:
+            while True:
+                try:
+                    if not rest.read(4096):
+                        break
+                except OSError:
+                    break
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat():
+    """An answer without end, for the likeliest token of this model is never the end; then one at the prompt."""
+    words = ["--chat", "--tokens", "1000000", "--temperature", "0", "--engine", "ggml:threads=1"]
+    terminal = Terminal("text.gguf", *words)
+    terminal.waits_for("> ")
+    terminal.types("ab\n")
+    terminal.waits_for("it goes on from")  # in the middle of the answer
+    terminal.types("\x03")
+    terminal.waits_for("(stopped)")
+    terminal.waits_for("> ")
+    terminal.types("\x03")
+    terminal.waits_for("/quit, or the end of the input")
+    terminal.types("cd\n")
+    time.sleep(0.5)
+    terminal.types("\x03")
+    terminal.waits_for("(stopped)")
+    terminal.waits_for("> ")
+    terminal.types("/quit\n")
+    assert terminal.ends() == 0

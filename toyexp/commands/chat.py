@@ -1,0 +1,157 @@
+"""A conversation that goes on, in a terminal or through a pipe: what `toyexp generate --chat` does without a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from toyexp.base.errors import UserError
+from toyexp.base.random import stream
+from toyexp.base.signals import Interrupted, handled
+from toyexp.base.terminal import tell_aside
+from toyexp.commands.author import LIMIT, STOPPED, Author, Generated, Scribe, chat_ids, chat_template, said
+from toyexp.formats.gguf.header import origin
+from toyexp.text.chat import BadChat, Template
+
+QUIT = "/quit"
+AGAIN = f"{QUIT}, or the end of the input, ends it; Ctrl-C stops an answer"
+
+
+class CtrlC:
+    """While an answer is written the first Ctrl-C stops that; another one, and one at any other time, is raised."""
+
+    def __init__(self) -> None:
+        self._answering = self.pressed = False
+
+    @contextlib.contextmanager
+    def stops_an_answer(self) -> Iterator[CtrlC]:
+        """For as long as one is written."""
+        self._answering, self.pressed = True, False
+        try:
+            yield self
+        finally:
+            self._answering = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls."""
+        if not self._answering or self.pressed:
+            raise Interrupted(number)
+        self.pressed = True
+
+
+class Conversation:
+    """The turns so far, and the ids by which the model continues them.
+
+    Without a template messages and answers follow one another as lines of a text. Once all of it is more than the
+    context holds, the oldest turns are left out.
+    """
+
+    def __init__(self, author: Author, template: Template | None):
+        self._author, self._template = author, template
+        self.turns: list[dict[str, str]] = []
+        self._dropped = False
+
+    def ids(self, message: str) -> list[int]:
+        """Those after another message; UserError for one that the template refuses, or that is too long by itself."""
+        turns, room = [*self.turns, said("user", message)], self._room()
+        while len(ids := self._ids(turns)) > room and len(turns) > 2:
+            turns = turns[2:]
+            self._tell_once()
+        if len(ids) > self._author.context:
+            raise UserError(f"the message takes {len(ids)} tokens, and the context is {self._author.context}: left out")
+        self.turns = turns
+        return ids
+
+    def _room(self) -> int:
+        """Tokens that what was said may take, so that an answer has room."""
+        context = self._author.context
+        return context - min(self._author.asked.tokens, context // 4)
+
+    def _ids(self, turns: list[dict[str, str]]) -> list[int]:
+        tokenizer = self._author.tokenizer
+        assert tokenizer is not None
+        if self._template is not None:
+            return chat_ids(tokenizer, self._template, turns)
+        pairs = [turns[i : i + 2] for i in range(0, len(turns), 2)]
+        return tokenizer.prompt("\n".join("".join(turn["content"] for turn in pair) for pair in pairs)).tolist()
+
+    def _tell_once(self) -> None:
+        if not self._dropped:
+            tell_aside(f"note: the context of {self._author.context} tokens is full; the oldest turns are left out now")
+        self._dropped = True
+
+
+def chat(author: Author, path: Path, write: Callable[[str], None], answered: Callable[[Generated], object]) -> None:
+    """Answers message by message, until /quit or the end of the input; `write` gets text as it comes.
+
+    `answered` gets each answer once it is whole, or was stopped. UserError for a file that knows ids alone.
+    """
+    asked = author.asked
+    if author.tokenizer is None:
+        raise UserError(f"{origin(path)}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
+    found = chat_template(path, asked, required=False)
+    talk = Conversation(author, Template(found.text, author.tokenizer, found.file) if found else None)
+    how = f"chat template of {found.file}" if found else "no chat template: the text is continued"
+    tell_aside(f"{how} · {AGAIN}")
+    words, ctrl_c = stream(asked.seed, "generate"), CtrlC()
+    with handled({signal.SIGINT: ctrl_c.handle}):
+        for message in messages():
+            try:
+                ids = talk.ids(message)
+            except BadChat as error:
+                raise UserError(f"{found.file if found else origin(path)}: {error}") from None
+            except UserError as error:
+                tell_aside(str(error))
+                continue
+            scribe = Scribe(author.tokenizer, write)
+            with ctrl_c.stops_an_answer():
+                reason, seconds = author.write(ids, scribe, words, lambda: ctrl_c.pressed, tell_aside)
+            talk.turns.append(said("assistant", scribe.text))
+            answered(Generated(
+                str(origin(path)), author.note, message, ids, scribe.text, scribe.ids, len(scribe.ids), reason, seconds,
+                asked.seed, found and found.file, author.slides,
+            ))  # fmt: skip
+            if reason in (LIMIT, STOPPED):
+                tell_aside(f"({reason}{f', --tokens {asked.tokens}' if reason == LIMIT else ''})")
+
+
+def messages() -> Iterator[str]:
+    """What is typed, or comes through a pipe, a line each without those that are empty; Ctrl-C takes a line back."""
+    if sys.stdin is None:
+        raise UserError("generate --chat: standard input is closed; --prompt TEXT asks one thing")
+    before_a_person = sys.stdin.isatty() and sys.stdout.isatty()
+    if before_a_person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones
+    while True:
+        try:
+            line = input("> ") if before_a_person else _line()
+        except EOFError:
+            if before_a_person:
+                print(flush=True)
+            return
+        except Interrupted as signalled:
+            if not before_a_person or signalled.exit_code != 128 + signal.SIGINT:
+                raise
+            print(flush=True)
+            tell_aside(AGAIN)
+            continue
+        if line.strip() == QUIT:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _line() -> str:
+    """The next line of a pipe or a file; EOFError behind the last."""
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"generate --chat: not UTF-8 text (byte {error.start} of a line)") from None

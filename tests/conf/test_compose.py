@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from toyexp import Unavailable
+from toyexp.commands.flags import split
 from toyexp.commands.line import main
 from toyexp.config.keys import choices
 from toyexp.config.request import Request
@@ -21,6 +22,8 @@ from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, PARTS, top_level
 from toyexp.contract.plugins import load
 from toyexp.contract.settings import settings_of
+from toyexp.sweep.directory import Job
+from toyexp.sweep.lookahead import Lookahead
 from toyexp_recipes.scratch import DONOR
 
 CONF = conf_dir()
@@ -268,6 +271,16 @@ def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
     assert "  3  seed=4 model.n_layers=2 " in capsys.readouterr().out
+
+
+def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_experiments_sweep(tiny_sweep):
+    flags, settings = split(tiny_sweep)
+    ahead = Lookahead(Request.of(settings, Source.of(extra=flags["--config-dir"])), {})
+    for number, words in enumerate(
+        (["seed=3", "model.n_layers=1", "lr=0.5"], ["seed=4", "model.n_layers=2", "lr=0.5"])
+    ):
+        settings = ahead.of_a_run(Job(number, words)).parts().settings
+        assert (settings.seed, settings.lr) == (3 + number, 0.5)
 
 
 def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):

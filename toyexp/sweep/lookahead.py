@@ -86,6 +86,9 @@ class Lookahead:
         self._tell_hydra(composed.cfg, job)
         given = [*self.request.settings, *parse(job.overrides)]
         cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
+        keys = {override.key_or_group for override in given}
+        with read_write(cfg.hydra.sweeper):  # an experiment's own sweep, of which the job has a value each
+            cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
         return replace(composed, cfg=cfg, given=given)
 
     def _tell_hydra(self, cfg: DictConfig, job: Job) -> None:

@@ -360,7 +360,7 @@ class Runner:
                 if job.attempts > 1:
                     self.asked.run(self._order(job).words())
                     return Ended(0)
-                cfg = self._request.compose(*job.overrides, f"hydra.job.num={job.number}")
+                cfg = self._ahead.of_a_run(job)
                 print_result(self.asked.experiment(cfg, self._folder.run(job)))
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from toyexp.base.errors import UserError
 from toyexp.commands.line import main
-from toyexp.config import beforehand
+from toyexp.config import beforehand, schema
+from toyexp.config.build import without_hydra
 from toyexp.config.request import Request
 from toyexp.config.schema import Source, compose_raw
 from toyexp.sweep import forking, runner
@@ -263,15 +264,43 @@ def test_what_was_composed_beforehand_is_what_hydra_composes(words):
     assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(whole)
 
 
+def test_names_that_are_chosen_again_are_composed_no_more_and_are_what_they_were(monkeypatch):
+    schema.composed_before.clear()
+    asked = []
+    monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append(given) or compose_raw(*given))
+    for number in range(4):
+        for words in WORDS:
+            lines = [str(o.input_line) for o in Request.of(words).settings]
+            found, whole = beforehand.composed(lines, Source.of()), compose_raw(lines, Source.of())
+            assert OmegaConf.to_yaml(without_hydra(found)) == OmegaConf.to_yaml(without_hydra(whole))
+            found.seed = found.model.context = 99  # which is nobody else's
+        assert len(asked) == len(WORDS) * min(number + 1, 2)
+
+
+def test_a_part_that_another_plugin_offers_under_the_same_name_is_composed_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for value, module in enumerate(("offers_one", "offers_other")):
+        text = TRACE.replace(
+            'name: ClassVar[str] = "trace"', f'name: ClassVar[str] = "offered"\n    size: int = {value}'
+        )
+        (tmp_path / f"{module}.py").write_text(text)
+        for _ in range(3):
+            composed = Request.of([f"plugins=[{module}]", "callbacks=[offered]"]).compose()
+            assert composed.cfg.callbacks.offered.size == value
+
+
 @pytest.mark.parametrize("word", ["lr=much", "modle.n_layers=2", "model.n_layer=2", "lr=[1]"])
 def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_any_run(word):
     request = Request.of(["steps=3"])
+    schema.composed_before.clear()
     with pytest.raises(UserError) as usual:
         request.compose(word)
     beforehand.keep(["steps=3"], request.source)
-    with pytest.raises(UserError) as found:
-        request.compose(word)
-    assert str(found.value) == str(usual.value)
+    for _ in range(3):
+        with pytest.raises(UserError) as found:
+            request.compose(word)
+        assert str(found.value) == str(usual.value)
+        request.compose()
 
 
 def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path):

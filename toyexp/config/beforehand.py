@@ -1,21 +1,46 @@
-"""What is composed before it is asked for: a sweep's job is forked from a process that has done so once for many."""
+"""What is composed once for many: for the jobs of a sweep, and for a process that chooses the same names again."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.config.schema import Source, compose_raw
+from toyexp.config.schema import Source, compose_raw, composed_before
+from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
 OF_A_JOB = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
 CHOICES = 8  # of names that are kept: a composition takes some memory
+AGAIN = 32  # likewise of one process
+OF_HYDRA = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
 
 _kept: dict[tuple[Source, tuple[str, ...]], DictConfig] = {}
+
+
+def composed(words: Sequence[str], source: Source) -> DictConfig:
+    """What Hydra composes; its errors go through.
+
+    Names that a process chooses again and again from toyexp's own presets are composed twice, and then copied.
+    """
+    if (cfg := take(words, source)) is not None:
+        return cfg
+    names, _ = _of_a_job(words)
+    if source != Source(conf_dir()) or not all(map(_is_choice, names)):
+        return compose_raw(words, source)
+    if names not in composed_before:
+        cfg = compose_raw(words, source)
+        if len(composed_before) == AGAIN:
+            composed_before.clear()
+        composed_before[names] = None
+        return cfg
+    base = composed_before[names] = composed_before[names] or _of_names(names, source)
+    cfg = _with_values(copy.deepcopy(base), words) if base is not None else None
+    return compose_raw(words, source) if cfg is None else cfg
 
 
 def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -34,9 +59,7 @@ def keep(words: Sequence[str], source: Source) -> None:
     names, _ = _of_a_job(words)
     if (source, names) in _kept or len(_kept) == CHOICES or not all(_is_choice(name) for name in names):
         return
-    cfg = compose_raw(names, source)
-    own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
-    if not re.search(r"hydra[.:](?!job\.num)", own):  # as ${hydra:job.override_dirname}
+    if (cfg := _of_names(names, source)) is not None:
         _kept[source, names] = cfg
 
 
@@ -45,8 +68,22 @@ def take(words: Sequence[str], source: Source) -> DictConfig | None:
 
     It can be had once, and where a value cannot be set nothing is: what is wrong with it is for Hydra to find.
     """
-    names, values = _of_a_job(words)
-    if (cfg := _kept.pop((source, names), None)) is None:
+    names, _ = _of_a_job(words)
+    cfg = _kept.pop((source, names), None)
+    return None if cfg is None else _with_values(cfg, words)
+
+
+def _of_names(names: Sequence[str], source: Source) -> DictConfig | None:
+    """What these choose; None where that depends on other words."""
+    cfg = compose_raw(names, source)
+    own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+    return None if OF_HYDRA.search(own) else cfg
+
+
+def _with_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
+    """The same with the values that the words give to keys; None where one cannot be set."""
+    _, values = _of_a_job(words)
+    if any(OF_HYDRA.search(word.partition("=")[2]) for word in values):
         return None
     try:
         with read_write(cfg.hydra):

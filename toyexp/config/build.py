@@ -19,7 +19,7 @@ from toyexp.base.packages import told_by
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import in_plain_words
 from toyexp.config.schema import Root, class_of, schema
-from toyexp.config.top_level import PARTS
+from toyexp.config.top_level import PARTS, Sweep
 from toyexp.contract.data import Data
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
@@ -30,8 +30,7 @@ from toyexp.training.settings import Settings
 
 def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
     """The parts of a run by their names in Config, each checked, but for the engine."""
-    plain = typed(Root, resolved(cfg), "")
-    del plain["sweep"]  # is about many runs, and no part of any
+    plain = _plain(resolved(cfg))
     classes = {where: found[0] for where, found in keys.classes.items() if found}
     for kind in PARTS:
         plain[kind] = _typed_once(classes[kind], plain[kind], kind)
@@ -46,6 +45,17 @@ def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
     if batch_size % accumulate:
         raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
     return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """A run's own settings with their types, and those of its parts as they are found, in the order of Root."""
+    groups = {kind: found[kind] for kind in (*PARTS, "callbacks") if isinstance(found.get(kind), dict)}
+    if len(groups) <= len(PARTS):  # one is missing, or no settings
+        return {key: value for key, value in typed(Root, found, "").items() if key != "sweep"}
+    if "sweep" in found:  # is about many runs, and no part of any
+        _typed_once(Sweep, found["sweep"], "sweep")
+    own = {key: value for key, value in found.items() if key not in (*groups, "sweep")}
+    return typed(Settings, own, "") | groups
 
 
 def check_parts(parts: Mapping[str, Any]) -> None:
@@ -84,10 +94,15 @@ def without_hydra(cfg: DictConfig) -> DictConfig:
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Our keys as plain data, with every ${key} in place; UserError for what cannot be."""
     try:
-        found = OmegaConf.to_container(without_hydra(cfg), resolve=True, throw_on_missing=True)
-        return typing.cast("dict[str, Any]", found)
+        return {str(key): _value(cfg[key]) for key in cfg if key != "hydra"}
     except OmegaConfBaseException as error:
         raise in_plain_words(getattr(error, "full_key", None) or "the config", error) from None
+
+
+def _value(node: Any) -> Any:
+    if OmegaConf.is_config(node):
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    return node
 
 
 _typed: dict[tuple[type, str, str], dict[str, Any]] = {}  # of the parts that jobs of a sweep have in common

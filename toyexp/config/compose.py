@@ -19,13 +19,13 @@ from toyexp.base.errors import UserError
 from toyexp.base.ranks import lonely_ranks, started_ranks
 from toyexp.base.words import typed as plain
 from toyexp.config.base import base_of, by_key
-from toyexp.config.beforehand import take
+from toyexp.config.beforehand import composed
 from toyexp.config.build import parts_of, resolved, typed
 from toyexp.config.chosen import check_files, placed
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
 from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
-from toyexp.config.schema import AUTO, Root, Source, compose_raw, default_callbacks
+from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import OF_LAUNCHERS, Sweep
 from toyexp.config.trust import require_plugins
 from toyexp.config.words import as_typed, is_number
@@ -44,13 +44,13 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     check_settings(given, keys, source)
     try:
         words = keys.in_lists(given)
-        cfg = take(words, source) or compose_raw(words, source)
+        cfg = composed(words, source)
     except UserError:  # of `trust`, in its own words
         raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         raise explain(error, given, registry, source) from None
     check_files(cfg, given, source)
-    composed = Composed(cfg, given, keys, modules, source)
+    found = Composed(cfg, given, keys, modules, source)
     with open_dict(cfg):
         for override in given:  # data.path=2024_01 is no number, though Hydra has read one
             if is_number(override) and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
@@ -62,12 +62,12 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
             both = {name: node[name] for name in (*typed_names, *node)}
             OmegaConf.update(cfg, override.key_or_group, both, merge=False)
         typed_keys = {o.key_or_group for o in given}
-        cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in typed_keys}
+        cfg.hydra.sweeper.params = {key: values for key, values in found.sweeps.items() if key not in typed_keys}
         for f in dataclasses.fields(Root):
             if f.name not in cfg:  # a person's own file may leave keys out
                 cfg[f.name] = getattr(Root(), f.name)
     HydraConfig.instance().set_config(cfg)  # what ${hydra:...} reads
-    return composed
+    return found
 
 
 @dataclass

@@ -107,6 +107,9 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         return found
 
 
+composed_before: dict[tuple[str, ...], DictConfig | None] = {}  # of names, with the parts that are stored now
+
+
 def store_schemas(registry: Registry) -> None:
     """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `trust`."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
@@ -129,6 +132,7 @@ def store_schemas(registry: Registry) -> None:
                     continue
             node: Any = cls
             known[file] = ConfigNode(file, node, kind, package, None)
+            composed_before.clear()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import typing
 from collections.abc import Iterable, Sequence
@@ -173,6 +174,7 @@ def _adapter_tensors(plan: Plan) -> list[str]:
     return [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
 
 
+@functools.cache  # one class, however often plugins are loaded: what is known of it stays known
 def exporter(form: type[Format]) -> type[Exporter]:
     """The callback `<name>_export` of a format, with its settings behind those that all of them have.
 

@@ -18,6 +18,7 @@ class FromBase(Recipe):
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
+    other_classes: ClassVar[str] = "a new output layer for them: recipe=full recipe.new_head=true"
 
     base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2, vit
 

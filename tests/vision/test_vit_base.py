@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tiny import write_base
 
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.text.byte_level import Bytes
 from toyexp_data.digits import Digits
 
 TINY = ["engine=ggml", "engine.threads=1", "batch_size=16", "lr=0.01"]
@@ -28,6 +30,7 @@ def trained(tmp_path_factory):
         for i, pixels in enumerate(images[labels == digit][:20, ..., 0]):
             Image.fromarray(pixels).save(root / "some" / str(digit) / f"{i}.png")
 
+    write_base(root / "text.gguf", "llama", tokenizer=Bytes())
     (root / "cats" / "cat").mkdir(parents=True)
     (root / "cats" / "dog").mkdir()
     for i, name in enumerate(("cat", "dog", "cat", "dog")):
@@ -98,9 +101,33 @@ def test_images_have_the_numbers_and_the_pixels_that_their_classes_have_in_the_b
         assert all(np.array_equal(one.metadata[key], other.metadata[key]) for key in keys)
 
 
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])
+def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys, engine):
+    """Pixels are seen as the base saw its own; the run goes on, and its checkpoint is a model like its file."""
+    data = ["data=images", "data.path=cats", "data.image_size=8", "data.color=false", "data.val_fraction=0.5"]
+    words = ["recipe=full", "recipe.new_head=true", "recipe.base=run", *data, *TINY, f"engine={engine}", "batch_size=2"]
+    assert main([*words, "steps=1", "eval_every=0", "lr=0", "hydra.run.dir=still"]) == 0
+    with GGUFFile("run/model.gguf") as one, GGUFFile("still/model.gguf") as other:
+        assert other.metadata["toyexp-vit.classes"] == ["cat", "dog"]
+        assert np.array_equal(one.metadata["toyexp-vit.image_mean"], other.metadata["toyexp-vit.image_mean"])
+        assert {name: info.shape for name, info in other.tensors.items() if info.shape != one.tensors[name].shape} == {
+            "v.head.weight": (2, 32), "v.head.bias": (2,),
+        }  # fmt: skip
+        same = [name for name in one.tensors if not name.startswith("v.head.")]
+        assert all(np.array_equal(one.read(name), other.read(name)) for name in same)
+    assert main([*words, "steps=4", "eval_every=4", "checkpoint_every=2", "hydra.run.dir=on"]) == 0
+    assert main(["resume=on", "steps=6"]) == 0
+    scored = {
+        told(capsys, "eval", what, "engine=cpu", "engine.threads=1")["loss"] for what in ("on", "on/checkpoints/step-6")
+    }
+    assert all(loss == pytest.approx(result("on")["eval_loss"], abs=2e-5) for loss in scored)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("recipe=full recipe.base=run data=images data.path=cats data.image_size=8 data.color=false data.val_fraction=0.5",
-     "the data has the class cat, and the model knows 0, 1, 2"),
+     "the data has the class cat, and the model knows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; a new output layer for them: "
+     "recipe=full recipe.new_head=true"),
+    ("recipe=full recipe.base=text.gguf recipe.new_head=true", "recipe.new_head=true: is for classifiers, and a llama"),
     ("recipe=full recipe.base=run data=images data.path=some data.image_size=16 data.color=false",
      "model.image_size=8: the data has 16"),
     ("recipe=lora recipe.base=run data=digits recipe.dropout=0.1", "recipe.dropout=0.1: is for models of text"),

@@ -42,7 +42,7 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys) -> Base | No
     path = recipe.base_file()
     if path is None:
         return None
-    model = model_in(opened(str(path)), keys.registry, recipe.reads)
+    model = recipe.of_base(model_in(opened(str(path)), keys.registry, recipe.reads))
     settings = {"name": model.name, **sizes_of(model)}
     for override in given:
         _require_same(override, cfg, f"recipe={recipe.name} takes the model from {path}, a {model.name}", model)

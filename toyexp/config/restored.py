@@ -147,9 +147,10 @@ def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]
     model, data, recipe = saved_parts(plain, registry)
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
-    whole = model_of(base, registry, recipe.reads) if base else None
+    whole = recipe.of_base(model_of(base, registry, recipe.reads)) if base else None
     if base and whole:
         see_as(dataset, whole, base)
+        whole = whole.fit(dataset)
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
     with blamed(f"recipe.{recipe.name}", "while it planned"):

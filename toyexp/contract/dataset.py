@@ -10,10 +10,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from toyexp.base.errors import UserError
 from toyexp.contract.batch import Batch, InputSpec
 
 if TYPE_CHECKING:
     from toyexp.text.tokenizer import Tokenizer
+
+
+class OtherClasses(UserError):
+    """The data has a class that a model's file does not name."""
 
 
 class Dataset(ABC):

@@ -54,6 +54,8 @@ class Recipe(ABC):
     hint: ClassVar[str] = ""  # what a first try with a file adds, such as lr=1e-4
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
 
+    other_classes: ClassVar[str] = ""  # what begins with data of classes that its base does not know, as it is typed
+
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The tensors of `model`, where their values come from, and which of them train: `setup.plan(model, tensors)`.
@@ -71,6 +73,10 @@ class Recipe(ABC):
     def base_file(self) -> Path | None:
         """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
         return None
+
+    def of_base(self, model: Model) -> Model:
+        """The model in its base file as it trains it: one that leaves a size at 0 takes it from the data again."""
+        return model
 
     def further_files(self) -> Sequence[Path]:
         """What its values come from beside these files; a run that goes on must find all of them as they were."""

@@ -12,7 +12,7 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import stream
 from toyexp.contract.batch import Batch, InputSpec
-from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.dataset import Batches, Dataset, OtherClasses
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
@@ -86,7 +86,7 @@ class ImageDataset(Dataset):
         if self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
             return  # a list of labels, which counts the classes as the model does
         if unknown := [name for name in self.classes if name not in known]:
-            raise UserError(
+            raise OtherClasses(
                 f"the data has the class {printable(unknown[0])}, and the model knows {printable(', '.join(known))}"
             )
         numbers = np.array([known.index(name) for name in self.classes], np.int32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
 from toyexp.contract.dataset import Dataset
-from toyexp.contract.model import Model, TensorSpec
+from toyexp.contract.model import Model, TensorSpec, sizes_of
 from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
 from toyexp.formats.gguf.form import architecture_of
@@ -25,14 +25,17 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 
 
 def see_as(dataset: Dataset, model: Model, path: Path) -> None:
-    """Shows data to the model of a file as that file says its own were; UserError for what it cannot be shown."""
-    metadata = opened(str(path)).metadata
-    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata()}
+    """Shows data to the model of a file as that file says its own were; UserError for what it cannot be shown.
+
+    A model that leaves its classes to the data has no numbers for them.
+    """
+    metadata, own = opened(str(path)).metadata, {"classes"} if sizes_of(model).get("classes") == 0 else set()
+    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
     try:
         dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)
     except UserError as error:
-        raise UserError(f"{origin(path)}: {error}") from None
+        raise type(error)(f"{origin(path)}: {error}") from None
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:

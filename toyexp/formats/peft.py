@@ -77,7 +77,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 def _number(folder: Path, config: Mapping[str, Any], key: str) -> float:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise UserError(f"{folder / CONFIG}: {key} is {printable(str(value))}, expected a number above 0")
     return float(value)
 

@@ -15,7 +15,7 @@ from toyexp.base.signals import Signals, stop_signals
 from toyexp.contract.callback import Schedule
 from toyexp.contract.compatibility import refusal, unread
 from toyexp.contract.data import open_data
-from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.dataset import Batches, Dataset, OtherClasses
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.owners import OWNERS
@@ -93,7 +93,10 @@ def _opened(config: Config) -> Dataset:
             "leave data.tokenizer out, which is then the base's own"
         )
     if config.base is not None and (path := config.recipe.base_file()):
-        see_as(dataset, config.base, path)
+        try:
+            see_as(dataset, config.base, path)
+        except OtherClasses as error:
+            raise UserError("; ".join(filter(None, (str(error), config.recipe.other_classes)))) from None
     return dataset
 
 
@@ -105,7 +108,7 @@ def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     if type(fitted).batches is Model.batches:  # which gives the data's own
         who, when = f"data.{config.data.name}", "while it was cut into batches"
     batches = asked(who, when, Batches, make, data=config.data)
-    model = config.base or fitted
+    model = config.base.fit(dataset) if config.base is not None else fitted
     if settings.checkpoint_best is not None:
         model.require_metric("checkpoint_best", settings.checkpoint_best)
     return model, batches

@@ -1,8 +1,11 @@
-"""A session's state on the host: each of the device's vectors in one piece, whatever tensors lie in it."""
+"""A session's state on the host: what lies together on the device in one piece, whatever tensors lie in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,19 +16,20 @@ class HostCopy(dict[str, np.ndarray]):
     """A snapshot's arrays by name. They are views of vectors that stand as those of the device do."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._twins = {key: _twin(vector) for key, vector in _vectors(tensors.values()).items()}
-        super().__init__({name: _like(t, self._twins[_key(t)]).numpy() for name, t in tensors.items()})
+        places = _places(tensors)
+        self._twins = {stretch: _twin(stretch.of(tensors[name])) for name, stretch in places.items()}
+        super().__init__({n: stretch.part(tensors[n], self._twins[stretch]).numpy() for n, stretch in places.items()})
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether it was made for these very tensors' vectors."""
-        return self._twins.keys() == _vectors(tensors.values()).keys()
+        """Whether it was made for these very tensors' memory."""
+        return self._twins.keys() == {*_places(tensors).values()}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies them here. From a GPU all copies are queued, and there is one wait at the end."""
-        vectors = _vectors(tensors.values())
-        for key, vector in vectors.items():
-            self._twins[key].copy_(vector, non_blocking=vector.is_cuda)
-        for device in {vector.device for vector in vectors.values()}:
+        found = {stretch: stretch.of(tensors[name]) for name, stretch in _places(tensors).items()}
+        for stretch, vector in found.items():
+            self._twins[stretch].copy_(vector, non_blocking=vector.is_cuda)
+        for device in {vector.device for vector in found.values()}:
             wait_for_copies(device)
 
 
@@ -42,24 +46,43 @@ def wait_for_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-Key = tuple[int, int, torch.dtype]
+class _Stretch(NamedTuple):
+    """A part of a device's memory."""
+
+    memory: int  # where the whole of it begins
+    dtype: torch.dtype
+    start: int  # numbers from there on
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The stretch, in which the tensor lies, as one vector."""
+        return tensor.detach().as_strided((self.length,), (1,), self.start)
+
+    def part(self, tensor: Tensor, twin: Tensor) -> Tensor:
+        """Where a twin of it has what the tensor has there."""
+        return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.start)
 
 
-def _key(tensor: Tensor) -> Key:
-    """Which of the device's vectors it lies in."""
-    memory = tensor.untyped_storage()
-    return memory.data_ptr(), memory.nbytes(), tensor.dtype
+def _places(tensors: Mapping[str, Tensor]) -> dict[str, _Stretch]:
+    """In which stretch each lies: those of one memory in one, but where more than half of that is another's."""
+    together = defaultdict[tuple[int, torch.dtype], list[str]](list)
+    for name, tensor in tensors.items():
+        together[tensor.untyped_storage().data_ptr(), tensor.dtype].append(name)
+    found: dict[str, _Stretch] = {}
+    for (memory, dtype), names in together.items():
+        ends = {name: _ends(tensors[name]) for name in names}
+        start, end = min(first for first, _ in ends.values()), max(last for _, last in ends.values())
+        if end - start <= 2 * sum(tensors[name].numel() for name in names):
+            ends = dict.fromkeys(names, (start, end))
+        found |= {name: _Stretch(memory, dtype, first, last - first) for name, (first, last) in ends.items()}
+    return found
 
 
-def _vectors(tensors: Iterable[Tensor]) -> dict[Key, Tensor]:
-    """What they lie in, each as one vector of all its numbers."""
-    found = {_key(t): t.detach() for t in tensors}
-    return {key: t.as_strided((key[1] // t.element_size(),), (1,), 0) for key, t in found.items()}
-
-
-def _like(tensor: Tensor, twin: Tensor) -> Tensor:
-    """The part of a twin that stands where the tensor stands in its vector."""
-    return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def _ends(tensor: Tensor) -> tuple[int, int]:
+    """Its first number in its memory, and the one behind its last."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first, first + (int(reach) + 1 if math.prod(tensor.shape) else 0)
 
 
 def _twin(vector: Tensor) -> Tensor:

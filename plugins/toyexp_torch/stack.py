@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Plan, PlanTensor, State, StepMetrics
-from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
 from toyexp_torch.stack_resident import StackedResident
 from toyexp_torch.stack_step import How, StackedStep, StackedUpdate
@@ -344,17 +343,7 @@ class StackedSession(TorchSession):
         """See Session."""
         return self.do_launch(micros, numbers)()
 
-    @_once_settled
-    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """See Session."""
-        copy = dict(into)
-        for name, values in self.named(
-            {t.name: self._weights(t) for t in self.plan.trainable}, self._update.state
-        ).items():
-            put_on_host(copy, name, values)
-        wait_for_copies(self._device)
-        return copy
-
+    do_snapshot = _once_settled(TorchSession.do_snapshot)
     do_loss = _once_settled(TorchSession.do_loss)
     do_logits = _once_settled(TorchSession.do_logits)
     do_gradients = _once_settled(TorchSession.do_gradients)

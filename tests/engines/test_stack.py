@@ -297,7 +297,8 @@ def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
     arrays = {name: first[name] for name in first}
     again = sessions[1].snapshot(first)
     assert all(again[name] is arrays[name] for name in arrays)
-    assert all(torch.from_numpy(x).untyped_storage().nbytes() == x.nbytes for x in arrays.values())
+    pieces = [*first._twins.values()]  # its weights and AdamW's two moments: from a GPU each is a copy of its own
+    assert len(pieces) == 3 and sum(x.nbytes for x in pieces) < 1.1 * sum(x.nbytes for x in arrays.values())
 
 
 def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):

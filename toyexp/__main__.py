@@ -5,6 +5,7 @@ import sys
 
 from toyexp.base.ending import exit_code_of
 from toyexp.base.ranks import FORKS
+from toyexp.base.signals import leave
 from toyexp.base.terminal import status
 
 
@@ -23,7 +24,7 @@ def _forks() -> int:
     if serve():
         status("starting")
         end(exit_code_of(_load_and_run))
-    return 0
+    leave(0)  # the sweep waits for it
 
 
 def _load_and_run() -> int:

@@ -31,7 +31,7 @@ PHASES = [
     ("toyexp.sweep.stack", "Lookahead.of_a_run", "configurations composed"),
     ("toyexp.config.compose", "Composed.parts", "parts made"),
     ("toyexp.training.experiment", "prepare", "planned"),
-    ("toyexp.training.experiment", "open_data", "data opened"),
+    ("toyexp.contract.data", "open_data", "data opened"),
     ("toyexp.training.experiment", "check_forward", "models checked"),
     ("toyexp.sweep.stack", "Member.joins", "programs compared"),
     ("toyexp.sweep.stack", "Stacks._next_stack", "stacks made up"),

@@ -17,6 +17,7 @@ from toyexp.base.threads import CORES
 from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
+from toyexp.contract.data import opened_once
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.sweep import share, stack_size
 from toyexp.sweep.directory import Job
@@ -389,6 +390,15 @@ def test_jobs_that_are_likely_of_one_program_are_dealt_together():
 
 
 # -- what a process shares --------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
+    request = Request.of([*QUICK, "callbacks=[]"])
+    with opened_once():
+        one, two, other = (prepare(request.parts(*words)) for words in (["seed=0"], ["seed=1"], ["data.vocab=99"]))
+    assert one.dataset is two.dataset is not other.dataset and one.config.data is two.config.data
+    assert one.batches is not two.batches and (one.batches.batch(0)["tokens"] != two.batches.batch(0)["tokens"]).any()
+    assert prepare(request.parts("seed=0")).dataset is not one.dataset
 
 
 def test_each_run_hears_of_a_signal_and_the_second_is_raised():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -48,6 +51,35 @@ class Data(ABC):
     def warnings(self, planned: Planned) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
+
+
+# By their settings, where runs of one process share them: what gave them, and themselves for as long as a run has them.
+_Known = dict[tuple[Any, ...], tuple[Data, "weakref.ref[Dataset]"]]
+_known: ContextVar[_Known | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def opened_once() -> Iterator[None]:
+    """Inside, runs whose data have the same settings have them in common; their batches are each run's own."""
+    before = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
+    """The opened data, and what opened them: `data`, unless a run that shares them has done so."""
+    known = _known.get()
+    if known is None:
+        return data, open_data(data, vocabulary)
+    key = (type(data), vocabulary, *(repr(getattr(data, field.name, None)) for field in fields(data)))
+    opened, found = known.get(key, (data, lambda: None))
+    dataset = found()
+    if dataset is None:
+        opened, dataset = data, open_data(data, vocabulary)
+        known[key] = data, weakref.ref(dataset)
+    return opened, dataset
 
 
 def open_data(data: Data, vocabulary: Path | None) -> Dataset:

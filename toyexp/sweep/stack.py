@@ -22,6 +22,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.signals import CommonSignals, Interrupted, heard_by
 from toyexp.base.terminal import say
 from toyexp.base.words import counted
+from toyexp.contract.data import opened_once
 from toyexp.contract.owners import OWNERS
 from toyexp.contract.session import Session
 from toyexp.contract.stack import unlike
@@ -87,6 +88,7 @@ def train_stack(request: Request, ready: Ready) -> int:
     with (
         open(reports, "w", encoding="utf-8", buffering=1) as pipe,
         heard_by(CommonSignals()) as signals,
+        opened_once(),
         contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
         contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
     ):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
@@ -32,6 +33,23 @@ OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 Call = tuple[Callable[..., Any], Sequence[str]]  # a function, and the names of what it takes
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks once for the hooks among what a class has: that takes a millisecond, and many runs have many buses."""
+
+    _others: ClassVar[weakref.WeakKeyDictionary[type, set[str]]] = weakref.WeakKeyDictionary()
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        """See pluggy."""
+        others = self._others.setdefault(type(plugin), set())
+        own = name in getattr(plugin, "__dict__", ())
+        if name in others and not own:
+            return None
+        found = super().parse_hookimpl_opts(plugin, name)
+        if found is None and not own:
+            others.add(name)
+        return found
+
+
 class Bus:
     """Delivers hooks to the callbacks of one run.
 
@@ -39,7 +57,7 @@ class Bus:
     """
 
     def __init__(self, callbacks: Mapping[str, Callback], by_default: Callable[[], Collection[str]] = list):
-        self._manager = pluggy.PluginManager("toyexp")
+        self._manager = _Manager("toyexp")
         self._manager.add_hookspecs(RunHooks)
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
             self._manager.register(callback, name)

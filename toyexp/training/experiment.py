@@ -14,7 +14,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
 from toyexp.contract.callback import Schedule
 from toyexp.contract.compatibility import refusal, unread
-from toyexp.contract.data import open_data
+from toyexp.contract.data import shared_data
 from toyexp.contract.dataset import Batches, Dataset, OtherClasses
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
@@ -80,7 +80,7 @@ def _opened(config: Config) -> Dataset:
     """The data in the recipe's vocabulary; the settings that it fills in stand in the configuration from now on."""
     with blamed(f"recipe.{config.recipe.name}", "while it said whose tokens it takes"):
         vocabulary = config.recipe.vocabulary()
-    dataset = open_data(config.data, vocabulary)
+    config.data, dataset = shared_data(config.data, vocabulary)
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():

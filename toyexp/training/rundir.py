@@ -11,8 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ log = logging.getLogger("toyexp")
 # Where each part of a saved config gets its types from when it is composed again.
 _DEFAULTS = ("model", "data", "recipe", "engine", "optim")
 CONFIG_LIMIT = 1 << 20  # bytes of a config.yaml that is read
+GIT_SECONDS = 5.0  # in which the commit is asked for once
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # nine times as fast, where libyaml is there
 
 
@@ -211,6 +214,14 @@ def host_facts() -> dict[str, str]:
 
 def git_facts() -> dict[str, str]:
     """Commit and branch of the directory the run was started in; empty outside a repository."""
+    try:
+        return dict(_git_facts(Path.cwd(), int(time.monotonic() // GIT_SECONDS)))
+    except FileNotFoundError:  # the directory is gone
+        return {}
+
+
+@lru_cache(maxsize=1)  # runs that begin together ask once
+def _git_facts(directory: Path, when: int) -> dict[str, str]:
     command = ["git", "rev-parse", "HEAD", "--abbrev-ref", "HEAD"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout

@@ -245,7 +245,9 @@ def test_an_adapter_says_what_it_changes(capsys):
         "targets": ["attn_q in 2 blocks", "attn_v in 2 blocks"],
     }
     assert found["parameters"]["total"] == 2 * 4 * (32 + 32 + 32 + 16)
-    assert {u["what"]: u["reason"] for u in found["uses"]}["train on"] == "an adapter holds no model"
+    commands = {u["what"]: u["command"] for u in found["uses"]}
+    assert commands["train on"] == "toyexp recipe=lora recipe.base=BASE.gguf recipe.adapter=adapter.gguf lr=1e-3"
+    assert commands["merge"] == "toyexp merge BASE.gguf adapter.gguf --out merged.gguf"
     assert "a base of architecture llama, rank 4, alpha 6" in shown(capsys, "adapter.gguf")
 
 
@@ -261,7 +263,9 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
     assert found["family"] == "vit"
     assert found["sizes"]["classes"] == 3
     assert found["tokenizer"] is None
-    assert [u["what"] for u in found["uses"] if u["command"]] == ["train on", "train on", "eval", "export"]
+    assert [u["what"] for u in found["uses"] if u["command"]] == [
+        "train on", "train on", "eval", "predict", "export",
+    ]  # fmt: skip
     assert "operations an image" in shown(capsys, "vit.gguf")
 
 

@@ -41,6 +41,7 @@ def _here(tmp_path, monkeypatch):
         Path("FOLDER", name).mkdir(parents=True)
         for i in range(6):
             Image.new("RGB", (9, 9), (i, i, i)).save(Path("FOLDER", name, f"{i}.png"))
+    Image.new("RGB", (9, 9)).save("IMAGE.png")
     write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=40)
 
 
@@ -97,7 +98,7 @@ def of_type(type_id):
 def adapter(change=None):
     def write(path):
         write_lora(path, Path("BASE.gguf"))
-        write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=40)
+        write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=64)  # that of a run unless told
         if change:
             changed(path, **change)
 
@@ -130,8 +131,8 @@ FILES = {
     "fewer rows than tokens": (base(change={"keys": {"general.architecture": "phi3", "phi3.embedding_length": 32},
                                             "tensors": {"token_embd.weight": np.zeros((9, 32), np.float32)}}, **BYTES),
                                []),
-    "images": (write_vit, ["recipe=lora", "recipe=full", "eval", "export"]),
-    "an adapter": (adapter(), ["generate"]),
+    "images": (write_vit, ["recipe=lora", "recipe=full", "eval", "predict", "export"]),
+    "an adapter": (adapter(), ["generate", "merge", "recipe=lora"]),
     "an adapter without numbers": (adapter({"keys": {"adapter.lora.alpha": float("nan")}}), []),
     "an adapter of another model": (adapter({"keys": {"general.architecture": "phi3"}}), []),
     **{name: (of_type(i), ALL) for i, (name, _, _) in GGUF_TYPES.items()},
@@ -155,7 +156,9 @@ def run(words, registry):
         text = [] if named else ["data=text", "data.path=TEXT.txt"]
         return prepare(Request([], registry, ["toyexp.testing.null"]).parts(*words, *text, *QUICK))
     eval_on = NOOP if named else [*NOOP, "--data", "TEXT.txt"]
-    return not main([*words, *{"eval": eval_on, "generate": [NOOP[0], "--engine", "noop"], "export": []}[words[0]]])
+    written = [NOOP[0], "--engine", "noop"]
+    more = {"eval": eval_on, "generate": written, "predict": written, "merge": [NOOP[0]], "export": []}
+    return not main([*words, *more[words[0]]])
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE)) for n in FILES])

@@ -12,9 +12,10 @@ from typing import cast
 
 from toyexp.base.errors import UserError, printable
 from toyexp.commands.export import choose_target
+from toyexp.commands.seen import Seen
 from toyexp.contract.compatibility import misfit, of_kind
 from toyexp.contract.data import Data
-from toyexp.contract.kind import TOKENS
+from toyexp.contract.kind import IMAGES, TOKENS
 from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.recipe import Recipe, Setup
 from toyexp.contract.registry import Registry
@@ -93,7 +94,7 @@ class Offers:
 
     def _all(self) -> list[Use]:
         if self._file.metadata.get("general.type") == "adapter":
-            return [self._on_a_base(), Use("train on", None, "an adapter holds no model")]
+            return self._on_a_base()
         if self._path.is_file() and self._path != self._file.path:  # of another format, which no run starts from
             command = f"toyexp export {shell(str(self._path))} --type gguf{self._registry.loading}"
             return [Use("train on", None, f"runs start from a GGUF: {command}"), *self._looked_at()]
@@ -110,6 +111,10 @@ class Offers:
         found = [_use("eval", f"toyexp eval {path}{self._data}", self._no_numbers)]
         if self.model.reads.sequence:
             found.append(_use("generate", f"toyexp generate {path} {self._prompt(self.model)}", self._no_numbers))
+        if self.model.reads == IMAGES:
+            found.append(
+                _use("predict", f"toyexp predict {path} IMAGE.png", self._no_numbers or self._unseen(self.model))
+            )
         return [*found, self._export()]
 
     @cached_property
@@ -201,15 +206,33 @@ class Offers:
                 return Use("export", f"toyexp export {shell(str(self._path))} --type {kind}")
         return Use("export", None, reason)
 
-    def _on_a_base(self) -> Use:
-        command = f"toyexp generate BASE.gguf --adapter {shell(str(self._path))} --prompt '{PROMPT}'"
+    def _unseen(self, model: Model) -> str | None:
+        """Why no image can be shown to the model; None where one can."""
+        try:
+            Seen.of(self._file, model, self._path)
+        except UserError as error:
+            return _reason(error, self._file)
+        return None
+
+    def _on_a_base(self) -> list[Use]:
+        """An adapter's, which its base stands beside."""
+        path = shell(str(self._path))
+        commands = {
+            "generate": f"toyexp generate BASE.gguf --adapter {path} --prompt '{PROMPT}'",
+            "merge": f"toyexp merge BASE.gguf {path} --out merged.gguf",
+        }
+        for recipe in self._starting_from("base"):
+            if "adapter" in recipe.__dataclass_fields__:
+                settings = f"recipe.base=BASE.gguf recipe.adapter={pasted(self._path)} {recipe.hint}"
+                commands["train on"] = f"toyexp recipe={recipe.name} {settings}".rstrip()
         try:
             check_adapter(self._file)
             base = by_architecture(self._registry.models()).get(self._file.architecture)
         except UserError as error:
-            return Use("generate", None, _reason(error, self._file))
+            return [Use("generate", None, _reason(error, self._file))]
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
-        return _use("generate", command, unknown or self._no_numbers)
+        reason = unknown or self._no_numbers
+        return [_use(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
 
 
 def _use(what: str, command: str, reason: str | None) -> Use:

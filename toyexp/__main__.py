@@ -14,7 +14,7 @@ def main() -> int:
     if FORKS in os.environ:
         return _forks()
     status("starting")
-    return exit_code_of(_load_and_run)
+    return exit_code_of(_load_and_run, _explained)
 
 
 def _forks() -> int:
@@ -23,7 +23,7 @@ def _forks() -> int:
 
     if serve():
         status("starting")
-        end(exit_code_of(_load_and_run))
+        end(exit_code_of(_load_and_run, _explained))
     leave(0)  # the sweep waits for it
 
 
@@ -32,6 +32,12 @@ def _load_and_run() -> int:
     from toyexp.commands.line import answer
 
     return answer(sys.argv[1:])
+
+
+def _explained(error: str) -> str:
+    from toyexp.commands.line import explained
+
+    return explained(error)
 
 
 if __name__ == "__main__":

@@ -289,12 +289,15 @@ def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sw
     assert jobs == [(5, 1, 0.1), (5, 1, 0.2)]
 
 
+MORE = " (more: toyexp help sweeps)\n"
+
+
 def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_sweep, tmp_path, capsys):
-    error = "toyexp: error: experiment=sweeping is a sweep over {}; run it with -m: toyexp -m experiment=sweeping\n"
+    error = "toyexp: error: experiment=sweeping is a sweep over {}; run it with -m: toyexp -m experiment=sweeping"
     assert main([*tiny_sweep]) == 2
-    assert capsys.readouterr().err == error.format("seed, model.n_layers, lr")
+    assert capsys.readouterr().err == error.format("seed, model.n_layers, lr") + MORE
     assert main([*tiny_sweep, "seed=1", "lr=1"]) == 2
-    assert capsys.readouterr().err == error.format("model.n_layers")
+    assert capsys.readouterr().err == error.format("model.n_layers") + MORE
     others = [word for word in tiny_sweep if word != "experiment=sweeping"]
     assert main(["-m", "sweep.isolate=false", *others, "experiment=sweeping,nothing", "seed=1", "lr=1"]) == 2
     assert error.format("model.n_layers").partition("error: ")[2].rstrip() in capsys.readouterr().err

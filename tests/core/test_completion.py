@@ -109,7 +109,8 @@ def offered(tmp_path, monkeypatch):
         ("toyexp plugins --m", ["--matrix"]),
         ("toyexp models o", ["outputs/", "own/"]),
         ("toyexp completion ", ["bash", "fish", "zsh"]),
-        ("toyexp help ", []),
+        ("toyexp help plugins/e", ["plugins/engine"]),
+        ("toyexp new e", ["engine"]),
     ],
 )  # fmt: skip
 def test_what_may_come_next_is_offered(offered, line, words):

@@ -17,8 +17,11 @@ from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_stand
 GRACE = 5.0  # seconds in which torchrun ends the other ranks when one has failed
 
 
-def exit_code_of(work: Callable[[], int]) -> int:
-    """Does the work; returns its exit code, or that of what ended it: 1 failed, 2 bad input, 130/143 interrupted."""
+def exit_code_of(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:
+    """Does the work; returns its exit code, or that of what ended it: 1 failed, 2 bad input, 130/143 interrupted.
+
+    An error is told as `explained` has it.
+    """
     hold_standard_files()
     fit_encoding()
     signals: Signals | None = None
@@ -45,7 +48,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(GRACE)  # torchrun ends this process where the first rank has said the same
             told = f"rank {rank} (on {platform.node()}): {told}"
-        complain(f"error: {told}")
+        complain(f"error: {explained(told)}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
     finally:
         status("")

@@ -91,6 +91,14 @@ class Line:
             case "names":
                 for offered in self.registry.offers:
                     yield from self._offered(offered)
+            case "topics":
+                from toyexp.commands.pages import topics
+
+                yield from map(Candidate, topics())
+            case "kinds":
+                from toyexp.commands.new import KINDS
+
+                yield from map(Candidate, KINDS)
             case "shells":
                 yield from map(Candidate, SHELLS)
             case "directory":

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import toyexp
 from toyexp.base.errors import UserError
 from toyexp.base.terminal import tell
+from toyexp.commands.first import after_the_doctor
 from toyexp.commands.here import not_here, verdict
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.contract.command import Arguments
@@ -41,12 +42,16 @@ def run(arguments: Arguments) -> int:
     registry = load()
     tell(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
+    working = []
     for offer in registry.engines():
-        tell(f"  {offer.name:<{width}}  {verdict(offer)}")
+        told = verdict(offer)
+        tell(f"  {offer.name:<{width}}  {told}")
+        working += [offer.name] if told.startswith("PASS") else []
     for line in not_here(registry):
         tell(f"  {line}")
     for problem in registry.problems:
         tell(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    tell("\n".join(after_the_doctor(working)))
     return 0
 
 

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
-    return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv))
+    return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv), explained)
+
+
+def explained(error: str) -> str:
+    """An error with the page of the documentation that is about it; the sweep of a job tells its error itself."""
+    from toyexp.commands.pages import with_page
+
+    return error if is_a_job() else with_page(error)
 
 
 def _owners() -> Mapping[type, str]:
@@ -124,10 +131,14 @@ def run(words: Sequence[str]) -> int:
         return _follow(request, resume)
     if resume == "auto":
         return _go_on_with_the_newest(request)
+    from toyexp.commands.first import after_a_run, nothing_yet
     from toyexp.training.verdict import print_result
 
     if resume is None:
-        print_result(experiment(request.compose()))
+        first = not words and nothing_yet()
+        print_result(result := experiment(request.compose()))
+        if first:
+            say("\n".join(after_a_run(result)))
     else:
         of_run = _of_run(request, Path(resume))
         print_result(experiment(of_run.compose(), resume=Path(resume).absolute()))

@@ -14,13 +14,12 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 
 
 def topics() -> dict[str, Path]:
-    """The pages by what one types: `data`, `plugins/data`; those about plugins have the folder in front."""
+    """The pages by what one types: `data`, `plugins/data`, which have their folder in front; `start` is the first."""
     found = {}
     for path in sorted(pages_dir().rglob("*.md")):
         place = path.relative_to(pages_dir())
         name = place.parent if place.stem == "index" else place.with_suffix("")
-        if name.parts:
-            found["/".join(name.parts if name.parts[0] == "plugins" else name.parts[-1:])] = path
+        found["/".join(name.parts if name.parts[:1] == ("plugins",) else name.parts[-1:]) or "start"] = path
     return found
 
 
@@ -51,3 +50,42 @@ def show(page: str) -> None:
     from rich.markdown import Markdown
 
     Console(width=min(Console().width, 110)).print(Markdown(page, hyperlinks=False))
+
+
+# What an error is about, by how it begins or what it holds: the first that fits; then by its key, or its command.
+_ABOUT = (
+    (r"add -m to sweep|run it with -m", "sweeps"),
+    (r"^out of memory|loss is (nan|inf)", "symptoms"),
+    (r"^(unknown key|--?[a-z]|'[^']*' is neither)", "runs"),
+    (r"to train on: resume=", "resume"),
+    (r"the GGUF files on this machine", "recipes"),
+    (r"llama-quantize|llama\.cpp", "exports"),
+    (r"^hydra\.(run|sweep)\.dir=|is not empty|choose another directory", "outputs"),
+    (r"^plugins=", "plugins"),
+)
+_OF_KEY = {
+    "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",
+    "callbacks": "callbacks", "sweep": "sweeps", "resume": "resume", "experiment": "runs", "format": "exports",
+    "lr": "runs", "steps": "runs", "batch_size": "runs", "seed": "runs", "name": "outputs",
+}  # fmt: skip
+_OF_COMMAND = {
+    "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
+    "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
+    "new": "plugins", "doctor": "engines",
+}  # fmt: skip
+
+
+def page_about(error: str) -> str:
+    """The topic that explains what an error is about; nothing where none does."""
+    for pattern, topic in _ABOUT:
+        if re.search(pattern, error):
+            return topic
+    if key := re.match(r"([a-z_]+)(?:\.[\w.]+)?=", error):
+        return _OF_KEY.get(key[1], "")
+    return _OF_COMMAND.get(error.partition(" ")[0].removesuffix(":"), "")
+
+
+def with_page(error: str) -> str:
+    """An error, with the page that explains it behind it."""
+    topic = page_about(error)
+    return f"{error} (more: toyexp help {topic})" if topic else error

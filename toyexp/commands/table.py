@@ -66,7 +66,7 @@ OWN = (
         "plugins", "What can be asked for, and which plugins and engines are broken.", "--matrix --json",
         {"--check": "my_module.py"}, "names",
     ),
-    _shipped("new", "A plugin to begin with: a package that works, and its test.", "", {"--into": "DIR"}, "directory"),
+    _shipped("new", "A plugin to begin with: a package that works, and its test.", "", {"--into": "DIR"}, "kinds"),
     _shipped(
         "doctor", "Which engines work here, and why the others do not.", "--graph --numerics", takes="settings"
     ),
@@ -116,7 +116,7 @@ OWN = (
         {"--metric": "accuracy", "--html": "report.html"}, "directory",
     ),
     _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
-    _shipped("help", "How to use the command line."),
+    _shipped("help", "How to use the command line, and the pages of the documentation.", takes="topics"),
 )  # fmt: skip
 COMMANDS: Mapping[str, type[Command]] = {command.name: command for command in OWN}
 

@@ -1,0 +1,135 @@
+"""The first ten minutes: what is said to whoever has trained nothing yet, and which page an error leads to."""
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lines import failed
+
+from toyexp.commands import doctor, line
+from toyexp.commands.first import after_the_doctor
+from toyexp.commands.line import main
+from toyexp.commands.pages import page_about, topics
+from toyexp.contract.plugins import load
+from toyexp.contract.rules import KINDS
+from toyexp.training import verdict
+
+TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "engine=ggml",
+        "steps=1", "eval_every=0"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeypatch, capsys):
+    """Behind a run with the defaults, which is taken as done here; a second one says nothing more."""
+    assert main([*TINY, "data.vocab=257", "hydra.run.dir=trained"]) == 0
+    result = SimpleNamespace(dir=Path("trained").absolute(), artifacts=[Path("trained/model.gguf").absolute()])
+    asked = []
+    monkeypatch.setattr(line, "experiment", lambda composed: asked.append(composed.cfg.steps) or result)
+    monkeypatch.setattr(verdict, "print_result", lambda result: None)
+    capsys.readouterr()
+    assert main([]) == 0
+    told = capsys.readouterr().out.strip().splitlines()
+    assert asked == [200], "it has run the default experiment"
+    commands = [shlex.split(command.removeprefix("next"), comments=True) for command in told]
+    assert len(commands) == 3 and all(words[0] == "toyexp" for words in commands)
+    assert commands[0][1:3] == ["generate", "trained"] and commands[2][1:] == ["help", "start"]
+    assert main(commands[2][1:]) == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(result.dir.parent)
+    assert main([*commands[1][1:], "--cfg", "job"]) in (0, 2), "it is understood"
+    assert "neither a command" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", ["outputs", "words"])
+def test_whoever_has_trained_before_or_asks_for_something_is_told_nothing_of_that(monkeypatch, capsys, before):
+    monkeypatch.setattr(line, "experiment", lambda composed: SimpleNamespace(dir=Path("x"), artifacts=[]))
+    monkeypatch.setattr(verdict, "print_result", lambda result: None)
+    if before == "outputs":
+        Path("outputs").mkdir()
+    assert main(["steps=1"] if before == "words" else []) == 0
+    assert "next" not in capsys.readouterr().out
+
+
+def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "verdict", lambda offer: "PASS  here" if offer.name in ("cpu", "ggml") else "no    why")
+    monkeypatch.setattr(doctor, "not_here", lambda registry: [])
+    assert main(["doctor"]) == 0
+    tail = capsys.readouterr().out.rpartition("\n\n")[2]
+    assert tail.startswith("next  toyexp  # a small run of seconds on cpu, ")
+    assert "toyexp parity engine=cpu,ggml" in tail and "toyexp help engines" in tail
+    assert "parity" not in "\n".join(after_the_doctor(["ggml"])), "one engine agrees with none"
+    assert "pip install 'toyexp[torch]'" in "\n".join(after_the_doctor([]))
+
+
+NEWCOMERS = [
+    (["recipe=wram"], "recipes"),
+    (["stesp=10"], "runs"),
+    (["train"], "runs"),
+    (["--lr", "0.1"], "runs"),
+    (["lr=abc"], "runs"),
+    (["lr=1,2"], "sweeps"),
+    (["-m", "seed=0,1", "sweep.launcher=slrum"], "sweeps"),
+    (["experiment=fo"], "runs"),
+    (["data=text"], "data"),
+    (["data=text", "data.path=nope.txt"], "data"),
+    (["data=jsonl"], "data"),
+    (["model=lama"], "models"),
+    (["model.d_model=17"], "models"),
+    (["data=digits"], "models"),
+    (["model.context=99999999", "steps=1"], "models"),
+    (["recipe=lora"], "recipes"),
+    (["recipe=full", "recipe.base=no.gguf"], "recipes"),
+    (["recipe=warm", "recipe.donor=no.gguf"], "recipes"),
+    (["engine=gpu"], "engines"),
+    (["engine=metal"], "engines"),
+    (["optim=adm"], "optimisers"),
+    (["callbacks=[early_stopping]"], "callbacks"),
+    (["resume=nope"], "resume"),
+    (["resume=trained"], "resume"),
+    (["hydra.run.dir=trained"], "outputs"),
+    (["plugins=[nope]"], "plugins"),
+    (["generate", "trained"], "after"),
+    (["eval"], "after"),
+    (["generate", "no.gguf", "--prompt", "x"], "recipes"),
+    (["export", "trained"], "exports"),
+    (["compare"], "compare"),
+    (["new", "modle", "x"], "plugins"),
+]
+
+
+def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsys):
+    """Offline, by a command; and it is a line still."""
+    assert main([*TINY, "hydra.run.dir=trained"]) == 0
+    for words, topic in NEWCOMERS:
+        told, _ = failed(
+            capsys, *words, *(TINY if words[0].startswith(("resume=trained", "hydra")) else []), codes=(2,)
+        )
+        assert told.endswith(f"(more: toyexp help {topic})"), f"{words}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("error", "topic"),
+    [
+        ("out of memory on cuda:0: a step needs 9 GB", "symptoms"),
+        ("the loss is nan at step 12", "symptoms"),
+        ("writing q4_k takes llama-quantize, which is not here", "exports"),
+        ("a file: No space left on device", ""),
+        ("model.gguf: d_model=32 is too narrow", ""),
+        ("callbacks.good failed at step 3: KeyError: 'x'; see outputs/x/log.txt", ""),
+    ],
+)
+def test_what_ends_a_run_leads_to_its_page_too(error, topic):
+    assert page_about(error) == topic
+
+
+def test_every_page_that_an_error_may_name_is_there():
+    from toyexp.commands import pages
+
+    named = {*pages._OF_KEY.values(), *pages._OF_COMMAND.values(), *(topic for _, topic in pages._ABOUT)}
+    assert named <= {*topics()}
+    assert {*KINDS} - {"command"} <= {*pages._OF_KEY} and {*pages._OF_COMMAND} <= {*load().offers["command"]}

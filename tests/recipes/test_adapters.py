@@ -154,6 +154,23 @@ def test_what_is_more_than_lora_or_does_not_fit_is_refused(capsys, config, tenso
     assert not Path("m.gguf").exists()
 
 
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("adapter_config.json", b"[]", "adapter_config.json: is no JSON object"),
+    ("adapter_config.json", b"[" * 5000, "adapter_config.json: is no JSON object"),
+    ("adapter_config.json", b'{"lora_alpha": 1' + b"0" * 400 + b"}", "expected a number above 0"),
+    ("adapter_config.json", b'{"lora_alpha": "5"}', "lora_alpha is 5, expected a number above 0"),
+    ("adapter_model.safetensors", b"", "is no whole safetensors file"),
+    ("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
+    ("adapter_model.safetensors", None, "not found"),
+])  # fmt: skip
+def test_a_damaged_directory_is_one_line(capsys, name, content, said):
+    shutil.copytree("run/adapter-hf", "odd")
+    Path("odd", name).unlink()
+    if content is not None:
+        Path("odd", name).write_bytes(content)
+    assert said in refused(capsys, "eval", "base.gguf", "--adapter", "odd", "engine=ggml")
+
+
 # -- merged -----------------------------------------------------------------------------------------------------------
 
 

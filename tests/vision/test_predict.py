@@ -12,8 +12,10 @@ from PIL import Image
 from tiny import write_base
 
 from toyexp.commands.line import main
+from toyexp.formats.gguf.write import write_model
 from toyexp_data.digits import Digits
 from toyexp_models.saved_vit import load_vit
+from toyexp_models.vit import ViT
 
 TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",
         "engine=ggml", "engine.threads=1", "eval_every=0", "steps=20", "batch_size=32"]  # fmt: skip
@@ -123,3 +125,18 @@ def test_where_a_run_took_one_size_alone_another_is_an_error(here, tmp_path, cap
     Image.fromarray(images[0, ..., 0]).resize((9, 9)).save(tmp_path / "odd.png")
     assert main(["predict", str(tmp_path / "run"), str(tmp_path / "odd.png")]) == 2
     assert "is 9 x 9 pixels, expected 8 x 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", [
+    {"image_mean": None}, {"image_mean": [0.1, 0.2]}, {"image_std": [0.0]}, {"image_std": ["a"]},
+    {"image_mean": [float("nan")]},
+])  # fmt: skip
+def test_a_file_that_does_not_say_how_pixels_are_seen_is_refused(tmp_path, capsys, changed):
+    model = ViT(d_model=8, n_layers=1, n_heads=2, d_ff=8, image_size=4, channels=1, classes=2)
+    data = {"classes": ["a", "b"], "image_mean": [0.5], "image_std": [0.5], **changed}
+    values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
+    known = {key: value for key, value in data.items() if value is not None}
+    write_model(tmp_path / "v.gguf", model, values, None, data=known)
+    Image.new("L", (4, 4)).save(tmp_path / "one.png")
+    assert main(["predict", str(tmp_path / "v.gguf"), str(tmp_path / "one.png")]) == 2
+    assert "does not say by which mean and deviation" in capsys.readouterr().err

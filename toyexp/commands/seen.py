@@ -36,20 +36,18 @@ class Seen:
         if model.reads != IMAGES:
             hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
             raise UserError(f"{what}: a {model.name} reads {model.reads}, and predict is for images; try {hint}")
-        sizes = sizes_of(model)
-        if not all(isinstance(sizes.get(name), int) and sizes[name] > 0 for name in ("image_size", "channels")):
-            raise file.error("does not say which images its model reads (image_size, channels)")
-        keys = {name: file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std")}
-        numbers = [
-            np.asarray(v, np.float64) if isinstance(v, np.ndarray | list) else np.empty(0) for v in keys.values()
-        ]
-        if any(n.shape != (sizes["channels"],) or not np.isfinite(n).all() for n in numbers) or (numbers[1] <= 0).any():
+        size, channels = (sizes_of(model).get(name) for name in ("image_size", "channels"))
+        if not isinstance(size, int) or size < 1 or channels not in (1, 3):
+            raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
+        keys = (file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std"))
+        mean, std = map(_numbers, keys)
+        if not (mean.shape == std.shape == (channels,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
         named = file.metadata.get(f"{architecture_of(model)}.classes")
         names = [str(name) for name in named] if isinstance(named, list) else []
-        count = int(sizes.get("classes") or len(names))
+        count = int(sizes_of(model).get("classes") or len(names))
         classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
-        return cls(model, sizes["image_size"], sizes["channels"], classes, *numbers)
+        return cls(model, size, channels, classes, mean, std)
 
     def blank(self) -> np.ndarray:
         """One image of nothing."""
@@ -62,3 +60,13 @@ class Seen:
         from toyexp.datasets.images import Unlabelled
 
         return Unlabelled(images, self.classes, self.mean, self.std)
+
+
+def _numbers(value: object) -> np.ndarray:
+    """What a key holds as numbers; none where it holds something else."""
+    import numpy as np
+
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return np.empty(0)

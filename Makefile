@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test docs faults check donor bench table speeds golden wheel clean
+.PHONY: run test docs docs-test faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -22,6 +22,9 @@ test: $(INSTALLED) check  ## lint, types, and the default test suite
 
 docs: $(INSTALLED)  ## build the documentation into outputs/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
+
+docs-test: $(INSTALLED)  ## run every command and block of code that the documentation shows, and list what is not run
+	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or not docs" -rs $(PYTEST)
 
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)

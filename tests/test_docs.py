@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -319,41 +318,3 @@ def test_links_lead_to_files_that_are_there(page):
 
 def test_the_readme_is_short():
     assert len(README.split()) < 900
-
-
-@pytest.fixture(scope="module")
-def beginners(tmp_path_factory):
-    """A directory with what the quick starts speak of."""
-    root = tmp_path_factory.mktemp("beginners")
-    write_base(root / "model.gguf", "llama", "q8_0")
-    chat = '{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}\n'
-    (root / "chats.jsonl").write_text(40 * chat)
-    (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 200)
-    return root
-
-
-def quick_starts():
-    """Every command of the pages for beginners."""
-    for name in sorted(PAGES):
-        if name.startswith("start/"):
-            for block in re.findall(r"```\n(.*?)```", PAGES[name], re.DOTALL):
-                yield from ((name, line) for line in block.splitlines() if line.startswith("toyexp "))
-            yield from ((name, line) for line in re.findall(r"\| `(toyexp [^`]*)` \|", PAGES[name]))
-
-
-@pytest.mark.parametrize(("page", "line"), [*quick_starts()])
-def test_a_command_of_the_quick_starts_is_one_that_is_taken(beginners, monkeypatch, capsys, page, line):
-    """Each with fewer and smaller steps; those that read a reader's run are left to their command's tests."""
-    words = shlex.split(line, comments=True)[1:]
-    if any("<" in word or word in ("models", "photos") or "photos" in word or "toyexp_sgdr" in word for word in words):
-        pytest.skip("needs a run, or files, of the reader's own")
-    monkeypatch.chdir(beginners)
-    if words[0] not in {"describe", "parity", "models", "new"}:
-        words += [
-            *(["steps=20", "eval_every=5"] if "prune" in line else ["steps=1", "eval_every=0"]),
-            *([] if "callbacks" in line else ["callbacks=[cosine]"]),
-        ]
-        words += ["sweep.isolate=false"] if "-m" in words and "sweep.launcher" not in line else []
-        words += ["sweep.trials=1"] if "sweep.search" in line else []
-        words += ["engine=ggml"] if "engine" not in line else []
-    assert main(words) == 0, capsys.readouterr().err

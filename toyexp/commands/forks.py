@@ -91,6 +91,7 @@ def _is_fit() -> bool:
     """Whether a process forked from this one has nothing of it that only one can have."""
     gc.collect()
     gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it
+    gc.enable()
     if not (trial := os.fork()):
         os._exit(0)
     os.waitpid(trial, 0)

@@ -243,7 +243,10 @@ def test_check_and_json_go_with_what_they_are_for(capsys):
 
 def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
     for topic in topics():
-        assert "templates/" not in re.sub(r"^.*\]\(http.*$", "", read(topic), flags=re.MULTILINE), topic
+        text = read(topic)
+        assert not re.search(r"\]\((?!http)[^)]*\.(md|py)", text), topic
+        assert {name.rstrip(".") for name in re.findall(r"`toyexp help ([\w/-]+)`", text)} <= {*topics(), "TOPIC"}, topic
+    assert "A model (`toyexp help plugins/model`)" in read("plugin-author")
     assert main(["help", "plugins/engine"]) == 0
     assert "class MyEngineSession(Session):" in capsys.readouterr().out
     assert main(["help", "runs"]) == 0

@@ -15,7 +15,7 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 
 def topics() -> dict[str, Path]:
     """The pages by what one types: `data`, `plugins/data`, which have their folder in front; `start` is the first."""
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(pages_dir().rglob("*.md")):
         place = path.relative_to(pages_dir())
         name = place.parent if place.stem == "index" else place.with_suffix("")
@@ -24,11 +24,17 @@ def topics() -> dict[str, Path]:
 
 
 def read(topic: str) -> str:
-    """A page as it stands, with the files that it shows; UserError where there is none of that name."""
+    """A page with the files that it shows, its links as what one types; UserError where there is none of that name."""
     known = topics()
     if topic not in known:
         raise UserError(f"help {topic}: there is no such page; {choose(topic, known)}")
-    return with_templates(known[topic].read_text())
+    page, by_path = known[topic], {path: name for name, path in known.items()}
+
+    def told(link: re.Match[str]) -> str:
+        name = by_path.get((page.parent / link[2]).resolve())
+        return f"{link[1]} (`toyexp help {name}`)" if name and name != topic else link[1]
+
+    return re.sub(r"\[([^\]]+)\]\(((?!\w+:)[^)#]*)(?:#[^)]*)?\)", told, with_templates(page.read_text()))
 
 
 def with_templates(page: str) -> str:

@@ -34,7 +34,8 @@ def read(topic: str) -> str:
         name = by_path.get((page.parent / link[2]).resolve())
         return f"{link[1]} (`toyexp help {name}`)" if name and name != topic else link[1]
 
-    return re.sub(r"\[([^\]]+)\]\(((?!\w+:)[^)#]*)(?:#[^)]*)?\)", told, with_templates(page.read_text()))
+    text = re.sub(r"^ *<!--.*?-->\n+", "", with_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
 
 
 def with_templates(page: str) -> str:

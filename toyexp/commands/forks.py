@@ -19,6 +19,8 @@ import numpy.ma  # which numpy imports where it is first used, as the next one
 import numpy.random
 
 import toyexp.commands.line  # what a job begins with, and what it comes to
+import toyexp.datasets.tokens
+import toyexp.formats.gguf.write
 import toyexp.training.experiment
 import toyexp.training.resume  # noqa: F401
 from toyexp.base.ranks import FORKS

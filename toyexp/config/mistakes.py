@@ -13,9 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, nearest, printable
 from toyexp.base.words import typed
+from toyexp.config.beforehand import composed
 from toyexp.config.chosen import files, includes_itself, misplaced, place
 from toyexp.config.keys import Keys, choices, names_in
-from toyexp.config.schema import Source, compose_raw, load_yaml
+from toyexp.config.schema import Source, load_yaml
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, in_our_words, top_level
 from toyexp.config.trust import check_typed
 from toyexp.contract.registry import Registry
@@ -298,7 +299,7 @@ def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None
     """The config with the choices of the command line alone, to know which model's keys to suggest."""
     chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
     try:
-        return compose_raw(chosen, source)
+        return composed(chosen, source)
     except (HydraException, OmegaConfBaseException):
         return None
 

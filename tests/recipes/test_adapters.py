@@ -171,6 +171,27 @@ def test_a_damaged_directory_is_one_line(capsys, name, content, said):
     assert said in refused(capsys, "eval", "base.gguf", "--adapter", "odd", "engine=ggml")
 
 
+# -- a checkpoint's ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_stands_for_the_adapter_as_it_was_then(capsys):
+    (early, alpha), (last, _), (final, _) = map(pairs_of, ("run/checkpoints/step-3", "run/checkpoints/step-6", "run"))
+    assert alpha == 5 and early.keys() == last.keys() == final.keys()
+    assert all(np.array_equal(last[name], final[name]) for name in last)
+    assert not any(np.array_equal(early[name], final[name]) for name in early)
+    there = "run/checkpoints/step-3"
+    data = ["engine=ggml", "engine.threads=1", "data=text", "data.path=book.txt"]
+    whole, two = (told(capsys, "eval", *w, *data)["loss"] for w in ([there], ["base.gguf", "--adapter", there]))
+    assert whole == pytest.approx(two, abs=2e-6)
+    words = [*QUICK, f"recipe.adapter={there}", "engine=ggml", "eval_every=0", "checkpoint_every=1"]
+    assert main([*words, "steps=1", "hydra.run.dir=on"]) == 0
+    assert main(["resume=on", "steps=2"]) == 0
+    full = [word for word in QUICK if "recipe=" not in word]
+    assert main([*full, "recipe=full", "engine=ggml", "steps=1", "checkpoint_every=1", "hydra.run.dir=full"]) == 0
+    error = refused(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
+    assert "is a checkpoint of recipe=full, without an adapter" in error
+
+
 # -- merged -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +268,7 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "fits no linear of this gpt2"),
     (["run/adapter.gguf", "run", "--out", "m.gguf"], "holds no model (general.type is adapter)"),
     (["base.gguf", "empty", "--out", "m.gguf"], "empty: is a directory without adapter.gguf or adapter_config.json"),
-    (["base.gguf", "run/checkpoints/step-3", "--out", "m.gguf"], "is a checkpoint, whose model has its adapter in it"),
+    (["base.gguf", "unfinished", "--out", "m.gguf"], "name a checkpoint, such as unfinished/checkpoints/step-6"),
     (["base.gguf", "none", "--out", "m.gguf"], "none: not found"),
     (["base.gguf", "pickled", "--out", "m.gguf"], "is a pickle, which may run code and is not opened"),
     (["base.gguf", "book.txt", "--out", "m.gguf"], "book.txt: is not a GGUF file"),
@@ -255,8 +276,9 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
 def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, said):
     shutil.copy("base.gguf", "there.gguf")
     Path("notes.gguf").write_text("mine")
-    for folder in ("empty", "pickled"):
+    for folder in ("empty", "pickled", "unfinished"):
         Path(folder).mkdir()
+    shutil.copytree("run/checkpoints", "unfinished/checkpoints")
     Path("pickled/adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 5}')
     Path("pickled/adapter_model.bin").touch()
     before = {path.name: path.stat().st_mtime_ns for path in Path().iterdir()}
@@ -313,7 +335,6 @@ def test_it_resumes_to_the_bit_and_not_with_another_adapter(capsys):
     ("recipe.adapter=base.gguf", "base.gguf: holds no LoRA adapter"),
     ("recipe.adapter=none.gguf", "none.gguf: not found"),
     ("recipe.adapter=run recipe.base=other.gguf", "blk.0.ffn_down.weight is 32 x 32"),
-    ("recipe.adapter=run/checkpoints/step-3", "is a checkpoint"),
     ("recipe.adapter=", "recipe.adapter"),
 ])  # fmt: skip
 def test_settings_that_contradict_the_adapter_are_one_line(capsys, words, said):

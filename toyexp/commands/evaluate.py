@@ -125,7 +125,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     path = file_of(what, registry=registry)
     trained = (trained_on(adapter, request.modules) if adapter else None) or trained_on(what, request.modules)
     model = model_in(opened(str(path)), registry)
-    put_on = adapter_of(adapter, lambda: model) if adapter else None
+    put_on = adapter_of(adapter, lambda: model, registry) if adapter else None
     chosen = _data(model, path, typed, registry, trained, data)
     own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []

@@ -184,7 +184,7 @@ def _chosen(asked: Options, registry: Registry) -> tuple[Path, Mapping[str, str]
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
     if asked.adapter:
-        asked = replace(asked, adapter=str(adapter_of(Path(asked.adapter), lambda: model_of(path, registry))))
+        asked = replace(asked, adapter=str(adapter_of(Path(asked.adapter), lambda: model_of(path, registry), registry)))
     return path, own, asked
 
 

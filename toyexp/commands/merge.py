@@ -95,7 +95,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
     """Writes `out`; UserError for what does not fit together, before anything is written."""
     with GGUFFile(file_of(base, registry=registry)) as file:
         model = model_in(file, registry)
-        put_on = adapter_of(adapter, lambda: model)
+        put_on = adapter_of(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(put_on, model)
         for tensor in pairs:
             tensor.values.check_finite()

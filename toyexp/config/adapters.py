@@ -1,16 +1,20 @@
-"""A LoRA adapter by whatever names it: a GGUF file, the directory of a run, or one of PEFT's."""
+"""A LoRA adapter by whatever names it: a GGUF file, the directory of a run, its checkpoint, or one of PEFT's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from toyexp.base.errors import UserError
-from toyexp.config.restored import ADAPTER, file_of, is_checkpoint, made_once
+from toyexp.config.restored import ADAPTER, adapter_in, file_of, is_checkpoint, made_once, newest_in
 from toyexp.contract.model import Model
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.write import write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
+from toyexp.training.checkpoint import MANIFEST
 
 
 def adapter_files(path: Path) -> list[Path]:
@@ -18,23 +22,28 @@ def adapter_files(path: Path) -> list[Path]:
     if (path / CONFIG).is_file():
         return [path / name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if is_checkpoint(path):
-        run = path.absolute().parents[1]
-        raise UserError(f"{path}: is a checkpoint, whose model has its adapter in it; name the run, {run}")
+        return [path / MANIFEST]
     if path.is_dir() and not (path / ADAPTER).exists():
-        raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; name a run of recipe=lora, or a file")
+        named = f"a checkpoint, such as {newest}" if (newest := newest_in(path)) else "a run of recipe=lora, or a file"
+        raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; name {named}")
     return [file_of(path, leaves=(ADAPTER,))]
 
 
-def adapter_of(path: Path, model: Callable[[], Model]) -> Path:
+def adapter_of(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
     """The GGUF file of the LoRA adapter meant by `path`: itself, what a run left, or made of PEFT's for the `model`.
 
-    What is made is there as long as this process is. UserError when there is nothing.
+    Of a run's checkpoint it is the adapter as it was then. What is made is there as long as this process is. UserError
+    when there is nothing.
     """
     files = adapter_files(path)
+    version: tuple[object, ...] = tuple((file.resolve(), file.stat().st_mtime_ns) for file in files)
+    if is_checkpoint(path):
+        write = partial(adapter_in, path, registry=registry or load())
+        return made_once((*version, ADAPTER), path, path.name, write)
     if files[0].name != CONFIG:
         return files[0]
     base = model()
-    version = tuple((file.resolve(), file.stat().st_mtime_ns) for file in files), repr(base)
+    version = *version, repr(base)
     return made_once(version, path, path.name or "adapter", lambda target: _write(path, base, target))
 
 

@@ -24,14 +24,14 @@ from toyexp.base.files import ADDRESS, is_address, require
 from toyexp.contract.data import open_data
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
-from toyexp.contract.plan import Plan, export_tensors, inherited
+from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited
 from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import see_as
 from toyexp.formats.gguf.header import HF_TO_GGUF, MADE_OF, PROGRAM
 from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.write import write_model
+from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
@@ -117,6 +117,31 @@ class _Fitting(Mapping[str, np.ndarray]):
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:
+    found, plan, recipe, dataset = _set_up(path, registry)
+    from toyexp.reference.null import NullEngine  # which holds tensors, and computes nothing
+
+    with start(recipe, NullEngine(), plan) as session:
+        values = {t.name: session.download(t.name) for t in plan.tensors}
+    values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
+    keys = dataset.gguf_metadata()
+    write_model(
+        target, plan.model, export_tensors(plan, values), dataset.tokenizer, "f32", _general(path, found, plan), keys
+    )
+
+
+def adapter_in(path: Path, target: Path, registry: Registry) -> None:
+    """Writes the LoRA adapter of a checkpoint as a GGUF file; UserError for that of a run without one."""
+    found, plan, _, dataset = _set_up(path, registry)
+    if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
+        raise UserError(
+            f"{path}: is a checkpoint of recipe={found.state['config']['recipe']['name']}, without an adapter"
+        )
+    values = {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
+    write_adapter(target, plan, values, _general(path, found, plan), dataset.chat_template)
+
+
+def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan, Any, Any]:
+    """What a checkpoint holds, and the plan, the recipe and the data of its run."""
     found = checkpoint.read(path, with_state=False)
     plain = found.state.get("config")
     if not isinstance(plain, dict):
@@ -126,18 +151,18 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     except UserError as error:
         raise UserError(f"{path}: its run cannot be set up again: {error}") from None
     _check_fit(path, plan, found)
-    from toyexp.reference.null import NullEngine  # which holds tensors, and computes nothing
+    return found, plan, recipe, dataset
+
+
+def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
+    """What the file says of where it comes from."""
     from toyexp.training.introduction import config_hash
 
-    with start(recipe, NullEngine(), plan) as session:
-        values = {t.name: session.download(t.name) for t in plan.tensors}
-    values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
-    general = {
+    plain = found.state["config"]
+    return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": found.step,
         "config_sha256": config_hash(plain), **inherited(plan),
     }  # fmt: skip
-    keys = dataset.gguf_metadata()
-    write_model(target, plan.model, export_tensors(plan, values), dataset.tokenizer, "f32", general, keys)
 
 
 def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]:

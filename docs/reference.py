@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import command_pages
+import journeys
 import setting_pages
 from mkdocs.structure.files import File, Files
 
@@ -11,6 +12,13 @@ from toyexp.commands.pages import with_templates
 
 ROOT = Path(__file__).parent.parent
 BELOW = {"Commands": command_pages, "Settings": setting_pages}
+
+
+def on_config(config: Any) -> Any:
+    """Has blocks of ```journey drawn; nothing is fetched for that, now or by a browser."""
+    drawn = {"name": "journey", "class": "journey", "format": journeys.fence}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [drawn]}
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -71,3 +71,20 @@ def test_every_key_of_every_part_is_in_the_tables_with_its_default_and_its_reade
     assert keys > 150
     top = {row[0] for row in table_of(site["reference/settings.html"]) if row}
     assert top >= {key for key, _ in top_level()}
+
+
+def test_the_diagrams_are_drawn_and_name_rooms_and_what_is_handed_on_as_the_code_has_them(site):
+    page = (ROOT / "docs" / "pages" / "reference" / "architecture.md").read_text()
+    drawn = re.findall(r"```journey\n(.*?)```", page, re.DOTALL)
+    assert site["reference/architecture.html"].count('<svg class="journey"') == len(drawn) == 5
+    core = "".join(path.read_text() for path in ROOT.joinpath("toyexp").rglob("*.py"))
+    for line in "".join(drawn).splitlines():
+        room, arrow, handed = re.match(r"(?:([\w/]+): |(-> )(\S+))", line).groups()
+        if arrow:
+            assert not handed[0].isupper() or re.search(rf"^(class {handed}\b|{handed} = )", core, re.MULTILINE), line
+        else:
+            assert (ROOT / "toyexp" / f"{room}.py").is_file(), line
+    asked = page[page.index("## Where a plugin") :]
+    assert set(re.findall(r"^\| (\w+) \| ", asked, re.MULTILINE)) - {"kind"} == {
+        {"optim": "optimiser", "callbacks": "callback"}.get(kind, kind) for kind in load().offers
+    }

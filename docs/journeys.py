@@ -1,0 +1,46 @@
+"""Diagrams of a journey as SVG: rooms one below another, and between them what is handed on, in the page's colours."""
+
+import html
+import textwrap
+from typing import Any
+
+WIDTH, LINE, PADDING, GAP, LETTERS = 460, 18, 12, 40, 58
+
+
+def stations(source: str) -> list[tuple[str, str]]:
+    """The lines of a block: a room and what it does (`loop: asks`), or an arrow and what travels (`-> Step`)."""
+    found = []
+    for line in source.strip().splitlines():
+        if line.startswith("-> "):
+            found.append(("->", line.removeprefix("-> ")))
+        else:
+            room, _, does = line.partition(": ")
+            found.append((room, does))
+    return found
+
+
+def svg(source: str, label: str) -> str:
+    """One picture; `label` is what is read aloud in its place."""
+    drawn, y = [], 1
+    for room, text in stations(source):
+        if room == "->":
+            drawn.append(f'<path class="arrow" d="M 24 {y + 4} v {GAP - 14} m -5 -6 l 5 7 l 5 -7"/>')
+            drawn.append(f'<text class="travels" x="42" y="{y + GAP / 2 + 5}">{html.escape(text)}</text>')
+            y += GAP
+            continue
+        lines = textwrap.wrap(text, LETTERS)
+        height = 2 * PADDING + LINE * (1 + len(lines)) - 4
+        drawn.append(f'<rect x="1" y="{y}" width="{WIDTH - 2}" height="{height}" rx="6"/>')
+        drawn.append(f'<text class="room" x="{PADDING}" y="{y + PADDING + 11}">{html.escape(room)}</text>')
+        for number, line in enumerate(lines, 1):
+            place = y + PADDING + 11 + number * LINE
+            drawn.append(f'<text class="does" x="{PADDING}" y="{place}">{html.escape(line)}</text>')
+        y += height
+    box = f'viewBox="0 0 {WIDTH} {y + 1}" style="max-width: {WIDTH}px"'
+    return f'<svg class="journey" role="img" aria-label="{html.escape(label)}" {box}>{"".join(drawn)}</svg>'
+
+
+def fence(source: str, language: str, css_class: str, options: Any, md: Any, **kwargs: Any) -> str:
+    """What the fenced block ```journey becomes in a page."""
+    rooms = [room for room, _ in stations(source) if room != "->"]
+    return svg(source, f"From {rooms[0]} to {rooms[-1]}: {', '.join(rooms)}")

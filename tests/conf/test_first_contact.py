@@ -9,6 +9,7 @@ from lines import failed
 
 from toyexp.commands import doctor, line
 from toyexp.commands.first import after_the_doctor
+from toyexp.commands.habits import ELSEWHERE
 from toyexp.commands.line import main
 from toyexp.commands.pages import page_about, topics
 from toyexp.contract.plugins import load
@@ -64,6 +65,15 @@ def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypat
     assert "toyexp parity engine=cpu,ggml" in tail and "toyexp help engines" in tail
     assert "parity" not in "\n".join(after_the_doctor(["ggml"])), "one engine agrees with none"
     assert "pip install 'toyexp[torch]'" in "\n".join(after_the_doctor([]))
+
+
+def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys):
+    known = {*load().offers["command"]}
+    for word, ours in ELSEWHERE.items():
+        told, _ = failed(capsys, word, codes=(2,))
+        assert f"that is: toyexp {ours}" in told and word not in known
+        first = shlex.split(ours)[0]
+        assert first in known or "=" in first or first == "--version", ours
 
 
 NEWCOMERS = [

@@ -41,6 +41,27 @@ def test_a_device_that_is_not_here_is_one_skip_and_a_wrong_setting_is_told_where
     assert ["told otherwise" in str(report.longrepr) for report in failed] == [True]
 
 
+WITHOUT_ITS_ENGINE = """
+from toyexp import Unavailable
+from toyexp.testing import NullEngine, OptimiserSuite
+from toyexp_optimisers.sgd import SGD
+
+class Absent(NullEngine):
+    def realize(self, plan):
+        raise Unavailable("no quantum device here; plug one in")
+
+class TestSGD(OptimiserSuite):
+    optimiser, engine = SGD(), Absent()
+"""
+
+
+def test_an_optimiser_is_held_to_what_needs_no_engine_where_its_engine_is_not_here(pytester):
+    pytester.makepyfile(WITHOUT_ITS_ENGINE)
+    passed, skipped, failed = pytester.inline_run().listoutcomes()
+    assert (len(passed), len(failed)) == (6, 0)
+    assert len(skipped) == 3 and all("no quantum device here" in str(report.longrepr) for report in skipped)
+
+
 SUITES = """
 import pytest
 from toyexp import Callback, hookimpl

@@ -8,6 +8,15 @@ from collections.abc import Collection, Sequence
 from toyexp.base.errors import UserError, choose, nearest
 
 VERBS = ("train", "run", "fit", "start", "sweep")
+ELSEWHERE = {  # what other tools call their commands, and what does that here
+    "report": "compare outputs --html report.html", "plot": "'callbacks=[default,plots]'", "list": "plugins",
+    "ls": "runs", "chat": "generate MODEL --chat", "evaluate": "eval MODEL", "test": "eval MODEL",
+    "infer": "generate MODEL --prompt TEXT", "inference": "generate MODEL --prompt TEXT",
+    "complete": "generate MODEL --prompt TEXT", "convert": "export MODEL --type q8_0",
+    "quantize": "export MODEL --type q8_0", "init": "new KIND NAME", "create": "new KIND NAME",
+    "info": "describe MODEL", "show": "describe MODEL", "version": "--version", "docs": "help TOPIC",
+    "check": "doctor", "benchmark": "bench engine=cpu,ggml", "diff": "compare RUN RUN",
+}  # fmt: skip
 
 
 def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
@@ -30,6 +39,8 @@ def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands:
     if word in VERBS:
         many = "-m seed=1,2" if word == "sweep" else "recipe=warm"
         hint = f"settings alone make a run: toyexp {many}"
+    elif not before and word in ELSEWHERE:
+        hint = f"that is: toyexp {ELSEWHERE[word]}"
     elif before and before[-1].endswith("="):
         hint = f"did you mean {before[-1]}{word}? there is no space around ="
     elif setting := _setting(*word.split(":", 1)) if ":" in word else _setting(word, _value(after)):

@@ -1,7 +1,8 @@
 """toyexp: one experiment, any engine, and a GGUF at the end.
 
-This is what plugin authors import. Each name is loaded when it is first asked for, so that a command can put something
-on the screen at once: what lists plugins loads no numpy, and nothing here loads a framework.
+This is what a Python program or a notebook calls (run, sweep, train, open), and what plugin authors import. Each name
+is loaded when it is first asked for, so that a command can put something on the screen at once: what lists plugins
+loads no numpy, and nothing here loads a framework.
 """
 
 import toyexp.base.searchpath  # isort: skip - before anything else is looked for
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
     from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
     from toyexp.datasets.pictures import IMAGE_SUFFIXES, BadImage, images_below, read_image, require_pillow
     from toyexp.datasets.tokens import TokenBatches, TokenDataset
+    from toyexp.door.history import History
+    from toyexp.door.opening import open
+    from toyexp.door.result import Result
+    from toyexp.door.running import run
+    from toyexp.door.sweeping import SweepResult, sweep
+    from toyexp.door.training import train
     from toyexp.formats.gguf.source import FromGGUF
     from toyexp.reference.arithmetic import NumpyArithmetic, updated
     from toyexp.reference.forward_listing import Traced, listing

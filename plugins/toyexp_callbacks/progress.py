@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import math
 import sys
 import time
@@ -11,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Planned, Run, hookimpl
-from toyexp.base import drop_output, for_terminal, require_within, say
+from toyexp.base import drop_output, for_terminal, in_notebook, is_silent, require_within, say
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn
+PARTS = ("loss", "held_out", "speed", "left")  # of what is shown, in their order
 SILENT_SECONDS = 60.0  # after which a step has a plain line, though its turn is not yet
 SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
 
 
 @dataclass(eq=False)
 class Progress(Callback):
-    """A bar with loss, tokens/s and time left; plain lines when the output is no terminal."""
+    """A bar with loss, tokens/s and time left, also in notebooks; plain lines when the output is no terminal."""
 
     name: ClassVar[str] = "progress"
 
@@ -50,7 +52,11 @@ class Progress(Callback):
         self._lines = self.every or -(-run.steps // 10)
         self._redrawn, self._told = 0.0, time.monotonic()
         self._first = run.resumed + 1
-        if sys.stdout is not None and sys.stdout.isatty():
+        if is_silent():
+            return
+        if in_notebook():
+            self._bar = Cell(run.steps, run.resumed)
+        elif sys.stdout is not None and sys.stdout.isatty():
             with self._terminal():
                 self._bar = Bar(run.steps, run.resumed)
 
@@ -167,7 +173,7 @@ class Bar:
         from rich.console import Console
         from rich.live import Live
 
-        self._steps, self._parts = steps, dict.fromkeys(("loss", "held_out", "speed", "left"), "")
+        self._steps, self._parts = steps, dict.fromkeys(PARTS, "")
         self._console = Console(highlight=False)
         # Drawn when told: a thread that redraws would steal time from the steps.
         self._live = Live(console=self._console, auto_refresh=False)
@@ -203,3 +209,30 @@ class Bar:
     def stop(self) -> None:
         """Leaves the last state in its line."""
         self._live.stop()
+
+
+class Cell:
+    """The same in a notebook: one output of the cell, in place of which the next one comes."""
+
+    def __init__(self, steps: int, completed: int):
+        from IPython.display import display
+
+        self._steps, self._parts = steps, dict.fromkeys(PARTS, "")
+        self._shown = display(self._output(completed), raw=True, display_id=True)
+
+    def draw(self, step: int, **parts: str) -> None:
+        """Shows the step, and the `parts` in place of what they were."""
+        self._parts.update(parts)
+        self._shown.update(self._output(step), raw=True)
+
+    def _output(self, step: int) -> dict[str, str]:
+        text = "  ".join((f"{step}/{self._steps}", *filter(None, self._parts.values())))
+        bar = f'<progress value="{step}" max="{self._steps}"></progress>'
+        return {"text/plain": text, "text/html": f"{bar} <code>{html.escape(text)}</code>"}
+
+    def above(self, text: str) -> None:
+        """Prints lines, which stand below it."""
+        print(text)
+
+    def stop(self) -> None:
+        """Leaves the last state as it is."""

@@ -30,7 +30,7 @@ def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeyp
     assert main([*TINY, "data.vocab=257", "hydra.run.dir=trained"]) == 0
     result = SimpleNamespace(dir=Path("trained").absolute(), artifacts=[Path("trained/model.gguf").absolute()])
     asked = []
-    monkeypatch.setattr(line, "experiment", lambda composed: asked.append(composed.cfg.steps) or result)
+    monkeypatch.setattr(line, "carry_out", lambda run, *_: asked.append(run.config.settings.steps) or result)
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     capsys.readouterr()
     assert main([]) == 0

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "testing": BELOW | {"training", "testing"},
     "runs": BELOW | {"training", "sweep", "runs"},
     "commands": BELOW | {"training", "config", "sweep", "runs", "testing", "commands"},
+    "door": BELOW | {"training", "config", "sweep", "runs", "commands", "door"},
     "__main__": BASE | {"commands"},
 }
 GRAPH = module_graph()

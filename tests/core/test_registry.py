@@ -496,6 +496,8 @@ AT_HEAD = {
     "numpy": None,  # anywhere
 }  # fmt: skip
 INSIDE_FUNCTIONS = {
+    "pandas",
+    "IPython",
     "packaging",
     "gguf",
     "tokenizers",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
     from toyexp.base.signals import interruptible
-    from toyexp.base.terminal import complain, drop_output, say, status
+    from toyexp.base.terminal import complain, drop_output, in_notebook, is_silent, say, status
     from toyexp.base.threads import (
         CORES,
         MOST_THREADS,

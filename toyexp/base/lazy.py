@@ -21,7 +21,7 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)  # the next time it is simply there
-        return value
+        # The next time it is simply there; what a module of that name has put there meanwhile stays.
+        return vars(sys.modules[package]).setdefault(name, value)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home_of}), sorted(home_of)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 
 from toyexp.base.errors import for_terminal
 
@@ -17,13 +18,38 @@ def fit_encoding() -> None:
             stream.reconfigure(errors="replace")
 
 
+_silent = 0  # how many have asked for silence, in this process
+
+
+@contextlib.contextmanager
+def silent(wanted: bool = True) -> Iterator[None]:
+    """Nobody watches: no line, no status and no bar, for a while, if so; errors are raised as ever."""
+    global _silent
+    _silent += wanted
+    try:
+        yield
+    finally:
+        _silent -= wanted
+
+
+def is_silent() -> bool:
+    """Whether nobody watches."""
+    return _silent > 0
+
+
+def in_notebook() -> bool:
+    """Whether what is shown appears on the page of a notebook: a kernel of Jupyter's runs this."""
+    shell = sys.modules.get("IPython")  # which such a kernel has loaded
+    return shell is not None and "kernel" in dir(shell.get_ipython())
+
+
 _status = ""  # what stands in the terminal's last line, to be gone when the next line comes
 
 
 def status(text: str) -> None:
     """What is being done, on a terminal alone and until the next line; "" takes it away."""
     global _status
-    if text == _status or not (sys.stdout and sys.stdout.isatty()):
+    if text == _status or _silent or not (sys.stdout and sys.stdout.isatty()):
         return
     with contextlib.suppress(OSError):
         print(f"\r{' ' * len(_status)}\r{text}", end="", flush=True)
@@ -38,6 +64,8 @@ def tell(line: str) -> None:
 
 def say(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
+    if _silent:
+        return
     try:
         tell(line)
     except OSError:  # or the disk that takes the output is full
@@ -78,6 +106,8 @@ def write_text(text: str) -> None:
 
 def tell_aside(line: str) -> None:
     """A line on stderr beside what a command writes; where that cannot be written, nothing is lost."""
+    if _silent:
+        return
     status("")
     with contextlib.suppress(OSError):
         print(for_terminal(line), file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ from toyexp.sweep.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
     from toyexp.config.request import Request
+    from toyexp.sweep.runner import Asked
     from toyexp.training.parts import Prepared, Result
     from toyexp.training.resume import Resumed
 
@@ -57,7 +58,7 @@ def answer(typed: Sequence[str]) -> int:
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
     if words[:1] != ["completion"]:  # which completes what is typed as it is typed
-        words = [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
+        words = at_home(words)
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         if started_ranks().count > 1:
             raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
@@ -70,6 +71,11 @@ def answer(typed: Sequence[str]) -> int:
         print(f"toyexp {toyexp.__version__}")
         return 0
     return run(words)
+
+
+def at_home(words: Sequence[str]) -> list[str]:
+    """Words with what a shell has left to us: ~ behind `key=`, and quotes around a path."""
+    return [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
 
 
 def _call(command: Command, words: Sequence[str]) -> int:
@@ -112,7 +118,7 @@ def run(words: Sequence[str]) -> int:
     if STACK in os.environ:
         from toyexp.sweep.stack import train_stack
 
-        return train_stack(request, _ready)
+        return train_stack(request, ready)
     if flags.keys() & SHOWING:
         from toyexp.commands.inspect import inspect
 
@@ -124,25 +130,49 @@ def run(words: Sequence[str]) -> int:
         if started_ranks().count > 1:
             raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
         return sweep(flags, request)
-    _require_one_run(request)
     if "--dry-run" in flags:
+        _require_one_run(request)
         return _dry_run(flags, request, resume)
     if started_ranks().rank:
+        _require_one_run(request)
         return _follow(request, resume)
-    if resume == "auto":
-        return _go_on_with_the_newest(request)
     from toyexp.commands.first import after_a_run, nothing_yet
+    from toyexp.training.resume import AUTO, Complete
     from toyexp.training.verdict import print_result
 
-    if resume is None:
-        first = not words and nothing_yet()
-        print_result(result := experiment(request.compose()))
-        if first:
-            say("\n".join(after_a_run(result)))
-    else:
-        of_run = _of_run(request, Path(resume))
-        print_result(experiment(of_run.compose(), resume=Path(resume).absolute()))
+    first = not words and nothing_yet()
+    try:
+        print_result(result := carry_out(*one_run(request, resume)))
+    except Complete as error:
+        if resume != AUTO:
+            raise
+        say(f"{error}, or without resume=auto for a new run")
+        return 0
+    if first:
+        say("\n".join(after_a_run(result)))
     return 0
+
+
+def one_run(request: Request, resume: str | None = None) -> tuple[Prepared, Path, Resumed | None]:
+    """A run that is ready, and what it goes on from: nothing, a run that is named, or with auto the newest of its name.
+
+    Raises UserError for settings that cannot work, and where there is nothing to go on with.
+    """
+    from toyexp.training.resume import AUTO, OtherExperiment
+
+    _require_one_run(request)
+    if resume is None:
+        return ready(request.compose())
+    if resume != AUTO:
+        return ready(_of_run(request, Path(resume)).compose(), resume=Path(resume).absolute())
+    composed = request.compose()
+    found, parent, name = _newest(composed)
+    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
+    say(f"resume  {short(found) if found else nothing}")
+    try:
+        return ready(composed, resume=found)
+    except OtherExperiment as error:
+        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
 
 
 def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> int:
@@ -157,7 +187,7 @@ def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> 
     composed = request.compose()
     found = _newest(composed)[0] if resume == "auto" else found and found.absolute()
     try:
-        prepared, where, resumed = _ready(composed, resume=found)
+        prepared, where, resumed = ready(composed, resume=found)
     except Complete as error:
         if resume != "auto":
             raise
@@ -199,24 +229,6 @@ def _of_run(request: Request, run: Path) -> Request:
     return request.of_run(run)
 
 
-def _go_on_with_the_newest(request: Request) -> int:
-    """resume=auto: goes on with the newest run of the name, if there is one, or else begins it."""
-    from toyexp.training.resume import Complete, OtherExperiment
-    from toyexp.training.verdict import print_result
-
-    composed = request.compose()
-    found, parent, name = _newest(composed)
-    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
-    say(f"resume  {short(found) if found else nothing}")
-    try:
-        print_result(experiment(composed, resume=found))
-    except Complete as error:
-        say(f"{error}, or without resume=auto for a new run")
-    except OtherExperiment as error:
-        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
-    return 0
-
-
 def _newest(composed: Composed) -> tuple[Path | None, Path, str]:
     """The run that resume=auto goes on with, if there is one, where it was looked for, and by what name."""
     from toyexp.training.resume import find_newest
@@ -229,9 +241,13 @@ def _newest(composed: Composed) -> tuple[Path | None, Path, str]:
 @of_a_part(_owners)  # each job of a sweep by itself
 def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
     """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
+    return carry_out(*ready(composed, directory, resume))
+
+
+def carry_out(prepared: Prepared, where: Path, resumed: Resumed | None) -> Result:
+    """Runs what is prepared; what becomes of a job that goes on by itself stands in its sweep's files too."""
     from toyexp.training.experiment import execute
 
-    prepared, where, resumed = _ready(composed, directory, resume)
     if resumed is None or is_a_job():  # whose sweep sees to it
         return execute(prepared, where, say, resumed)
     from toyexp.sweep.directory import kept_up
@@ -240,7 +256,7 @@ def experiment(composed: Composed, directory: Path | None = None, resume: Path |
         return execute(prepared, where, say, resumed)
 
 
-def _ready(
+def ready(
     composed: Composed, directory: Path | None = None, resume: Path | None = None
 ) -> tuple[Prepared, Path, Resumed | None]:
     """A run that is built and checked, where it goes, and what it goes on from; nothing is written yet."""
@@ -274,8 +290,14 @@ def _ready(
 
 def sweep(flags: dict[str, str], request: Request) -> int:
     """Runs every combination of the values, or goes on with a sweep."""
-    from toyexp.runs.of_sweep import SweepReport
     from toyexp.sweep.begin import sweep as run_jobs
+
+    return run_jobs(many_runs(flags, request))
+
+
+def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
+    """What a sweep is asked for, and how its jobs are run."""
+    from toyexp.runs.of_sweep import SweepReport
     from toyexp.sweep.runner import Asked
 
-    return run_jobs(Asked(flags, request, experiment, run, SweepReport()))
+    return Asked(flags, request, experiment, run, SweepReport())

@@ -39,12 +39,17 @@ def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
     parts = {kind: made(classes[kind], plain[kind]) for kind in PARTS if kind != "engine"}
     callbacks = {name: made(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
     settings = made(Settings, plain)
-    named = {f"{kind}={plain[kind]['name']}": part for kind, part in parts.items()}
+    check_together(settings, parts, callbacks)
+    return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
+
+
+def check_together(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+    """Has all parts of a run but its engine look at their settings, and looks at what two of them say together."""
+    named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     check_parts({"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}})
-    batch_size, accumulate = plain["batch_size"], plain["optim"]["accumulate"]
+    batch_size, accumulate = settings.batch_size, parts["optim"].accumulate
     if batch_size % accumulate:
         raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
-    return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,17 @@ from toyexp.formats.gguf.source import FromGGUF, opened
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:
     """The file's model, and a LoRA adapter's file on it, of which nothing trains: no memory for that is taken."""
+    tensors, adapters = frozen_tensors(model, path, adapter)
+    return setup.plan(model, tensors, adapters)
+
+
+def frozen_tensors(
+    model: Model, path: Path, adapter: Path | None = None
+) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
+    """The tensors of such a plan, each to be read from its file, and what of them is put on what."""
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
-    return setup.plan(model, [*tensors, *pairs], adapters)
+    return [*tensors, *pairs], adapters
 
 
 def see_as(dataset: Dataset, model: Model, path: Path) -> None:

@@ -121,6 +121,12 @@ def _step_of(event: Mapping[str, Any]) -> int | None:
     return step if isinstance(step, int) and 0 <= step < 1 << 53 else None
 
 
+def events_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The events in a file, one after another; what is none is passed over, and a file that cannot be read has none."""
+    for events in _events(path):
+        yield from events
+
+
 def _events(path: Path) -> Iterator[list[dict[str, Any]]]:
     """Some at a time."""
     try:

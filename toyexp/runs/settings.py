@@ -14,9 +14,14 @@ LEFT_OUT = ("defaults", "resume", "hydra", "sweep")
 
 
 def settings(run: Path) -> dict[str, str]:
-    """All settings of a run; none where its config.yaml cannot be read."""
+    """All settings of a run as they are typed; none where its config.yaml cannot be read."""
+    return {key: typed(value) for key, value in values(run).items()}
+
+
+def values(run: Path) -> dict[str, Any]:
+    """The same as the numbers, texts and lists that they are."""
     saved = settings_in(run / "config.yaml")
-    return {key: typed(value) for key, value in _flat({k: v for k, v in saved.items() if k not in LEFT_OUT})}
+    return dict(_flat({k: v for k, v in saved.items() if k not in LEFT_OUT}))
 
 
 def _flat(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

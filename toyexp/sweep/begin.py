@@ -26,6 +26,12 @@ FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job i
 
 def sweep(asked: Asked) -> int:
     """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
+    runner, jobs = prepared(asked)
+    return runner.foresee(jobs) if "--dry-run" in asked.flags else runner.run(jobs)
+
+
+def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
+    """What runs the jobs of a sweep, new or gone on with, and those that there are to run yet."""
     from toyexp.config.keys import Keys
     from toyexp.config.mistakes import check_blanks, check_settings
     from toyexp.config.words import lines
@@ -56,17 +62,13 @@ def sweep(asked: Asked) -> int:
         from toyexp.sweep.search import Searcher
 
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
-        return _done(Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)), [])
+        return Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)), []
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
-    return _done(Runner(asked, of_jobs, settings, jobs, memory, values), jobs)
+    return Runner(asked, of_jobs, settings, jobs, memory, values), jobs
 
 
-def _done(runner: Runner, jobs: Sequence[Job]) -> int:
-    return runner.foresee(jobs) if "--dry-run" in runner.asked.flags else runner.run(jobs)
-
-
-def _go_on(asked: Asked, path: Path) -> int:
+def _go_on(asked: Asked, path: Path) -> tuple[Runner, Sequence[Job]]:
     from toyexp.config.schema import Source
     from toyexp.config.words import lines, parse
 
@@ -93,7 +95,7 @@ def _go_on(asked: Asked, path: Path) -> int:
         raise
     if memory["cwd"] != str(Path.cwd()) and "--json" not in asked.flags:
         say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
-    return _done(runner, runner.unfinished())
+    return runner, runner.unfinished()
 
 
 def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, own: Sequence[str]) -> Runner:

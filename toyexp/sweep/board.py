@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from toyexp.base.errors import for_terminal
-from toyexp.base.terminal import write_text
+from toyexp.base.terminal import in_notebook, is_silent, write_text
 from toyexp.base.words import duration
 from toyexp.sweep.directory import ANSWERED, FAILURES, Job, Status
 from toyexp.sweep.journal import Seldom
@@ -115,10 +117,44 @@ class Board:
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
 
 
+@dataclass
+class Cell(Board):
+    """The same in a notebook: one output of the cell, in place of which the next picture comes."""
+
+    _shown: Any = None
+
+    def draw(self, soon: bool = False) -> None:
+        """Draws it anew; `soon`: unless that was a moment ago."""
+        from IPython.display import display
+
+        if soon and time.monotonic() - self._drawn < REDRAW:
+            return
+        text = "\n".join(map(for_terminal, self.lines()))
+        output = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self._shown is None:
+            self._shown = display(output, raw=True, display_id=True)
+        else:
+            self._shown.update(output, raw=True)
+        self._drawn = time.monotonic()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """What is printed meanwhile has outputs of its own."""
+        yield
+
+    def clear(self) -> None:
+        """Leaves it as it ended."""
+        self.draw()
+
+
 def board_for(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, launcher: str
 ) -> Board | None:
-    """A board where jobs run side by side before a person's terminal; else each line is printed as it comes."""
+    """A board in a notebook, and where jobs run side by side before a terminal; else lines are printed as they come."""
+    if is_silent():
+        return None
+    if in_notebook():
+        return Cell(jobs, ranking, at_once)
     watched = bool(sys.stdout and sys.stdout.isatty())
     side_by_side = launcher == "stacked" or (launcher == "joblib" and at_once > 1)
     return Board(jobs, ranking, at_once) if watched and side_by_side else None

@@ -158,15 +158,7 @@ class SweepDir:
             what = f"holds no sweep ({SWEEP})" if path.exists() else absent(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
-        path = path.absolute()
-        state = {"space": [], **read_json(path / SWEEP)}
-        try:
-            if isinstance(state.get("jobs"), list):
-                Journal(path).read_into(state["jobs"])
-            jobs = _check(state)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
-        return cls(path, jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")})
+        return cls(path.absolute(), *remembered(path.absolute()))
 
     def close(self) -> None:
         """Lets others have the directory, whose files are up to date."""
@@ -243,6 +235,18 @@ class SweepDir:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
             self._told = True
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
+
+
+def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
+    """The jobs of the sweep in a directory as they stand, and what it takes to go on; UserError where it is damaged."""
+    state = {"space": [], **read_json(path / SWEEP)}
+    try:
+        if isinstance(state.get("jobs"), list):
+            Journal(path).read_into(state["jobs"])
+        jobs = _check(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
+    return jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")}
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
-from toyexp.base.terminal import say, status
+from toyexp.base.terminal import say, silent, status
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
@@ -77,6 +77,16 @@ class Runner:
         self._gpus = Gpus(visible())
         self._share = share_of(settings, jobs, self._ahead, self._gpus)
         self._limit, self._cores, self._most_gpus = self._share.jobs, self._share.cores, self._share.gpus
+
+    @property
+    def place(self) -> Path | None:
+        """The sweep's directory, once there is one."""
+        return self._folder.path if self._folder else None
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """All jobs that there are so far."""
+        return self._jobs
 
     # -- what there is to do --
 
@@ -355,7 +365,7 @@ class Runner:
         """Runs a job in this process, which afterwards is as it was before."""
         assert self._folder is not None
         try:
-            with contained():
+            with contained(), self._shown_as_one(job):
                 say(f"\n[{job.number}] {job.label}".rstrip())
                 if job.attempts > 1:
                     self.asked.run(self._order(job).words())
@@ -371,6 +381,19 @@ class Runner:
             log.debug("job failed", exc_info=error)
             return failure(error)
         return Ended(0)
+
+    @contextlib.contextmanager
+    def _shown_as_one(self, job: Job) -> Iterator[None]:
+        """Where there is a board, a job in this process has its line there, and prints nothing else."""
+        if self._board is None:
+            yield
+            return
+        self._board.begin(job)
+        try:
+            with silent():
+                yield
+        finally:
+            self._board.leave(job)
 
     # -- how it ended --
 

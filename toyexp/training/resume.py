@@ -77,7 +77,11 @@ def _change(key: str, then: Any, now: Any) -> str:
 
 
 class Complete(UserError):
-    """There is nothing to go on with: all steps were taken."""
+    """There is nothing to go on with: all steps of the `run` were taken."""
+
+    def __init__(self, text: str, run: Path):
+        self.run = run
+        super().__init__(text)
 
 
 class OtherExperiment(UserError):
@@ -168,7 +172,8 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if found.step == settings.steps and _completed(directory):
         raise Complete(
             f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
-            f"to train on: resume={short(directory)} steps={2 * settings.steps}"
+            f"to train on: resume={short(directory)} steps={2 * settings.steps}",
+            directory,
         )
     if misfit := state_misfit(prepared.plan, found.arrays):
         raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")

@@ -1,0 +1,415 @@
+"""The Python door: run, train, sweep and open, what they return, and what they leave behind in the process."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import environments
+import numpy as np
+import pytest
+from tiny import write_base
+
+import toyexp
+from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
+from toyexp.commands.line import main
+from toyexp.config.words import parse
+from toyexp.door.words import worded
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.text.byte_level import Bytes
+from toyexp_data.text import Text
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_models.llama import Llama
+from toyexp_recipes.lora import Lora
+
+pytestmark = pytest.mark.xdist_group("door")
+MODEL = {"name": "llama", "d_model": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_ff": 24, "context": 16}
+SETTINGS = {"steps": 8, "batch_size": 2, "eval_every": 4, "checkpoint_every": "4", "lr": 0.01}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A directory with a book, in which all of it happens."""
+    folder, before = tmp_path_factory.mktemp("door"), Path.cwd()
+    (folder / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.\n" * 60)
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+WORDS = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def trained(here):
+    return toyexp.run(*WORDS, model=MODEL, **SETTINGS, directory="first", quiet=True)
+
+
+def events(run, kind):
+    lines = (Path(run) / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+# -- what comes out of a run ------------------------------------------------------------------------------------------
+
+
+def test_the_history_is_that_of_the_events(trained):
+    history, steps, evals = trained.history, events(trained, "step"), events(trained, "eval")
+    np.testing.assert_array_equal(history.step, range(1, 9))
+    for name in ("loss", "lr", "grad_norm"):
+        np.testing.assert_array_equal(history[name], [event[name] for event in steps])
+    np.testing.assert_array_equal(history.tokens, 2 * 16 * np.arange(1, 9))
+    np.testing.assert_array_equal(history.seconds, [event["t"] for event in steps])
+    np.testing.assert_array_equal(history.held_out["step"], [0, 4, 8])
+    np.testing.assert_array_equal(history.held_out["loss"], [event["loss"] for event in evals])
+    assert set(history) == {"step", "loss", "lr", "grad_norm", "tokens", "seconds", "speed"}
+
+
+def test_a_result_says_how_the_run_went(trained, here):
+    told = json.loads((here / "first" / "result.json").read_text())
+    assert (trained.state, trained.steps, trained.loss) == ("completed", 8, told["train_loss"])
+    assert trained.held_out == {"loss": told["eval_loss"]}
+    assert trained.settings["model"] == "llama" and trained.settings["model.d_model"] == 16
+    assert {"model.gguf", "events.jsonl", "checkpoints/step-4", "checkpoints/step-8"} <= trained.files.keys()
+    shown = repr(trained)
+    assert "completed after 8 steps" in shown and f"{told['eval_loss']:.4f}" in shown and shown.endswith("first")
+    page = trained._repr_html_()
+    assert page.count("<circle") == 3 and "<polyline" in page and "completed after 8 steps" in page
+
+
+def test_the_parameters_are_those_of_the_file(trained):
+    with GGUFFile(trained.files["model.gguf"]) as file:
+        assert set(trained.parameters) == set(file.tensors)
+        for name, array in trained.parameters.items():
+            np.testing.assert_array_equal(array, file.read(name))
+    assert trained.model == Llama(**{k: v for k, v in MODEL.items() if k != "name"}, vocab=trained.model.vocab)
+
+
+def test_logits_are_those_of_another_engine_and_generate_follows_them(trained):
+    ids = trained.tokenizer.prompt("It was")
+    ours, theirs = trained.logits("It was", engine="ggml"), trained.logits(ids, engine="cpu:threads=1")
+    assert ours.shape == (len(ids), trained.model.vocab)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    both = trained.logits(np.stack([ids, ids]), engine="ggml")
+    np.testing.assert_allclose(both, [ours, ours], atol=1e-6)
+    greedy = list(ids)
+    for _ in range(4):
+        greedy.append(int(trained.logits(greedy, engine="cpu:threads=1")[-1].argmax()))
+    text = trained.generate("It was", tokens=4, temperature=0, engine="ggml")
+    assert text == trained.tokenizer.decode(greedy[len(ids) :])
+    assert trained.generate(ids, tokens=4, temperature=0, engine="ggml") == greedy[len(ids) :]
+
+
+def test_a_frame_has_a_row_a_step_or_says_what_to_install(trained):
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        with pytest.raises(Unavailable, match="pip install pandas"):
+            trained.history.frame()
+        return
+    frame = trained.history.frame()
+    assert list(frame.index) == list(range(9)) and frame.loc[8, "held_out_loss"] == trained.held_out["loss"]
+    np.testing.assert_array_equal(frame.loss[1:], trained.history.loss)
+
+
+def test_what_is_there_is_opened_and_what_is_none_is_named(trained, here):
+    again = toyexp.open("first")
+    assert (again.state, again.held_out) == (trained.state, trained.held_out)
+    for place, reason in (("nowhere", "nowhere"), ("book.txt", "holds no run"), (".", "holds no run")):
+        with pytest.raises(UserError, match=reason):
+            toyexp.open(place)
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(trained, here):
+    whole = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **{**SETTINGS, "steps": 12}, quiet=True)
+    part = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **SETTINGS, name="part", quiet=True)
+    assert toyexp.run(resume=part, steps=12, quiet=True).directory == part.directory
+    np.testing.assert_array_equal(toyexp.open(part).history.loss, whole.history.loss)
+    same = toyexp.run(*WORDS, "callbacks=[events]", resume="auto", model=MODEL, **{**SETTINGS, "steps": 12},
+                      name="part", quiet=True)  # fmt: skip
+    assert same.directory == part.directory and same.steps == 12
+    with pytest.raises(UserError, match="is complete"):
+        toyexp.run(resume=part, quiet=True)
+
+
+@dataclass(eq=False)
+class Interrupting(Callback):
+    """Does as a person who presses Ctrl-C."""
+
+    name = "interrupting"
+    at: int = 5
+    number: int = int(signal.SIGINT)
+
+    @hookimpl
+    def on_step(self, step: int):
+        if step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+@dataclass(eq=False)
+class Failing(Callback):
+    """Is broken."""
+
+    name = "failing"
+
+    @hookimpl
+    def on_step(self, step: int):
+        if step == 6:
+            raise RuntimeError("no more")
+
+
+def parts(*callbacks, **more):
+    return {
+        "model": Llama(**{k: v for k, v in MODEL.items() if k != "name"}), "data": Text(path="book.txt"),
+        "engine": GGMLCPU(threads=1), "callbacks": ["default", *callbacks], "quiet": True, **SETTINGS, **more,
+    }  # fmt: skip
+
+
+def test_an_interrupted_run_is_left_saved_and_goes_on(trained, here):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        toyexp.train(**parts(Interrupting()), directory="stopped")
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "toyexp.open('stopped')" in caught.value.__notes__[0]
+    assert "toyexp.train(..., resume='stopped')" in caught.value.__notes__[0]
+    left = toyexp.open("stopped")
+    assert (left.state, left.steps) == ("interrupted", 5)
+    done = toyexp.train(**parts(), resume=left)
+    assert done.state == "completed"
+    np.testing.assert_array_equal(done.history.loss, trained.history.loss)
+
+
+def test_a_run_that_fails_names_whose_fault_it_is_and_what_is_left(here):
+    with pytest.raises(RunFailed, match=r"callbacks\.failing failed at step 6: RuntimeError: no more") as caught:
+        toyexp.train(**parts(Failing()), directory="failed")
+    assert "toyexp.open('failed')" in caught.value.__notes__[0]
+    assert toyexp.open("failed").state == "failed" and "no more" in toyexp.open("failed").why
+
+
+# -- finished objects -------------------------------------------------------------------------------------------------
+
+
+def test_finished_objects_train_as_the_words_for_them_do(trained, here):
+    objects = parts()
+    result = toyexp.train(**objects, directory="objects")
+    np.testing.assert_array_equal(result.history.loss, trained.history.loss)
+    assert result.settings == trained.settings
+    assert objects["data"] == Text(path="book.txt") and objects["model"].vocab == parts()["model"].vocab
+    assert toyexp.run(resume="objects", steps=9, quiet=True).steps == 9  # by the words of its config.yaml
+
+
+def test_an_adapter_is_trained_on_a_base_and_put_on_it_afterwards(here):
+    base = write_base(here / "base.gguf", "llama", tokenizer=Bytes())
+    recipe = Lora(base=str(here / "base.gguf"), rank=2)
+    result = toyexp.train(data=Text(path="book.txt"), recipe=recipe, engine="ggml", optim="adamw",
+                          **{**SETTINGS, "lr": 0.1}, directory="adapter", quiet=True)  # fmt: skip
+    assert result.model == base and result.settings["recipe.rank"] == 2
+    merged = result.logits([1, 2, 3], engine="ggml")
+    result.files["model.gguf"].unlink()  # the adapter and its base are left
+    result = toyexp.open(result)
+    pairs = [name for name in result.parameters if name.endswith("lora_a")]
+    assert pairs and all(result.parameters[name].shape[0] == 2 for name in pairs)
+    np.testing.assert_allclose(result.logits([1, 2, 3], engine="ggml"), merged, atol=1e-3 * np.abs(merged).max())
+    before = toyexp.train(data=Text(path="book.txt"), recipe=Lora(base=str(here / "base.gguf"), rank=2), engine="ggml",
+                          **{**SETTINGS, "lr": 0.0, "steps": 1}, directory="none", quiet=True)  # fmt: skip
+    changed = np.abs(result.logits([1, 2, 3], engine="ggml") - before.logits([1, 2, 3], engine="ggml")).max()
+    assert changed > 1e-3
+    with pytest.raises(UserError, match="leave model out"):
+        toyexp.train(model="llama", recipe=Lora(base=str(here / "base.gguf")), quiet=True)
+
+
+@pytest.mark.parametrize(("given", "parts_of_it"), [
+    ({"stepss": 3}, ["stepss", "did you mean steps?"]),
+    ({"steps": "six"}, ["steps=six"]),
+    ({"steps": 0}, ["steps=0", "from 1"]),
+    ({"model": Llama}, ["model", "Llama()"]),
+    ({"engine": 3}, ["engine", "3", "ggml"]),
+    ({"engine": "gml"}, ["engine=gml", "did you mean ggml?"]),
+    ({"callbacks": "plots"}, ["['default', 'plots']"]),
+    ({"model": Llama(d_model=30, n_heads=4)}, ["n_heads"]),
+    ({"directory": "first"}, ["already holds a run", "directory=..."]),
+])  # fmt: skip
+def test_bad_objects_are_refused_in_a_line(trained, given, parts_of_it):
+    with pytest.raises(UserError) as caught:
+        toyexp.train(**{**parts(), **given})
+    assert all(part in str(caught.value) for part in parts_of_it), caught.value
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [
+    ["recip=warm"], ["recipe=wram"], ["steps=ten"], ["steps"], ["seed=1,2"], ["engine=nothing"], ["sweep.jobs=3"],
+    ["--config-dir=nowhere"], ["model.d_model=30", "model.n_heads=4"], ["resume=nowhere"], ["--nonsense"],
+])  # fmt: skip
+def test_bad_words_are_told_as_on_the_command_line(here, capsys, words):
+    assert main(words) == 2
+    line = re.sub(r" \(more: toyexp help \w+\)$", "", capsys.readouterr().err.removeprefix("toyexp: error: ").rstrip())
+    with pytest.raises(UserError) as caught:
+        toyexp.run(*words, quiet=True)
+    assert str(caught.value) == line
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_no_single_run_says_what_to_call(here):
+    for words, reason in ((["-m", "seed=1,2"], "toyexp.sweep"), (["--dry-run"], "toyexp --dry-run"),
+                          (["sweep.resume=x"], r"toyexp\.sweep\(resume=DIR\)")):  # fmt: skip
+        with pytest.raises(UserError, match=reason):
+            toyexp.run(*words)
+    with pytest.raises(UserError, match=r"model=.*toyexp\.train"):
+        toyexp.run(model=Llama())
+
+
+def test_keywords_are_read_back_as_the_values_they_were(here):
+    given = {
+        "steps": 100, "lr": 1e-3, "name": "a b", "data.path": "it's \"here\"\\", "resume": None, "x": True, "y": "true",
+        "z": "12", "list": ["a", 1, None], "u": np.float32(0.5), "place": Path("a/b c"), "café": "é",
+    }  # fmt: skip
+    found = {o.key_or_group: o.value() for o in parse(worded({k: v for k, v in given.items() if k != "café"}))}
+    expected = {k: str(v) if isinstance(v, Path) else v for k, v in given.items() if k != "café"}
+    assert {k: getattr(v, "text", v) for k, v in found.items()} == expected
+    nested = worded({"model": {"name": "llama", "d_model": 8}, "callbacks": {"default": {}, "plots": {"every": 5}},
+                     "optim": {"groups": {"*[0]": {"lr": 1}}}})  # fmt: skip
+    assert nested == ["model=llama", "model.d_model=8", "callbacks=[default,plots]", "callbacks.plots.every=5",
+                      r"optim.groups={*\[0\]:{lr:1}}"]  # fmt: skip
+    assert worded({"seed": [1, 2], "callbacks": ["a"]}, swept=True) == ["seed=1,2", "callbacks=[a]"]
+
+
+# -- many -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(here, capsys):
+    swept = toyexp.sweep(
+        *WORDS, model=MODEL, seed=[0, 1], **{**SETTINGS, "lr": [0.0, 0.01]}, callbacks=["events"],
+        sweep={"isolate": False, "report": False}, directory="swept", quiet=True,
+    )  # fmt: skip
+    assert capsys.readouterr() == ("", "")
+    assert [row["lr"] for row in swept.table] == [0.01, 0.01, 0.0, 0.0]
+    scores = [run.held_out["loss"] for run in swept]
+    assert scores[:2] == sorted(scores[:2]) and swept.best.held_out["loss"] == scores[0]
+    assert swept.table[0]["mean"] == pytest.approx(np.mean(scores[:2]))
+    assert swept.table[0]["deviation"] == pytest.approx(np.std(scores[:2], ddof=1))
+    again = toyexp.open("swept")
+    assert again.table == swept.table and len(again) == 4 and again.metric == "held-out loss"
+    assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "state", "steps", "loss", "held_out_loss",
+                                                   "seconds", "mean", "deviation"]  # fmt: skip
+    assert again._repr_html_().count("<tr>") == 5
+
+
+def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here):
+    words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "callbacks=[events]", "sweep.report=false"]
+    some = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
+                        sweep={"isolate": False}, quiet=True)  # fmt: skip
+    assert [row["state"] for row in some.table] == ["completed", "refused"] and "n_heads" in some.failed[1]
+    with pytest.raises(UserError, match="n_heads"):
+        toyexp.sweep(*words, "model.n_heads=3,5", steps=1, model={"d_model": 16}, quiet=True)
+    with pytest.raises(UserError, match=r"holds no sweep"):
+        toyexp.sweep(resume=here / "first", quiet=True)
+
+
+# -- what is left behind in the process -------------------------------------------------------------------------------
+
+
+AS_IT_WAS = """
+import logging, os, random, signal, sys, threading
+from pathlib import Path
+import hydra
+import numpy as np
+import toyexp
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+
+def state():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    logs = [(log.level, log.handlers) for log in (logging.getLogger(), logging.getLogger("toyexp"))]
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}  # which is read once
+    return {
+        "environment": environment, "here": os.getcwd(), "path": list(sys.path), "threads": threading.active_count(),
+        "signals": [signal.getsignal(number) for number in numbers], "logs": repr(logs), "random": random.getstate(),
+        "numpy": repr(np.random.get_state()), "groups": sorted(ConfigStore.instance().repo),
+    }
+
+words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "plugins=[beside]"]
+sizes = {"d_model": 16, "n_heads": 2, "context": 8, "d_ff": 8}
+with hydra.initialize_config_dir(str(Path("app").absolute()), version_base="1.3"):
+    before = state()
+    for steps in (2, 0):
+        try:
+            toyexp.run(*words, steps=steps, model=sizes, quiet=True)
+        except toyexp.UserError as error:
+            print(error)
+    after = state()
+    for name in before:
+        assert before[name] == after[name], (name, before[name], after[name])
+    assert GlobalHydra.instance().is_initialized()
+    print(hydra.compose("config").thing["_target_"])
+assert not GlobalHydra.instance().is_initialized()
+print("torch" in sys.modules)
+"""
+
+
+def test_a_run_leaves_the_process_as_it_was(here):
+    """And a person's own Hydra, with files that toyexp's would refuse."""
+    (here / "app").mkdir()
+    (here / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
+    (here / "beside.py").write_text(
+        "from dataclasses import dataclass\nfrom toyexp import Callback, hookimpl\n"
+        "@dataclass(eq=False)\nclass Beside(Callback):\n    'Another.'\n    name = 'beside'\n"
+        "@hookimpl\ndef register_callbacks(register):\n    register(Beside)\n"
+    )
+    done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=here)
+    told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == told and done.stderr == ""
+
+
+def test_runs_of_several_threads_take_their_turns(here):
+    results = []
+
+    def work(seed):
+        results.append(toyexp.run(*WORDS, "callbacks=[events]", seed=seed, model=MODEL, **{**SETTINGS, "steps": 2},
+                                  quiet=True))  # fmt: skip
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    losses = sorted((result.settings["seed"], *result.history.loss) for result in results)
+    assert len(losses) == 3 and losses[0] == losses[1] != losses[2]
+
+
+def test_in_a_notebook_progress_is_one_output_that_renews(here, monkeypatch, capsys):
+    shown = []
+
+    class Handle:
+        def update(self, output, raw):
+            shown[-1].append(output["text/plain"])
+
+    def display(output, raw, display_id):
+        shown.append([output["text/plain"]])
+        return Handle()
+
+    shell = types.ModuleType("IPython")
+    shell.get_ipython = lambda: types.SimpleNamespace(kernel=None)
+    page = types.ModuleType("IPython.display")
+    page.display = display
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    toyexp.run(*WORDS, model=MODEL, **SETTINGS)
+    printed = capsys.readouterr().out
+    assert "step" not in printed.partition("recipe ")[2].partition("\n")[2] and "engine  ggml" in printed
+    assert len(shown) == 1 and shown[0][-1].startswith("8/8  loss ") and "held-out" in shown[0][-1]
+    shown.clear()
+    toyexp.sweep(*WORDS, seed=[0, 1], model=MODEL, **{**SETTINGS, "steps": 2},
+                 sweep={"isolate": False, "report": False})  # fmt: skip
+    assert len(shown) == 1 and shown[0][-1].startswith("0 running · 2 of 2 done")

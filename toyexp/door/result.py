@@ -1,0 +1,361 @@
+"""What came out of a run, as a Python program looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent
+from toyexp.base.memory import TO_EVALUATE, running_out
+from toyexp.base.ownership import LEDGER, LOCK
+from toyexp.base.words import columns, counted, short
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
+from toyexp.door.aside import aside
+from toyexp.door.history import History
+from toyexp.door.shown import of_run
+from toyexp.runs.events import events_in, start_of
+from toyexp.runs.found import SIGNS, look
+from toyexp.runs.settings import values
+from toyexp.training.checkpoint import result_of
+
+if TYPE_CHECKING:
+    from toyexp.contract.engine import Engine
+    from toyexp.contract.model import Model
+    from toyexp.contract.plan import Plan, PlanTensor
+    from toyexp.contract.session import Session
+    from toyexp.text.tokenizer import Tokenizer
+
+FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
+
+
+class Result:
+    """A run's directory, read when it is asked for; a run that goes on elsewhere is looked at as it stands.
+
+    It may stand wherever a path may: `toyexp.run(resume=result)`.
+    """
+
+    def __init__(self, directory: Path, registry: Registry | None = None):
+        self.directory = directory.absolute()
+        self._registry = registry or load()
+        self._look = look(self.directory)
+
+    # -- how it went --
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self._look.name
+
+    @property
+    def state(self) -> str:
+        """How it ended: completed, stopped (by a callback), pruned, interrupted, failed, killed; or running."""
+        return self._look.state
+
+    @property
+    def why(self) -> str:
+        """The sentence of the callback that stopped it, or the error that it failed with; else empty."""
+        return self._look.why
+
+    @property
+    def steps(self) -> int | None:
+        """Optimiser steps taken; None where none is known of."""
+        return self._look.steps
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of the last step's batch, in nats a target."""
+        return self._look.train_loss
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """The last scores on the held-out data: loss, in nats a target, and the model's own, such as accuracy."""
+        loss = {} if self._look.loss is None else {"loss": self._look.loss}
+        return {**loss, **self._look.scores}
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Of a run that keeps its best weights (`checkpoint_best`): their step, metric and score."""
+        return result_of(self.directory).get("best")
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took in all."""
+        return self._look.seconds
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens, or images, a second, in steps alone."""
+        return self._look.speed
+
+    @cached_property
+    def history(self) -> History:
+        """Its numbers step by step, as arrays."""
+        return History.of(self.directory)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
+        return values(self.directory)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What it recorded as it began: engine, machine, model, data."""
+        return start_of(self.directory)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What it was warned of, a sentence each."""
+        events = events_in(self.directory / "events.jsonl")
+        return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Its files by their names below its directory; a checkpoint is a directory: files["checkpoints/step-200"]."""
+        found: dict[str, Path] = {}
+        with contextlib.suppress(OSError):
+            for path in sorted(self.directory.iterdir()):
+                inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
+                found |= {str(p.relative_to(self.directory)): p for p in inside if not _is_aside(p.name)}
+        return found
+
+    # -- what it trained --
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that was trained, with its sizes; of an adapter, its base. `parameters` are its weights.
+
+        Raises UserError where the run left no weights.
+        """
+        from toyexp.formats.gguf.open_model import model_of
+
+        return model_of(self._weights[0], self._registry)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        """Its trained weights: float32 arrays by the names of GGUF, a matrix as [out, in]; read one by one.
+
+        An adapter's are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], beside the base's.
+        """
+        from toyexp.formats.file_plan import frozen_tensors
+
+        return Parameters(frozen_tensors(self.model, *self._weights)[0])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
+        from toyexp.formats.gguf.source import opened
+        from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
+
+        file = opened(str(self._weights[0]))
+        if not has_text(file):
+            raise UserError(f"{short(self._weights[0])}: has no tokenizer, so it knows ids alone")
+        return read_tokenizer(file)
+
+    def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
+        """The model's float32 logits, before any softmax.
+
+        Of a language model `inputs` is a text, or token ids [T] or [B, T], and the answer [T, V] or [B, T, V]; a text
+        begins with the tokenizer's first token, where it has one. Of images it is uint8 [N, H, W, channels] as large as
+        the model's, and the answer [N, classes]; one image has an answer [classes].
+
+        Raises UserError for what the model cannot read, and for more tokens than its context.
+        """
+        from toyexp.contract.recipe import Setup
+
+        with aside("logits"):
+            arrays, specs, single = self._inputs(inputs)
+            rows = min(max((len(array) for array in arrays.values()), default=1), 32)
+            with self._session(self._plan(Setup(specs, rows)), engine) as session:
+                found = session.logits(arrays)
+            return found[0] if single else found
+
+    def generate(
+        self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
+        top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, engine: str = "auto",
+    ) -> str | list[int]:  # fmt: skip
+        """What the model writes behind a prompt, without it: at most so many tokens, or up to its end of text.
+
+        With temperature 0 always the likeliest token; `chat` puts the prompt into the chat template. The same seed
+        writes the same text. Of ids as a prompt, and a model without a tokenizer, it is a list of ids.
+
+        Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
+        """
+        from toyexp.commands import generate as writing
+        from toyexp.commands.author import Options
+        from toyexp.contract.sampling import Sampling
+
+        path, adapter = self._weights
+        options = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k, "--top-p": top_p,
+                   "--min-p": min_p, "--seed": seed}  # fmt: skip
+        for name, value in options.items():
+            least, most = writing.LIMITS[name]
+            whole = isinstance(least, int) and not (isinstance(value, int) and not isinstance(value, bool))
+            if whole or not least <= value <= most:
+                kind = "a whole number" if isinstance(least, int) else "a number"
+                key = name.removeprefix("--").replace("-", "_")
+                raise UserError(f"generate {key}={printable(repr(value))}: must be {kind} from {least} to {most}")
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, [int(i) for i in prompt])
+        if text == "-":  # which on a command line stands for standard input
+            text, ids = None, self.tokenizer.prompt("-").tolist()
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        asked = Options(
+            path, text, ids, chat, tokens, sampling, seed, str(adapter) if adapter else None, engine,
+            plugins=self._registry.modules,
+        )  # fmt: skip
+        with aside("generate", quiet=True):
+            found = writing.generate(asked, self._registry, lambda text: None)
+        return found.text if isinstance(prompt, str) and found.text is not None else found.ids
+
+    # -- how it is done --
+
+    @cached_property
+    def _weights(self) -> tuple[Path, Path | None]:
+        """The file of the model, and that of an adapter on it; UserError where nothing is left."""
+        from toyexp.config.restored import ADAPTER, MODEL, file_of, newest_in
+
+        adapter = self.directory / ADAPTER
+        if (self.directory / MODEL).exists():
+            return file_of(self.directory, registry=self._registry), None
+        if adapter.exists() and (base := self.settings.get("recipe.base")):
+            return file_of(Path(str(base)), registry=self._registry), adapter
+        newest = newest_in(self.directory)
+        if newest is None:
+            raise UserError(
+                f"{short(self.directory)}: left no weights; callbacks=[default] writes {MODEL}, checkpoint_every=100 "
+                "checkpoints"
+            )
+        with aside("weights"):
+            return file_of(newest, registry=self._registry), None
+
+    def _plan(self, setup: Any) -> Plan:
+        from toyexp.formats.file_plan import frozen_plan
+
+        path, adapter = self._weights
+        return frozen_plan(self.model, path, setup, adapter)
+
+    @contextlib.contextmanager
+    def _session(self, plan: Plan, engine: str | Engine) -> Iterator[Session]:
+        """An open session that computes the plan."""
+        from toyexp.config.engines import engine_of, pick_engine
+        from toyexp.reference.forward import check_forward
+        from toyexp.training.memory import check_plan
+
+        if not isinstance(engine, str):
+            computes = engine
+        elif engine == "auto":
+            computes = pick_engine({"name": "auto"}, self._registry)[0]
+        else:
+            computes = engine_of(engine, self._registry)
+        computes = computes.of_one_row() if plan.rows == 1 else computes
+        computes.check_rows(plan.rows, 1)
+        check_plan(plan, computes, TO_EVALUATE)
+        computes.check_plan(plan)
+        check_forward(plan, short(self.directory))
+        with running_out(TO_EVALUATE), computes.realize(plan) as session:
+            session.build()
+            yield session
+
+    def _inputs(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
+        """The arrays of a batch, what they are, and whether one row was given without its axis."""
+        model: Any = self.model
+        name = model.reads.sequence
+        if not name:
+            return self._images(given)
+        ids = self.tokenizer.prompt(given) if isinstance(given, str) else np.asarray(given)
+        if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
+            raise UserError(f"logits: takes a text, or token ids [T] or [B, T], not {list(ids.shape)} of {ids.dtype}")
+        vocab, context = int(model.vocab), int(model.context)
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
+        if ids.shape[-1] > context:
+            raise UserError(f"logits: {counted(ids.shape[-1], 'token')} are more than the model's context of {context}")
+        rows = np.atleast_2d(ids).astype(np.int32)
+        return {name: rows}, model.reads.inputs(rows.shape[1]), ids.ndim == 1
+
+    def _images(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
+        from toyexp.commands.predict import Seen
+        from toyexp.formats.gguf.source import opened
+
+        seen = Seen.of(opened(str(self._weights[0])), self.model, self.directory)
+        images, wanted = np.asarray(given), (seen.size, seen.size, seen.channels)
+        single = images.ndim == 3
+        images = images[None] if single else images
+        if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
+            raise UserError(
+                f"logits: takes uint8 images [N, {', '.join(map(str, wanted))}], not {list(images.shape)} of "
+                f"{images.dtype}; files of any size are for toyexp predict"
+            )
+        batches = seen.model.batches(seen.dataset(images), min(len(images), 32), 0)
+        parts = list(batches.held_out())
+        arrays = {n: np.concatenate([part[n] for part in parts])[: len(images)] for n in seen.model.inputs()}
+        return arrays, batches.inputs, single
+
+    # -- how it is shown --
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is worth a look, as pairs of a word and what it is."""
+        chosen = [str(self.settings.get(part, "")) for part in ("recipe", "model", "data", "engine")]
+        taken = "" if self.steps is None else f" after {counted(self.steps, 'step')}"
+        took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
+        first = self.history.held_out.get("loss", np.empty(0))
+        begun = f"{first[0]:.4f} -> " if len(first) > 1 and math.isfinite(first[0]) else ""
+        told = [
+            ("run", f"{self.name}  ({', '.join(filter(None, chosen))})"),
+            ("state", f"{self.state}{taken}{took}" + (f": {self.why}" if self.why else "")),
+            *((f"held-out {k}", f"{begun if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
+        ]
+        if self.loss is not None:
+            told.append(("train loss", f"{self.loss:.4f}"))
+        if self.warnings:
+            told.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
+        return [*told, ("directory", short(self.directory))]
+
+    def __repr__(self) -> str:
+        return "\n".join(columns(self.lines()))
+
+    def _repr_html_(self) -> str:
+        return of_run(self.lines(), self.history)
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+class Parameters(Mapping[str, np.ndarray]):
+    """Tensors by their names, each read from its file when it is asked for."""
+
+    def __init__(self, tensors: Sequence[PlanTensor]):
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        return np.asarray(tensor.values.draw(tensor.shape, 0, name), np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return "\n".join(columns([(name, str(list(tensor.shape))) for name, tensor in self._tensors.items()]))
+
+
+def _is_aside(name: str) -> bool:
+    return name.startswith(".") or name in (LOCK, LEDGER)
+
+
+def require_run(directory: Path) -> None:
+    """Raises UserError for a directory that is none of a run."""
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if "config.yaml" not in names or not names & SIGNS:
+        what = "holds no run" if directory.exists() else absent(directory)
+        raise UserError(f"{os.fspath(directory)}: {what}; what is here: toyexp runs")

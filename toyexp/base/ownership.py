@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import dangling
-from toyexp.base.writing import in_one_piece, swap
+from toyexp.base.writing import replace_synced, swap
 
 LEDGER = "written.json"
 LOCK = "run.lock"
@@ -133,8 +133,7 @@ class Ledger:
         name = self._name(path)
         before = [_digest(path)] if path.exists() else []
         self._known[name] = [*before, *({digest} - {*before})]
-        with in_one_piece(self._root / LEDGER) as place:
-            place.write_text(json.dumps(self._known, indent=1) + "\n")
+        replace_synced(self._root / LEDGER, (json.dumps(self._known, indent=1) + "\n").encode())
 
 
 def keep_aside(path: Path) -> Path:

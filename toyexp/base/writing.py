@@ -71,6 +71,20 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_synced(path: Path, content: bytes) -> None:
+    """Writes a small file in one piece in place of an earlier one. Raises OSError.
+
+    Unlike `in_one_piece` it makes no directory and does not wait for the name to be on the disk: each takes as long as
+    the file itself. A file that is renamed there later comes to the disk no sooner.
+    """
+    place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(place, content)
+        place.replace(path)
+    finally:
+        place.unlink(missing_ok=True)
+
+
 def sync_directory(path: Path) -> None:
     """Flushes the names in a directory to the disk."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toyexp import Unavailable
+from toyexp import Unavailable, UserError
 from toyexp.commands.flags import split
 from toyexp.commands.line import main
 from toyexp.config.keys import choices
@@ -20,6 +20,7 @@ from toyexp.config.request import Request
 from toyexp.config.schema import Root, Source
 from toyexp.config.shipped import conf_dir
 from toyexp.config.top_level import GROUPS, PARTS, top_level
+from toyexp.config.words import parse
 from toyexp.contract.plugins import load
 from toyexp.contract.settings import settings_of
 from toyexp.sweep.directory import Job
@@ -271,6 +272,17 @@ def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
     assert "  3  seed=4 model.n_layers=2 " in capsys.readouterr().out
+
+
+def test_a_word_that_was_read_before_is_read_as_new():
+    words = ["model.x=[1,{a: b}]", "lr=0.1,0.2", "seed=range(3)"]
+    for _ in range(2):
+        given, rates, seeds = parse(words)
+        assert given.value() == [1, {"a": "b"}]
+        assert [*rates.sweep_iterator()] == [0.1, 0.2] and [*seeds.sweep_iterator()] == [0, 1, 2]
+        given.value()[1]["a"] = given.value()[0] = given.key_or_group = "changed"
+        with pytest.raises(UserError, match=r"a=\["):
+            parse(["a=["])
 
 
 def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_experiments_sweep(tiny_sweep):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Sequence
 
@@ -12,24 +14,27 @@ from hydra.errors import HydraException
 from toyexp.base.errors import UserError, printable
 from toyexp.base.words import typed
 
+WORDS = 1000  # that are known again: reading one takes a millisecond, and the jobs of a sweep share most
 # What draws a number, here or in another tool, as far as it is called.
 DRAWS = re.compile(r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|interval|range|choice|tag|log|int|float)\(.*\)")
 
 
 def parse(words: Sequence[str]) -> list[Override]:
     """Hydra's reading of the settings; UserError for what it cannot read."""
-    parser, parsed = OverridesParser.create(), []
-    for text in words:
-        try:
-            override = parser.parse_overrides([text])[0]
-        except HydraException:
-            raise _unreadable(text) from None
-        except ValueError:  # Python makes no number of more than some thousand digits
-            raise UserError(f"{printable(text)}: holds a number of more digits than can be read") from None
-        if not override.key_or_group:
-            raise _unreadable(text)
-        parsed.append(override)
-    return parsed
+    return [copy.copy(_parsed(text)) for text in words]
+
+
+@functools.lru_cache(WORDS)
+def _parsed(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_overrides([text])[0]
+    except HydraException:
+        raise _unreadable(text) from None
+    except ValueError:  # Python makes no number of more than some thousand digits
+        raise UserError(f"{printable(text)}: holds a number of more digits than can be read") from None
+    if not override.key_or_group:
+        raise _unreadable(text)
+    return override
 
 
 def lines(parsed: Sequence[Override]) -> list[str]:

@@ -9,6 +9,7 @@ from toyexp.contract.command import Command
 from toyexp.contract.plugins import load
 
 USUAL = {0: "done", 2: "bad input, told in a line or two; nothing was begun and nothing is written"}
+WIDE = "---\nhide: [toc]\n---\n\n"  # a page without the column on its right: help has up to 120 letters a line
 ENDED = "Ctrl-C, SIGTERM or SIGHUP"
 
 
@@ -38,12 +39,19 @@ TOLD = {
     "models": Told(guide="guides/after.md#which-files-are-here-toyexp-models"),
     "generate": Told(guide="guides/after.md#what-does-it-write-toyexp-generate"),
     "predict": Told(
-        "nothing, or with `--csv` that file, whole or not at all", "an image could not be read", "guides/after.md"
+        "nothing, or with `--csv` that file, whole or not at all",
+        "an image could not be read",
+        "guides/after.md#what-is-in-the-picture-toyexp-predict",
     ),
     "export": Told(
         "the model in its new type beside the old one, or at `--to`: whole or not at all",
         "it could not be written",
         "guides/exports.md",
+    ),
+    "merge": Told(
+        "the merged model, at `--out`: whole or not at all",
+        "it could not be written",
+        "guides/after.md#one-file-of-base-and-adapter-toyexp-merge",
     ),
     "runs": Told(guide="guides/compare.md"),
     "compare": Told("nothing, or with `--html` that file", guide="guides/compare.md"),
@@ -71,7 +79,7 @@ def overview() -> str:
         f"| [`toyexp {name}`](commands/{name}.md) | {offer.help.removesuffix('.')} |\n"
         for name, offer in load().offers["command"].items()
     )
-    return f"""# Commands
+    return f"""{WIDE}# Commands
 
 `toyexp key=value ...` without a command's name [trains](../guides/runs.md), `toyexp -m` [sweeps](../guides/sweeps.md).
 What any of these reads as data may leave its token ids in the cache, `~/.cache/toyexp`.
@@ -96,7 +104,7 @@ What any of these reads as data may leave its token ids in the cache, `~/.cache/
 def page(name: str, command: type[Command]) -> str:
     """One command: what it is for, its help, what it leaves, and its exit codes."""
     about = (command.__doc__ or "").splitlines()[0]
-    parts = [f"# toyexp {name}\n\n{about}\n", fenced(printed(name, "--help"))]
+    parts = [f"{WIDE}# toyexp {name}\n\n{about}\n", fenced(printed(name, "--help"))]
     told = TOLD.get(name, Told("", "", ""))
     if told.leaves:
         parts.append(f"## What it leaves\n\nOn the disk: {told.leaves}.\n")

@@ -4,7 +4,7 @@ import html
 import textwrap
 from typing import Any
 
-WIDTH, LINE, PADDING, GAP, LETTERS = 460, 18, 12, 40, 58
+WIDTH, LINE, PADDING, GAP, LETTERS = 460, 18, 12, 40, 62
 
 
 def stations(source: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import command_pages
 import journeys
+import notebook_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
@@ -28,6 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/trust.md": beside("SECURITY.md"),
         "reference/changes.md": beside("CHANGELOG.md"),
     }
+    pages |= notebook_pages.pages()
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
     for title, made in BELOW.items():
         below = made.pages()

@@ -74,6 +74,20 @@ def test_help_and_a_short_run_work_from_another_directory(python, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
 
 
+BY_PYTHON = """
+import toyexp
+result = toyexp.run("experiment=smoke", "recipe=warm", steps=2, engine="ggml", quiet=True, directory="here")
+swept = toyexp.sweep("experiment=smoke", seed=[0, 1], steps=1, engine="ggml", quiet=True, callbacks=["events"])
+objects = toyexp.train(data="random", engine="ggml", steps=1, eval_every=0, quiet=True)
+print(result.state, len(swept), objects.state, toyexp.open("here").logits("def", engine="ggml").shape[1])
+"""
+
+
+def test_python_runs_sweeps_and_trains_in_an_empty_directory(python, tmp_path):
+    done = environments.run(python, "-W", "error", "-c", BY_PYTHON, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == "completed 2 completed 1024\n"
+
+
 @pytest.mark.parametrize("where", ["beside the clone", "inside the clone", "elsewhere"])
 def test_an_editable_install_is_found_from_every_directory(editable, clone, where):
     # A folder named toyexp in the working directory is a package without __init__.py to Python.

@@ -22,8 +22,8 @@ Frozen = Mapping[str, tuple[Tensor, bool]]  # see StackedStep
 
 def preload() -> None:
     """Imports what PyTorch imports when it first computes on shapes alone, which takes as long as to load PyTorch."""
-    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
-        importlib.import_module(name)
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def refusal(plan: Plan) -> str:

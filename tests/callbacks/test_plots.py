@@ -1,13 +1,21 @@
+import math
+import re
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from toyexp.commands.line import main
+from toyexp_callbacks import plots
+from toyexp_callbacks.curves import Curves, drawn, smoothed, thinned
 
-def ink(path):
+
+def ink(path, size=(900, 1200)):
     """The share of the picture that is not white."""
     picture = imread(path)
-    assert picture.shape[:2] == (720, 960)
+    assert picture.shape[:2] == size
     return float((picture[..., :3] < 0.99).any(axis=-1).mean())
 
 
@@ -16,9 +24,86 @@ def test_a_run_leaves_a_picture_of_its_curves(train):
     path = run.dir / "plots" / "curves.png"
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert 0.01 < ink(path) < 0.3
-    assert [e["path"] for e in run.of("export") if e.get("what") == "plot"] == [str(path)]
-    assert str(path) in run.result["artifacts"]
+    pictures = [str(path), str(path.with_suffix(".svg"))]
+    assert path.with_suffix(".svg").read_text().rstrip().endswith("</svg>")
+    assert [e["path"] for e in run.of("export") if e.get("what") == "plot"] == pictures
+    assert set(pictures) <= set(run.result["artifacts"])
     assert "plots/curves.png" in run.out, "the person is told where it is"
+
+
+def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half_a_window():
+    values = np.random.default_rng(0).normal(size=300)
+    values[[7, 150]] = math.nan, math.inf
+    smooth, width = smoothed(values)
+    assert width == 21
+    clean = np.where(np.isfinite(values), values, math.nan)
+    expected = [np.nanmean(clean[max(i - 10, 0) : i + 11]) for i in range(300)]
+    np.testing.assert_allclose(smooth, expected, rtol=0, atol=1e-12)
+    assert smoothed([math.nan])[1] == 1
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_spikes():
+    values = np.ones(100_000)
+    values[31_234], values[77_777] = 9.0, -5.0
+    steps, kept = thinned(range(100_000), values, 100)
+    assert len(steps) <= 200 and list(steps) == sorted(steps)
+    assert (kept.max(), kept.min()) == (9.0, -5.0)
+    assert steps[kept.argmax()] == 31_234 and steps[kept.argmin()] == 77_777
+
+
+def words_of(picture):
+    """The texts of an SVG of matplotlib's, which stand in it as comments beside their outlines."""
+    return re.findall(r"<!-- (.*?) -->", picture.decode())
+
+
+def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_run_makes_the_same_bytes():
+    steps = list(range(1, 101))
+    losses = [5 - step / 50 for step in steps]
+    of = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
+    held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
+    curves = Curves("name $x_1$", "below", "image", of, held_out, [40], 50, (100, "stopped early"))
+    pictures = drawn(curves)
+    words = words_of(pictures[".svg"])
+    for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
+                 "loss (nats per image)", "held-out accuracy (%)", "gradient norm", "learning rate",
+                 "step"):  # fmt: skip
+        assert text in words, words
+    assert any(word.startswith("training 3.0") for word in words), "the mean of the last steps"
+    assert drawn(curves) == pictures
+
+
+def test_a_run_that_was_stopped_early_says_where(train):
+    run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=1",
+                "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
+    words = words_of((run.dir / "plots" / "curves.svg").read_bytes())
+    assert f"stopped early, step {run.result['steps']}" in words and run.result["steps"] < 12, words
+
+
+def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_steps(train, tmp_path, monkeypatch):
+    seen = []
+
+    def drawn_by(curves):
+        seen.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
+        return {".png": b"png", ".svg": b"svg"}
+
+    class Thread:  # a thread that is done at once
+        def __init__(self, target, args, daemon):
+            self.start = lambda: target(*args)
+
+        def is_alive(self):
+            return False
+
+        def join(self):
+            pass
+
+    monkeypatch.setattr(plots, "FIRST", 0.0)
+    monkeypatch.setattr(plots, "SHARE", math.inf)
+    monkeypatch.setattr(plots, "drawn", drawn_by)
+    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=Thread))
+    assert train("callbacks=[default,plots]", "steps=12", "eval_every=4", engine="noop").code == 0
+    assert [(steps[-1], there) for steps, there in seen] == [(4, False), (8, True), (12, True), (12, True)]
+    assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
+    assert seen[-1][0] == list(range(1, 16))
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_resumed_run_replaces_its_own_files_and_keeps_an_edited_configuration(
     assert main(["resume=D", PLUGINS, "steps=6"]) == 0
     after = contents("D")
     assert {n for n in before if after.get(n) != before[n]} >= {
-        "D/model.gguf", "D/plots/curves.png", "D/events.jsonl", "D/result.json", "D/written.json"
+        "D/model.gguf", "D/plots/curves.png", "D/plots/curves.svg", "D/events.jsonl", "D/result.json", "D/written.json"
     }  # fmt: skip
     assert Path("D/config.yaml.1").read_text().endswith("# of mine\n")
     assert not [n for n in after if "tmp" in n or n.endswith(".old")]

@@ -53,7 +53,7 @@ def shelf(tmp_path_factory):
     chat = '{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}\n'
     (root / "chats.jsonl").write_text(40 * chat)
     (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 200)
-    for folder in ("photos/cat", "photos/dog", "pictures"):
+    for folder in ("photos/cat", "photos/dog", "birds/crow", "birds/duck", "pictures"):
         (root / folder).mkdir(parents=True)
         for number in range(12):
             Image.new("RGB", (32, 32), (20 * number, 99, 200)).save(root / folder / f"{number}.jpg")

@@ -6,7 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded, and what ends a run."""
-    from toyexp_callbacks import events, plots, progress, sample, schedules, stopping, wandb, watch
+    from toyexp_callbacks import events, plots, progress, sample, schedules, stopping, tensorboard, wandb, watch
 
     for cls in (
         schedules.Constant,
@@ -16,6 +16,7 @@ def register_callbacks(register: Register) -> None:
         progress.Progress,
         events.Events,
         wandb.Wandb,
+        tensorboard.Tensorboard,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

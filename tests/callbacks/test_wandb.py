@@ -37,7 +37,7 @@ def init(**options):
 
 PROGRAM = """
 import json, os, sys, time
-import toyexp_callbacks.wandb as ours
+import toyexp_callbacks.dashboard as ours
 from toyexp.commands.line import main
 ours.FINISH_SECONDS = 0.5
 ours.QUEUE_LIMIT = int(os.environ["QUEUE_LIMIT"])
@@ -48,7 +48,7 @@ for kind in sys.argv[1].split(","):
     code = main([*sys.argv[2:], f"hydra.run.dir={kind}"])
     print("OUTCOME", json.dumps({"kind": kind, "code": code, "seconds": time.monotonic() - began}))
 """
-STALLED = 25  # seconds that no machine is too busy for, and neither the fake's sleep nor wandb.FINISH_SECONDS keeps to
+STALLED = 25  # seconds that no machine is too busy for, neither the fake's sleep nor FINISH_SECONDS keeps to
 KINDS = ["init", "log", "finish", "finish badly", "slow", "interrupt", "nothing"]
 
 
@@ -105,10 +105,10 @@ def test_a_full_queue_drops_records_and_never_waits_for_room(misbehave):
 
 def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(settings, spawn, tmp_path):
     words = [w for w in settings("callbacks=[default,wandb]", "seed=0,1", engine="noop") if "hydra.run" not in w]
-    process = spawn("-m", "toyexp", "-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    process = spawn("-m", "toyexp", "-m", *words, f"hydra.sweep.dir={tmp_path / 'the-sweep'}")
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
-    jobs = sorted((tmp_path / "sweep").glob("*-*"))
+    jobs = sorted((tmp_path / "the-sweep").glob("*-*"))
     assert len(jobs) == 2
     ids = set()
     for job in jobs:
@@ -118,6 +118,9 @@ def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(
         # Hyperparameters and metrics stand in wandb's own record as plain text keys.
         content = records[0].read_bytes()
         assert b"train/loss" in content and b"held_out/loss" in content and b"batch_size" in content
+        told = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
+        (note,) = (event["text"] for event in told if event["kind"] == "note")
+        assert f"wandb sync {records[0].parent}" in note, "where an offline run lies, and what sends it"
     assert len(ids) == 2
     assert not (tmp_path / "wandb").exists()
     assert "wandb gave up" not in out and "wandb did not finish" not in out
@@ -158,14 +161,23 @@ def test_a_resumed_run_stays_the_same_wandb_run(train, tmp_path, monkeypatch, mo
 
     fake = SimpleNamespace(Settings=SimpleNamespace, init=init, __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    words = ["callbacks=[default,wandb]", f"callbacks.wandb.mode={mode}"]
+    words = ["callbacks=[default,wandb]", f"callbacks.wandb.mode={mode}", "callbacks.wandb.entity=us",
+             "callbacks.wandb.tags='first, small'"]  # fmt: skip
     assert train(*words, engine="noop").code == 0
     assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
-    assert train(*words, engine="noop", to="other").code == 0
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.json").touch()
+    assert train(*words, engine="noop", to="swept/other").code == 0
     first, second, other = started
     assert first["id"] == second["id"] != other["id"] and len(first["id"]) == 8
     assert (first["resume"], second["resume"]) == (None, asked)
     assert first["steps"][-1] == 12 and second["steps"][-1] == 15 and min(second["steps"]) > 12
+    assert (
+        first["entity"] == "us"
+        and first["tags"] == ["first", "small"]
+        and first["group"] is None
+        and other["group"] == "swept"
+    )
     settings = first["settings"]
     assert settings.init_timeout == 20 and settings.disable_git and not settings.save_code
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"

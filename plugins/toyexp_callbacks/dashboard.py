@@ -1,0 +1,126 @@
+"""A dashboard as a listener that can never hurt a run.
+
+Everything goes through a queue to a thread of its own; whatever the dashboard's library raises there ends the listening
+with one warning. events.jsonl stays the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toyexp import Callback, Planned, Run, hookimpl, printable
+from toyexp.base import require_within
+
+log = logging.getLogger("toyexp")
+
+FINISH_SECONDS = 30.0
+QUEUE_LIMIT = 10_000  # records; beyond it new ones are dropped, never waited for
+
+
+class Record(Protocol):
+    """What a dashboard has of one run."""
+
+    def log(self, fields: dict[str, Any], step: int) -> Any:
+        """Takes numbers by name."""
+
+    def finish(self) -> Any:
+        """Takes no more, and is complete when this returns."""
+
+
+@dataclass(eq=False)
+class Dashboard(Callback):
+    """Base of the callbacks that send a run's numbers to a dashboard."""
+
+    every: int = 1  # steps between points
+
+    def __post_init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._trouble: str | None = None  # what the thread gave up on, until the run has been told
+
+    @abstractmethod
+    def opened(self, run: Run) -> Record:
+        """The dashboard's record of the run; called in the thread."""
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        require_within(f"callbacks.{self.name}", self, every="[1,inf)")
+
+    def looks(self, step: int) -> bool:
+        """Never: it goes by what it is told."""
+        return False
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """That no step is sent."""
+        return planned.beyond(f"callbacks.{self.name}.every", self.every, "none of them is sent")
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Starts the listening thread; the library itself is started there."""
+        self._queue: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._listen, args=(run,), name=self.name, daemon=True)
+        self._thread.start()
+
+    def _listen(self, run: Run) -> None:
+        ended = False
+        try:
+            # A library may fall back to a temporary directory in silence when this one cannot be written.
+            if not os.access(run.dir, os.W_OK):
+                raise OSError(f"{run.dir} cannot be written")
+            record = self.opened(run)
+            while (item := self._queue.get()) is not None:
+                record.log(item[0], step=item[1])
+            ended = True
+            record.finish()
+        except BaseException as error:  # wandb is known to raise even KeyboardInterrupt; none of it is the run's
+            why = printable(f"{type(error).__name__}: {error}", 200)
+            self._trouble = f"{self.name} gave up, the run goes on: {why}"
+            while not ended and self._queue.get() is not None:
+                pass
+
+    def _put(self, run: Run, fields: Mapping[str, Any], step: int) -> None:
+        with contextlib.suppress(queue.Full):  # too slow: the record is dropped, not waited for
+            self._queue.put_nowait((dict(fields), step))
+        self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        """Passes the thread's trouble on from the run's own thread, once: callbacks expect to be called from it."""
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            log.warning(trouble)
+            run.emit("note", text=trouble)
+
+    @hookimpl
+    def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a point."""
+        if step % self.every == 0:
+            self._put(run, {f"train/{k}": v for k, v in metrics.items()}, step)
+
+    @hookimpl
+    def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a held-out point."""
+        self._put(run, {f"held_out/{k}": v for k, v in metrics.items()}, step)
+
+    @hookimpl
+    def on_end(self, run: Run) -> None:
+        """Waits for the dashboard to finish, but not for ever."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Full):  # what it could not take in that time, it will not finish either
+            self._queue.put(None, timeout=FINISH_SECONDS)
+            self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            waited = f"{FINISH_SECONDS:g} s"
+            self._trouble = f"{self.name} did not finish within {waited}; its record of this run is incomplete"
+        self._tell(run)
+        self.ended(run)
+
+    def ended(self, run: Run) -> None:
+        """Says what it has left."""

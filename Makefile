@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test docs docs-test faults check donor bench table speeds golden wheel clean
+.PHONY: run test docs pictures docs-test faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -25,6 +25,12 @@ docs: $(INSTALLED)  ## build the documentation into outputs/docs
 
 docs-test: $(INSTALLED)  ## run every command and block of code that the documentation shows, and list what is not run
 	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or not docs" -rs $(PYTEST)
+
+pictures: $(INSTALLED)  ## draw the documentation's picture from a real run
+	rm -rf outputs/pictures
+	$(BIN)/python -m toyexp experiment=vit_digits engine=cpu 'callbacks=[default,plots]' hydra.run.dir=outputs/pictures/vit_digits
+	mkdir -p docs/pages/pictures
+	cp outputs/pictures/vit_digits/plots/curves.svg docs/pages/pictures/curves.svg
 
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)

@@ -464,6 +464,28 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
     assert done.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["seed=0,1", "seed=2,3"], "seed=0,1 seed=2,3: seed is given twice; all its values go together: seed=0,1,2,3"),
+        (["seed=0,1", "+seed=1,2"], "all its values go together: seed=0,1,2"),
+        (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
+        (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
+    ],
+)
+def test_a_key_with_several_values_is_given_once(words, told, capsys):
+    assert main(["-m", *QUICK, *words, "hydra.sweep.dir=s"]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("s").exists()
+
+
+def test_a_sweep_without_standard_output_runs_to_its_end():
+    line = [sys.executable, "-m", "toyexp", "-m", *QUICK, "steps=1,2", "hydra.sweep.dir=s", "sweep.report=false"]
+    ended = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert statuses("s") == ["completed", "completed"]
+
+
 def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
     line = ["-m", *QUICK, "steps=2,3", "sweep.isolate=false"]
     for subdir, seeds in (("x", "seed=0"), ("'${steps}'", "seed=0,1"), ("'${hydra:job.id}'", "seed=0")):
@@ -679,6 +701,7 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
         (["engine.devices=1,3"], 2, 4),
         (["engine.devices=9"], 1, 8),
         (["engine.devices=2", "sweep.jobs=5"], 5, 2),
+        (["sweep.jobs=1000000"], 9, 1),  # all there are
     ],
 )
 def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
@@ -686,8 +709,16 @@ def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_o
     monkeypatch.setattr(share, "available_cores", lambda: 8)
     monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
     monkeypatch.setattr(runner, "share_of", lambda *of: seen.append(share.share_of(*of)) or seen[-1])
-    main(["-m", "engine=cpu", "data=random", "seed=0,1", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
+    main(["-m", "engine=cpu", "data=random", "seed=range(0,9)", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
     assert [seen[0][:3], seen[1]] == [(at_once, cores, 0), at_once]
+
+
+def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
+    seen = []
+    monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    search = ["sweep.search=random", "sweep.trials=3", "sweep.launcher=joblib", "sweep.jobs=1000000"]
+    main(["-m", "engine=cpu", "data=random", "lr=0.1,0.2,0.3,0.4", "eval_every=4", *search, "hydra.sweep.dir=s"])
+    assert seen == [3]
 
 
 @pytest.mark.parametrize(

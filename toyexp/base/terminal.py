@@ -43,13 +43,18 @@ def in_notebook() -> bool:
     return shell is not None and "kernel" in dir(shell.get_ipython())
 
 
+def on_terminal() -> bool:
+    """Whether what is printed appears on a terminal; a process may have no standard output at all (`>&-`)."""
+    return bool(sys.stdout and sys.stdout.isatty())
+
+
 _status = ""  # what stands in the terminal's last line, to be gone when the next line comes
 
 
 def status(text: str) -> None:
     """What is being done, on a terminal alone and until the next line; "" takes it away."""
     global _status
-    if text == _status or _silent or not (sys.stdout and sys.stdout.isatty()):
+    if text == _status or _silent or not on_terminal():
         return
     with contextlib.suppress(OSError):
         print(f"\r{' ' * len(_status)}\r{text}", end="", flush=True)

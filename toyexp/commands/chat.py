@@ -12,7 +12,7 @@ from types import FrameType
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.base.signals import Interrupted, handled
-from toyexp.base.terminal import tell_aside
+from toyexp.base.terminal import on_terminal, tell_aside
 from toyexp.commands.author import LIMIT, STOPPED, Author, Generated, Scribe, chat_ids, chat_template, said
 from toyexp.formats.gguf.header import origin
 from toyexp.text.chat import BadChat, Template
@@ -123,7 +123,7 @@ def messages() -> Iterator[str]:
     """What is typed, or comes through a pipe, a line each without those that are empty; Ctrl-C takes a line back."""
     if sys.stdin is None:
         raise UserError("generate --chat: standard input is closed; --prompt TEXT asks one thing")
-    before_a_person = sys.stdin.isatty() and sys.stdout.isatty()
+    before_a_person = sys.stdin.isatty() and on_terminal()
     if before_a_person:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones

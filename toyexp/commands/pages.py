@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from toyexp.base.errors import UserError, choose
+from toyexp.base.terminal import on_terminal
 from toyexp.config.shipped import pages_dir, templates_dir
 
 # A line that is nothing but a link to a file of templates/, in whose place stands the file.
@@ -50,7 +50,7 @@ def with_templates(page: str) -> str:
 
 def show(page: str) -> None:
     """Prints a page, laid out where a person reads it."""
-    if not sys.stdout.isatty():
+    if not on_terminal():
         print(page, end="")
         return
     from rich.console import Console

@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, for_terminal
+from toyexp.base.terminal import on_terminal
 from toyexp.base.words import columns, counted, short
 from toyexp.commands.options import Answer, number
 from toyexp.contract.command import Arguments
@@ -131,7 +131,7 @@ def told_time(when: str) -> str:
 
 def fitted(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Rows whose last cell but one, the state, is cut where a line would not fit into the terminal."""
-    if not sys.stdout.isatty():
+    if not on_terminal():
         return [list(row) for row in rows]
     over = max(map(len, columns(rows))) - shutil.get_terminal_size().columns
     widest = max(len(row[-2]) for row in rows)

@@ -11,7 +11,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.ownership import SWEEP
 from toyexp.base.terminal import say
 from toyexp.contract.command import modules_in
-from toyexp.sweep.combinations import combinations, own_sweep, swept
+from toyexp.sweep.combinations import check_once, combinations, own_sweep, swept
 from toyexp.sweep.directory import Job, SweepDir
 from toyexp.sweep.process import require
 from toyexp.sweep.runner import Asked, Runner
@@ -52,6 +52,7 @@ def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
     parsed = [*own_sweep(request), *request.settings]
     for override in parsed:
         check_blanks(override, keys)
+    check_once(parsed)
     fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
     own = [o for o in request.settings if _is_own(o)]
     flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in asked.flags.items() if k in FLAGS}

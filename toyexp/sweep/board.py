@@ -6,14 +6,13 @@ import contextlib
 import html
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from toyexp.base.errors import for_terminal
-from toyexp.base.terminal import in_notebook, is_silent, write_text
+from toyexp.base.terminal import in_notebook, is_silent, on_terminal, write_text
 from toyexp.base.words import duration
 from toyexp.sweep.directory import ANSWERED, FAILURES, Job, Status
 from toyexp.sweep.journal import Seldom
@@ -155,6 +154,6 @@ def board_for(
         return None
     if in_notebook():
         return Cell(jobs, ranking, at_once)
-    watched = bool(sys.stdout and sys.stdout.isatty())
+    watched = on_terminal()
     side_by_side = launcher == "stacked" or (launcher == "joblib" and at_once > 1)
     return Board(jobs, ranking, at_once) if watched and side_by_side else None

@@ -35,6 +35,28 @@ def own_sweep(request: Request) -> list[Override]:
     return parse([f"{key}={values}" for key, values in own.items() if key not in given])
 
 
+def check_once(parsed: Sequence[Override]) -> None:
+    """UserError for a key that has several values and is given once more: a job has one value of it, the later one.
+
+    As on the command line of a run, several values go before the one that came earlier.
+    """
+    several: dict[str, Override] = {}
+    for override in parsed:
+        key = str(override.get_key_element()).lstrip("+~")
+        if (earlier := several.get(key)) is not None:
+            both = f"{earlier.input_line} {override.input_line}"
+            raise UserError(f"{both}: {key} is given twice; {_joined(key, earlier, override)}")
+        if override.is_sweep_override():
+            several[key] = override
+
+
+def _joined(key: str, *given: Override) -> str:
+    if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in given):
+        return "give its values once"
+    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in swept(o))
+    return f"all its values go together: {key}={','.join(values)}"
+
+
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """The settings of each job: one value of every swept key, the last key varying fastest."""
     lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]

@@ -20,7 +20,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import SWEEP, require_empty
-from toyexp.base.terminal import say
+from toyexp.base.terminal import on_terminal, say
 from toyexp.base.words import columns, duration, short
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.sweep.journal import Journal, Seldom
@@ -363,7 +363,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
             table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
         return list(columns(table, right={0, *range(2, len(table[0]) - 1)}))
 
-    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else sys.maxsize
+    width = shutil.get_terminal_size().columns if on_terminal() else sys.maxsize
     shown, done = lines(whole=True), sum(job.status == Status.COMPLETED for job in jobs)  # which stand first
     say("")
     for line in shown if max(map(len, shown[: done + 1])) < width else lines(whole=False):

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
-from toyexp.base.terminal import say, silent, status
+from toyexp.base.terminal import on_terminal, say, silent, status
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
@@ -347,7 +347,7 @@ class Runner:
                 if board:
                     board.begin(job)
             start = self._forks.start if self._forks else spawned
-            ended = run_process(order, self._stop, show, terminal=alone and sys.stdout.isatty(), start=start)
+            ended = run_process(order, self._stop, show, terminal=alone and on_terminal(), start=start)
             with self._printing:
                 if board:
                     board.leave(job)

@@ -53,6 +53,8 @@ class Searcher(Runner):
         self.how_chosen = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         if settings.launcher == "submitit" and not settings.jobs:
             self._limit = self._points * settings.repeats
+        if settings.launcher == "joblib":  # which has a thread for each
+            self._limit = min(self._limit, self._points * settings.repeats)
         self._turn = threading.Lock()  # of who asks for a job, or tells of one
 
     # -- before the first job --

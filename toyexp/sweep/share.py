@@ -68,6 +68,8 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
             stacks = at_once = max(min(available_cores() // max(asked) if all(asked) else 1, len(jobs)), 1)
         return share._replace(jobs=at_once, cores=max(available_cores() // at_once, 1), stacks=stacks)
     limit = settings.jobs or max(available_cores() // most, 1)
+    if settings.jobs and not settings.search:  # of a search these are not all
+        limit = min(limit, max(len(jobs), 1))
     if at_once and (most_gpus > 1 or settings.per_gpu or not settings.jobs):
         limit = min(limit, at_once)
     cores = max(available_cores() // limit, min(most, available_cores()))  # where more were asked for at once

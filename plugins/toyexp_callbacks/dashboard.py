@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from toyexp.base import require_within
 log = logging.getLogger("toyexp")
 
 FINISH_SECONDS = 30.0
+UPLOAD_BYTES = 1e6  # a second that are waited for at the end: 8 Mbit/s
 QUEUE_LIMIT = 10_000  # records; beyond it new ones are dropped, never waited for
 
 
@@ -43,7 +44,14 @@ class Dashboard(Callback):
 
     def __post_init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._bytes = 0  # of files that were passed on
         self._trouble: str | None = None  # what the thread gave up on, until the run has been told
+
+    @staticmethod
+    def sweep_of(run: Run) -> str | None:
+        """The name of the sweep that the run is a job of."""
+        sweep = run.dir.parent
+        return sweep.name if (sweep / "sweep.json").is_file() else None
 
     @abstractmethod
     def opened(self, run: Run) -> Record:
@@ -64,7 +72,7 @@ class Dashboard(Callback):
     @hookimpl
     def on_start(self, run: Run) -> None:
         """Starts the listening thread; the library itself is started there."""
-        self._queue: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_LIMIT)
+        self._queue: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._listen, args=(run,), name=self.name, daemon=True)
         self._thread.start()
 
@@ -75,8 +83,8 @@ class Dashboard(Callback):
             if not os.access(run.dir, os.W_OK):
                 raise OSError(f"{run.dir} cannot be written")
             record = self.opened(run)
-            while (item := self._queue.get()) is not None:
-                record.log(item[0], step=item[1])
+            while (send := self._queue.get()) is not None:
+                send(record)
             ended = True
             record.finish()
         except BaseException as error:  # wandb is known to raise even KeyboardInterrupt; none of it is the run's
@@ -85,9 +93,11 @@ class Dashboard(Callback):
             while not ended and self._queue.get() is not None:
                 pass
 
-    def _put(self, run: Run, fields: Mapping[str, Any], step: int) -> None:
-        with contextlib.suppress(queue.Full):  # too slow: the record is dropped, not waited for
-            self._queue.put_nowait((dict(fields), step))
+    def _put(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
+        """Has the thread call `send` with its record; `size` is that of a file in bytes."""
+        with contextlib.suppress(queue.Full):  # too slow: it is dropped, not waited for
+            self._queue.put_nowait(send)
+            self._bytes += size
         self._tell(run)
 
     def _tell(self, run: Run) -> None:
@@ -101,23 +111,26 @@ class Dashboard(Callback):
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a point."""
         if step % self.every == 0:
-            self._put(run, {f"train/{k}": v for k, v in metrics.items()}, step)
+            fields = {f"train/{k}": v for k, v in metrics.items()}
+            self._put(run, lambda record: record.log(fields, step=step))
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a held-out point."""
-        self._put(run, {f"held_out/{k}": v for k, v in metrics.items()}, step)
+        fields = {f"held_out/{k}": v for k, v in metrics.items()}
+        self._put(run, lambda record: record.log(fields, step=step))
 
     @hookimpl
     def on_end(self, run: Run) -> None:
         """Waits for the dashboard to finish, but not for ever."""
         if self._thread is None:
             return
+        seconds = FINISH_SECONDS + round(self._bytes / UPLOAD_BYTES)
         with contextlib.suppress(queue.Full):  # what it could not take in that time, it will not finish either
-            self._queue.put(None, timeout=FINISH_SECONDS)
-            self._thread.join(FINISH_SECONDS)
+            self._queue.put(None, timeout=seconds)
+            self._thread.join(seconds)
         if self._thread.is_alive():
-            waited = f"{FINISH_SECONDS:g} s"
+            waited = f"{seconds:g} s"
             self._trouble = f"{self.name} did not finish within {waited}; its record of this run is incomplete"
         self._tell(run)
         self.ended(run)

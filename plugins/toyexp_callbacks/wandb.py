@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toyexp import Run, needed
+from toyexp import Run, hookimpl, needed
 from toyexp.base import require_words
 from toyexp_callbacks.dashboard import Dashboard, Record
 
@@ -28,6 +28,7 @@ class Wandb(Dashboard):
     entity: str | None = None  # the team or user that the project is of; null: your default one
     group: str | None = None  # runs that belong together; null: of a job, its sweep
     tags: str | None = None  # words to find it by, between commas
+    artifacts: bool = False  # send the files of exporters that stand before it in the list, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,11 +59,10 @@ class Wandb(Dashboard):
         """The W&B run."""
         import wandb
 
-        sweep = run.dir.parent
         record: Any = wandb.init(
             project=self.project,
             entity=self.entity,
-            group=self.group or (sweep.name if (sweep / "sweep.json").is_file() else None),
+            group=self.group or self.sweep_of(run),
             tags=[tag.strip() for tag in self.tags.split(",") if tag.strip()] if self.tags else None,
             id=self._id,
             resume="allow" if self._resumed and self.mode == "online" else None,  # offline, the id says enough
@@ -76,6 +76,23 @@ class Wandb(Dashboard):
         if self.mode == "offline" and (folder := getattr(record, "dir", None)):
             self._offline = Path(folder).parent
         return record
+
+    @hookimpl
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
+        """Sends a model that was exported, with `artifacts`; those of several steps are versions of one artifact."""
+        if not (self.artifacts and kind == "export" and "step" in fields):
+            return
+        path, step, weights = Path(fields["path"]), int(fields["step"]), str(fields["weights"])
+
+        def send(record: Any) -> None:
+            import wandb
+
+            name = f"run-{self._id}-{path.name.replace(f'-{step}', '')}"
+            artifact = wandb.Artifact(name, type="model", metadata={"step": step, "weights": weights})
+            (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+            record.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+
+        self._put(run, send, int(fields["bytes"]))
 
     def ended(self, run: Run) -> None:
         """Says where an offline run lies, and how to send it."""

@@ -104,8 +104,11 @@ def test_a_full_queue_drops_records_and_never_waits_for_room(misbehave):
 
 
 def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(settings, spawn, tmp_path):
-    words = [w for w in settings("callbacks=[default,wandb]", "seed=0,1", engine="noop") if "hydra.run" not in w]
-    process = spawn("-m", "toyexp", "-m", *words, f"hydra.sweep.dir={tmp_path / 'the-sweep'}")
+    words = [w for w in settings("callbacks=[default,wandb]", "callbacks.wandb.artifacts=true",
+                                     "callbacks.gguf_export.every=6", "seed=0,1", engine="noop")
+             if "hydra.run" not in w]  # fmt: skip
+    process = spawn("-m", "toyexp", "-m", *words, f"hydra.sweep.dir={tmp_path / 'the-sweep'}",
+                    env={"WANDB_DATA_DIR": str(tmp_path)})  # fmt: skip
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     jobs = sorted((tmp_path / "the-sweep").glob("*-*"))
@@ -118,6 +121,8 @@ def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(
         # Hyperparameters and metrics stand in wandb's own record as plain text keys.
         content = records[0].read_bytes()
         assert b"train/loss" in content and b"held_out/loss" in content and b"batch_size" in content
+        model = f"{records[0].stem}-model.gguf".encode()
+        assert content.count(model) == 2 and b"step-6" in content and b"step-12" in content, "two versions of a model"
         told = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
         (note,) = (event["text"] for event in told if event["kind"] == "note")
         assert f"wandb sync {records[0].parent}" in note, "where an offline run lies, and what sends it"

@@ -349,7 +349,7 @@ def test_wandb_has_no_setting_for_a_key():
     from toyexp.contract.settings import settings_of
     from toyexp_callbacks.wandb import Wandb
 
-    assert {s.name for s in settings_of(Wandb)} == {"mode", "project", "entity", "group", "tags", "every"}
+    assert {s.name for s in settings_of(Wandb)} == {"mode", "project", "entity", "group", "tags", "artifacts", "every"}
 
 
 # -- the source itself ------------------------------------------------------------------------------------------------

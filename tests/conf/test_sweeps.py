@@ -424,6 +424,40 @@ def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told):
     with pytest.raises(UserError) as error:
         SweepDir.open(Path("s"))
     assert told in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("/s/RUN")  # each run goes on by itself
+
+
+def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done, capsys):
+    retry = ["sweep.resume=s", MODULES, "sweep.retry=true", "sweep.report=false"]
+    state = json.loads(done.read_text())
+    for entry, name in zip(state["jobs"], "ab", strict=True):
+        entry.update(status="killed", attempts=1, directory=name, overrides=["steps=1"])
+    done.write_text(json.dumps(state))
+    Path("s/a").write_text("mine")
+    Path("s/b").mkdir()
+    Path("s/b/notes").write_text("mine")
+    assert main([*retry, "sweep.fail_fast=false"]) == 2
+    told = capsys.readouterr().err
+    assert "job 0: s/a: is where this job runs, and is no directory; move that away" in told
+    assert Path("s/a").read_text() == "mine" and "hydra.run.dir" not in told
+    Path("s/a").unlink()
+    assert main([*retry, "sweep.fail_fast=false"]) == 0
+    shutil.rmtree("s/b")
+    capsys.readouterr()
+    assert main(retry) == 0
+    told = capsys.readouterr().out
+    assert "[1] is completed, but its run s/b is not there; train it: toyexp" in told
+
+
+def test_a_sweep_interrupted_before_it_is_written_leaves_nothing(monkeypatch):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SweepDir, "save", interrupted)
+    asked = {"flags": {}, "settings": [], "sweep": [], "cwd": "", "space": []}
+    with pytest.raises(KeyboardInterrupt):
+        SweepDir.create(Path("new"), [Job(0, [])], asked)
+    assert not Path("new").exists()
 
 
 def test_numbers_that_are_none_are_not_taken_over(done):
@@ -471,9 +505,12 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
         (["seed=0,1", "+seed=1,2"], "all its values go together: seed=0,1,2"),
         (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
         (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
+        (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: several values of a sweep stand without brackets: lr=1e-3,1e-2"),
+        (["lr=1e-3..1e-2"], "several values of a sweep are lr=1e-3,1e-2"),
+        (["seed=0:3"], "several values of a sweep are seed=range(0,3)"),
     ],
 )
-def test_a_key_with_several_values_is_given_once(words, told, capsys):
+def test_how_several_values_are_written_is_told_before_the_first_job(words, told, capsys):
     assert main(["-m", *QUICK, *words, "hydra.sweep.dir=s"]) == 2
     assert told in capsys.readouterr().err
     assert not Path("s").exists()

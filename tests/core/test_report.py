@@ -93,6 +93,16 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
     assert history.loss.steps.tolist() == list(range(1, 21)) and len(history.held_out["loss"].steps) == 2
 
 
+def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
+    for name, seed, held_out in (("a", 0, 3.0), ("b", 0, 2.0), ("c", 1, 1.5)):
+        made(tmp_path / name, seed=seed, steps=5, held_out=held_out)
+    found = Comparison.of([look(path) for path in below(tmp_path)])
+    (point,) = found.ranking.points
+    assert (point.mean, point.deviation) == pytest.approx((2.0, np.std([2.5, 1.5], ddof=1)))
+    assert (len(point.jobs), len(point.values), point.repeats) == (3, 2, 1)
+    assert "a run repeats another's settings and seed" in " ".join(found.notes())
+
+
 def test_importance_is_the_share_of_variance_between_values(tmp_path):
     """Eta squared, beside the ratio of sums of squares by numpy."""
     scores = {}

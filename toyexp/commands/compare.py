@@ -91,7 +91,8 @@ class Compared(Answer):
         if found.ranking.column != TRAIN:
             others.append(over_seeds(run.train_loss for run in done)[0])
         speed = over_seeds(run.speed for run in done)[0]
-        counts = f"{len(point.values)}/{len(point.jobs)}" if len(point.values) < len(point.jobs) else str(len(done))
+        known = len(point.values) + point.repeats
+        counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
         mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
         speed_told = "-" if speed is None else f"{count(speed)}/s"
         return [*cells, counts, of, str(point), *map(told, others), speed_told, mark]

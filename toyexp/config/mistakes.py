@@ -38,6 +38,20 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
             raise UserError(wrong)
 
 
+def check_listed(override: Override, keys: Keys) -> None:
+    """Raises UserError for one value of a number that was meant as several: a list, or a range of another language."""
+    key, line = str(override.key_or_group), str(override.input_line)
+    types, value = keys.types(key), line.partition("=")[2]
+    if not types & {int, float} or types - {int, float, type(None)}:
+        return
+    if listed := re.fullmatch(r"\[([^][]*,[^][]*)\]", value):
+        raise UserError(f"{line}: several values of a sweep stand without brackets: {key}={listed[1]}")
+    if ends := re.fullmatch(r"([-+.\de]+?)(?::|\.\.+)([-+.\de]+)", value):
+        whole = all(re.fullmatch(r"-?\d+", end) for end in ends.groups())
+        some = f"{key}=range({ends[1]},{ends[2]})" if whole else f"{key}={ends[1]},{ends[2]}"
+        raise UserError(f"{line}: is no number; several values of a sweep are {some}")
+
+
 def check_blanks(override: Override, keys: Keys) -> None:
     """Raises UserError for several values of a text of which one would lose the blanks at its end.
 
@@ -178,6 +192,7 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     there = {k: names_in(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
     if kind == "sweep":
         theirs = in_our_words(key, "...")
+        theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
         hint = f"did you mean {theirs.removesuffix('=...')}?" if theirs else choose(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
     if kind == "hydra" and ("/" in key or nearest(key, HYDRA_KEYS) is None):

@@ -16,7 +16,9 @@ from toyexp.base.words import typed
 
 WORDS = 1000  # that are known again: reading one takes a millisecond, and the jobs of a sweep share most
 # What draws a number, here or in another tool, as far as it is called.
-DRAWS = re.compile(r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|interval|range|choice|tag|log|int|float)\(.*\)")
+DRAWS = re.compile(
+    r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|\w*space|arange|interval|range|choice|tag|log|int|float)\(.*\)"
+)
 
 
 def parse(words: Sequence[str]) -> list[Override]:
@@ -67,6 +69,7 @@ def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     engine, *own = value.split(":")
     shorter = text.rstrip(", ")
+    one = re.sub(",[, ]*,", ",", text)
     tight, several, escaped = _tight(text), text.split(), _escaped(key, value)
     for wrong, words in (
         (not equals, "cannot be read; a setting is key=value, such as steps=100"),
@@ -85,6 +88,11 @@ def _unreadable(text: str) -> UserError:
             f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
         ),
         (value.endswith(",") and _is_read(shorter), f"it ends in a comma: {shorter}"),
+        (",," in value and _is_read(one), f"a value between commas is empty: {one}"),
+        (
+            re.match(r"[a-z]+\(", value) and _is_read(f"{text})"),
+            f"a parenthesis is not closed: {text})",
+        ),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (
             DRAWS.fullmatch(value),

@@ -61,7 +61,7 @@ class Comparison:
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
         also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric]), metric)
+        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], _seed), metric)
 
     def best(self, most: int) -> Comparison:
         """At most so many of these runs, the best ones."""
@@ -96,6 +96,9 @@ class Comparison:
             told.append(f"several versions: {versions}")
         if hosts := _several(entry.facts.get("host", {}).get("name") for entry in self.entries):
             told.append(f"several machines: {hosts}; their speeds do not compare")
+        if repeats := sum(point.repeats for point in self.ranking.points):
+            more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
+            told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         bad = [entry.run for entry in self.entries if entry.run.state not in DONE]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
@@ -130,6 +133,11 @@ def over_seeds(values: Iterable[float | None]) -> tuple[float | None, float | No
     """Mean and standard deviation (over n-1) of what there is."""
     known = [value for value in values if value is not None]
     return (statistics.fmean(known) if known else None), (statistics.stdev(known) if len(known) > 1 else None)
+
+
+def _seed(entry: Entry) -> object:
+    """What runs of one point that are repeats of each other have in common."""
+    return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
 
 
 def _held_out(entry: Entry) -> dict[str, Any]:

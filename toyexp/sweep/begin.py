@@ -33,7 +33,7 @@ def sweep(asked: Asked) -> int:
 def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
     """What runs the jobs of a sweep, new or gone on with, and those that there are to run yet."""
     from toyexp.config.keys import Keys
-    from toyexp.config.mistakes import check_blanks, check_settings
+    from toyexp.config.mistakes import check_blanks, check_listed, check_settings
     from toyexp.config.words import lines
 
     request = asked.request
@@ -42,6 +42,7 @@ def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
         if override.is_sweep_override() and _is_own(override):
             raise UserError(f"{override.input_line}: takes one value")
         if not override.is_sweep_override():
+            check_listed(override, keys)
             check_settings([override], keys, request.source)
         if override.key_or_group == "resume":
             raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")

@@ -19,13 +19,13 @@ from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
-from toyexp.base.ownership import SWEEP, require_empty
+from toyexp.base.ownership import LOCK, SWEEP, require_empty
 from toyexp.base.terminal import on_terminal, say
 from toyexp.base.words import columns, duration, short
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.sweep.journal import Journal, Seldom
 from toyexp.sweep.ranking import Ranking, ranked
-from toyexp.training.checkpoint import conforms, read_json, rebuilt, result_of
+from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
 from toyexp.training.rundir import Owned, lock
 
 log = logging.getLogger("toyexp")
@@ -148,7 +148,15 @@ class SweepDir:
         except UserError:
             folder.close()
             raise
-        folder.save()
+        try:
+            folder.save()
+        except BaseException:  # interrupted while many jobs are written down
+            folder.close()
+            if not (path / SWEEP).exists():
+                with contextlib.suppress(OSError):
+                    (path / LOCK).unlink()
+                    path.rmdir()
+            raise
         return folder
 
     @classmethod
@@ -239,13 +247,16 @@ class SweepDir:
 
 def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """The jobs of the sweep in a directory as they stand, and what it takes to go on; UserError where it is damaged."""
-    state = {"space": [], **read_json(path / SWEEP)}
+    alone = f"; each of its runs goes on by itself: resume={path}/RUN"
     try:
+        state = {"space": [], **read_json(path / SWEEP)}
         if isinstance(state.get("jobs"), list):
             Journal(path).read_into(state["jobs"])
         jobs = _check(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}") from None
+        raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}{alone}") from None
+    except Damaged as error:
+        raise UserError(f"{error}{alone}") from None
     return jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")}
 
 

@@ -19,10 +19,11 @@ from types import FrameType
 from typing import IO, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.ownership import keep_aside
+from toyexp.base.ownership import keep_aside, require_empty
 from toyexp.base.packages import needed, told_by
 from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import CORES
+from toyexp.base.words import short
 from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
 from toyexp.sweep.forking import Process, Start, spawned
@@ -52,8 +53,17 @@ class Order:
     files: Sequence[int] = ()  # open ones that its process is handed: see FILES
 
     def words(self) -> Sequence[str]:
-        """What its process is told."""
-        return self.again if self.goes_on and is_begun(self.directory) else self.first
+        """What its process is told; UserError where something stands in its place that is no run of its own."""
+        place, retry = self.directory, "move that away, then go on with sweep.retry=true"
+        if os.path.lexists(place) and not place.is_dir():
+            raise UserError(f"{short(place)}: is where this job runs, and is no directory; {retry}")
+        if self.goes_on and is_begun(place):
+            return self.again
+        try:
+            require_empty(place, "hydra.sweep.dir")
+        except UserError:
+            raise UserError(f"{short(place)}: is where this job runs, and is not empty; {retry}") from None
+        return self.first
 
 
 def is_begun(directory: Path) -> bool:

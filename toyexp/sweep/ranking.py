@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,7 +33,8 @@ class Point(Generic[J]):
 
     label: str
     jobs: list[J] = field(default_factory=list)  # those that completed come first, the best at the head
-    values: list[float] = field(default_factory=list)  # of those that completed
+    values: list[float] = field(default_factory=list)  # of those that completed, one for each seed
+    repeats: int = 0  # of those, runs of a seed beyond its first, whose values are one: their mean
 
     @cached_property
     def mean(self) -> float:
@@ -83,8 +84,13 @@ class Ranking(Generic[J]):
         return rows
 
 
-def ranked(jobs: Iterable[J], own: Sequence[str] = ()) -> Ranking[J]:
-    """Jobs in the order of the metric among the sweep's `own` settings, by default their held-out loss."""
+def ranked(
+    jobs: Iterable[J], own: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
+) -> Ranking[J]:
+    """Jobs in the order of the metric among the sweep's `own` settings, by default their held-out loss.
+
+    Those of a point that have one `seed` count once; in a sweep no two have.
+    """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(own) if word.startswith(METRIC)), "loss")
     column = "held-out loss" if metric == "ppl" else f"held-out {metric}"
@@ -100,7 +106,12 @@ def ranked(jobs: Iterable[J], own: Sequence[str] = ()) -> Ranking[J]:
     for point in found.values():
         known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
         point.jobs.sort(key=lambda job: (job.number not in known, sign * known.get(job.number, 0.0)))
-        point.values = list(known.values())
+        of_seeds: dict[object, list[float]] = {}
+        for job in sorted(point.jobs, key=lambda job: job.number):
+            if job.number in known:
+                of_seeds.setdefault(seed(job), []).append(known[job.number])
+        point.values = [some[0] if len(some) == 1 else statistics.fmean(some) for some in of_seeds.values()]
+        point.repeats = len(known) - len(point.values)
     return Ranking(column, sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0)))
 
 

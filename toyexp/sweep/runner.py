@@ -106,8 +106,24 @@ class Runner:
                 say(f"[{job.number}] {job.label}: {owner}")
             else:
                 job.status = Status.KILLED
+        self._miss()
         retried = (Status.FAILED, Status.REFUSED) if self._settings.retry else ()
         return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
+
+    def _miss(self) -> None:
+        """Tells of jobs that completed and whose runs are not there any more, and how one of them is trained again."""
+        from toyexp.config.words import setting
+
+        assert self._folder is not None
+        done = [job for job in self._jobs if job.status == Status.COMPLETED and job.directory]
+        gone = [job for job in done if not self._folder.run(job).is_dir()]
+        if not gone or "--json" in self.asked.flags:
+            return
+        place, words = self._folder.run(gone[0]), [*self._shared(), *gone[0].overrides]
+        again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short(place))])
+        more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
+        move = "move that file away, and " if os.path.lexists(place) else ""
+        say(f"[{gone[0].number}] is completed, but its run {short(place)} is not there{more}; {move}train it: {again}")
 
     def _placed(self, job: Job) -> bool:
         """Whether it is known where a job runs; one that has no place has ended."""
@@ -367,8 +383,9 @@ class Runner:
         try:
             with contained(), self._shown_as_one(job):
                 say(f"\n[{job.number}] {job.label}".rstrip())
+                words = self._order(job).words()
                 if job.attempts > 1:
-                    self.asked.run(self._order(job).words())
+                    self.asked.run(words)
                     return Ended(0)
                 cfg = self._ahead.of_a_run(job)
                 print_result(self.asked.experiment(cfg, self._folder.run(job)))

@@ -1,11 +1,11 @@
 """Whether a search finds what a grid finds, for less: TPE with ASHA beside 64 points, one seed after another.
 
-Usage: search.py FOLDER [seeds]. The question is one that a person has: the learning rate, weight decay and warm-up of a
-short run of recipe=warm on ggml, whose embedding comes from the donor that toyexp trained itself. The grid has four
-values of each; the search has the intervals between their ends, and at most a third of the grid's steps. For each of so
-many seeds (3), which draw the first values, the batches and the search alike, it prints the best of the grid, and after
-how many steps, of all its runs, the search had a run at least as good. The sweeps stand in FOLDER; what stands there
-already is gone on with.
+Usage: search.py FOLDER [seed ...]. The question is one that a person has: the learning rate, weight decay and warm-up
+of a short run of recipe=warm on ggml, whose embedding comes from the donor that toyexp trained itself. The grid has
+four values of each; the search has the intervals between their ends, and at most a third of the grid's steps. For
+each seed (0 1 2), which draws the first values, the batches and the search alike, it prints the best of the grid, and
+after how many steps, of all its runs, the search had a run at least as good. The sweeps stand in FOLDER; what stands
+there already is gone on with.
 """
 
 import json
@@ -13,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-STEPS = 80
-RUN = ["recipe=warm", "engine=ggml", "engine.threads=1", f"steps={STEPS}", "eval_every=20", "callbacks=[cosine]",
+STEPS = 120
+RUN = ["recipe=warm", "engine=ggml", "engine.threads=1", f"steps={STEPS}", "eval_every=15", "callbacks=[cosine]",
        "checkpoint_every=0", "sweep.isolate=false"]  # fmt: skip
-GRID = ["lr=1e-3,3e-3,1e-2,3e-2", "optim.weight_decay=0,0.1,0.3,1", "callbacks.cosine.warmup=0,10,30,60"]
-SPACE = ["lr=tag(log, interval(1e-3, 3e-2))", "optim.weight_decay=interval(0.0, 1.0)",
-         "callbacks.cosine.warmup=int(interval(0, 60))", "sweep.search=tpe", "sweep.prune=asha"]  # fmt: skip
+GRID = ["lr=1e-3,5e-3,2e-2,1e-1", "optim.weight_decay=0,0.1,0.3,1", "callbacks.cosine.warmup=0,4,8,12"]
+SPACE = ["lr=tag(log, interval(1e-3, 1e-1))", "optim.weight_decay=interval(0.0, 1.0)",
+         "callbacks.cosine.warmup=int(interval(0, 12))", "sweep.search=tpe", "sweep.prune=asha"]  # fmt: skip
 SHARE = 3  # of the grid's steps the search has one in so many
 
 
@@ -51,10 +51,10 @@ def loss(job: dict) -> float:
     return job["result"]["eval_loss"] if job["status"] == "completed" else float("inf")
 
 
-def main(folder: str, seeds: str = "3") -> None:
+def main(folder: str, *asked: str) -> None:
     """Prints a line for each grid and each search, and one for all."""
-    reached = 0
-    for seed in range(int(seeds)):
+    reached, seeds = 0, asked or ("0", "1", "2")
+    for seed in seeds:
         grid = jobs_of(Path(folder, f"grid-{seed}"), *GRID, f"seed={seed}")
         best, whole = min(grid, key=loss), steps_of(grid)
         told = f"held-out loss {loss(best):.4f} at {' '.join(best['overrides'])}"
@@ -68,7 +68,7 @@ def main(folder: str, seeds: str = "3") -> None:
             reached += 1
             steps = steps_of(jobs[: first + 1])
             print(f"        as good as the grid after {steps} steps, {steps / whole:.2f} of its own", flush=True)
-    print(f"as good as the grid: {reached} of {seeds} searches")
+    print(f"as good as the grid: {reached} of {len(seeds)} searches")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,12 @@ class Order:
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
     environment: Mapping[str, str] = field(default_factory=dict)  # what its process alone is told
     files: Sequence[int] = ()  # open ones that its process is handed: see FILES
+    several: bool = False  # it is that of a stack, whose jobs see to their places themselves
 
     def words(self) -> Sequence[str]:
         """What its process is told; UserError where something stands in its place that is no run of its own."""
+        if self.several:
+            return self.first
         place, retry = self.directory, "move that away, then go on with sweep.retry=true"
         if os.path.lexists(place) and not place.is_dir():
             raise UserError(f"{short(place)}: is where this job runs, and is no directory; {retry}")

@@ -110,7 +110,7 @@ class Stacked:
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")
             files = (file.fileno(), reports.writing)
             order = replace(
-                first, log=log, first=self.words, again=self.words, goes_on=False, gpus=gpus, files=files,
+                first, log=log, first=self.words, again=self.words, goes_on=False, several=True, gpus=gpus, files=files,
                 environment={STACK: "1"},
             )  # fmt: skip
 

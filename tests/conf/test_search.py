@@ -161,6 +161,8 @@ def test_the_score_of_a_point_is_the_mean_over_its_seeds(capsys):
     assert best["score"] == pytest.approx(min(map(statistics.fmean, losses)))
     assert best["deviation"] == pytest.approx(statistics.stdev(losses[best["trial"]]))
     assert "over 3 seeds" in capsys.readouterr().out
+    command = shlex.split(json.loads(Path("s/search.json").read_text())["best"]["command"])
+    assert sum(word.startswith("seed=") for word in command) == 1
 
 
 def test_a_search_has_no_more_runs_than_there_are_points(capsys):

@@ -286,5 +286,7 @@ class Searcher(Runner):
     def _command(self, job: Job) -> list[str]:
         """What is typed for the same run alone."""
         flags = [word for flag in self._memory["flags"].items() for word in flag]
-        fixed = [word for word in self._memory["settings"] if not word.startswith("hydra.sweep.")]
+        own = {word.partition("=")[0] for word in job.overrides}  # as the seed of a repeat
+        there = [word for word in self._memory["settings"] if not word.startswith("hydra.sweep.")]
+        fixed = [word for word in there if word.partition("=")[0] not in own]
         return ["toyexp", *flags, *fixed, *job.overrides]

@@ -64,7 +64,7 @@ def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
     assert values == {"perplexity": pytest.approx(4), "bits_per_byte": bits and pytest.approx(bits)}
     assert TOKENS.figures(1e6, [batch], dataset)[0].value < math.inf
     assert IMAGES.figures(2.0, [batch], dataset) == SOUNDS.figures(2.0, [batch], dataset) == []
-    found = Evaluation("f", "m", "e", "d", None, [], {}, True, 2, 1.0, figures, {})
+    found = Evaluation("f", "m", None, "e", "d", None, [], {}, True, 2, 1.0, figures, {})
     assert "perplexity 4.00" in found.lines()[-1] and ("2.000 bits per byte" in found.lines()[-1]) is bool(bits)
     assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
 

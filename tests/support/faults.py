@@ -48,6 +48,7 @@ def words(recipe: str, model: str, engine: str) -> list[str]:
     data = ["data=digits"] if of_images else BOOK
     tiny = [w.format("eval_images" if of_images else "eval_batches") for w in TINY]
     based = [*BASED, f"recipe.base=base-{model}.gguf"] if recipe in ("lora", "full") else []
+    based = [word for word in based if not (of_images and word.startswith("data.tokenizer="))]
     own = SETTINGS.get((recipe, model), [])
     return [f"recipe={recipe}", f"model={model}", *data, *tiny, *ENGINES[engine], *based, *own]
 

@@ -33,7 +33,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory):
-    """A directory with a book, and a base of every language model."""
+    """A directory with a book, and a base of every model."""
     root = tmp_path_factory.mktemp("faults")
     (root / "book.txt").write_text(TEXT)
     before = Path.cwd()
@@ -41,8 +41,8 @@ def bench(tmp_path_factory):
         patch.setenv("TOYEXP_CACHE", str(root / "cache"))
         os.chdir(root)
         try:
-            for model in (*LIKE_LLAMA, "gpt2"):
-                settings = words("scratch", model, "ggml")
+            for model in (*LIKE_LLAMA, "gpt2", "vit"):
+                settings = words("vit_tiny" if model == "vit" else "scratch", model, "ggml")
                 assert (
                     main([*settings, "steps=1", "checkpoint_every=0", "eval_every=0", f"hydra.run.dir=b/{model}"]) == 0
                 )

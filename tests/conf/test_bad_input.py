@@ -318,7 +318,6 @@ SYNTAX = [
     ("lr=1e-3,,1e-2", "a value between commas is empty: lr=1e-3,1e-2"),
     ("lr=range(1,2", "a parenthesis is not closed: lr=range(1,2)"),
     ("lr=logspace(-4,-1,4)", "several values are interval(0.1, 0.5)"),
-    ("sweep.dir=s", "did you mean hydra.sweep.dir?"),
     ("steps=5=6", "cannot be read", "put quotes around"),
     ("plugin", "did you mean plugins?"),
     ("doctr", "did you mean doctor?"),

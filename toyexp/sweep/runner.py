@@ -383,7 +383,7 @@ class Runner:
         try:
             with contained(), self._shown_as_one(job):
                 say(f"\n[{job.number}] {job.label}".rstrip())
-                words = self._order(job).words()
+                words = Runner._order(self, job).words()  # what a search tells its process, it tells ours elsewhere
                 if job.attempts > 1:
                     self.asked.run(words)
                     return Ended(0)

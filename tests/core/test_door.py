@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +19,10 @@ from tiny import write_base
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.commands.line import main
+from toyexp.config import beforehand, schema
+from toyexp.config.shipped import conf_dir
 from toyexp.config.words import parse
+from toyexp.door.history import History
 from toyexp.door.words import worded
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.text.byte_level import Bytes
@@ -236,12 +240,46 @@ def test_an_adapter_is_trained_on_a_base_and_put_on_it_afterwards(here):
     ({"callbacks": "plots"}, ["['default', 'plots']"]),
     ({"model": Llama(d_model=30, n_heads=4)}, ["n_heads"]),
     ({"directory": "first"}, ["already holds a run", "directory=..."]),
+    ({"directory": "other", "resume": "first"}, ["directory", "resume=first", "leave it out"]),
+    ({"callbacks": Text(path="book.txt")}, ["['default', 'plots']"]),
+    ({"callbacks": [Text, "plots"]}, ["callbacks", "Text()"]),
 ])  # fmt: skip
 def test_bad_objects_are_refused_in_a_line(trained, given, parts_of_it):
     with pytest.raises(UserError) as caught:
         toyexp.train(**{**parts(), **given})
     assert all(part in str(caught.value) for part in parts_of_it), caught.value
     assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_callbacks_are_told_apart_by_their_names(trained):
+    class Nameless(Callback):
+        """Has none."""
+
+    with pytest.raises(UserError, match="Nameless has no name"):
+        toyexp.train(**parts(dataclass(eq=False)(Nameless)()))
+    with pytest.raises(UserError, match="two have the name interrupting"):  # neither is left out without a word
+        toyexp.train(**parts(Interrupting(at=20), Interrupting(at=30)))
+
+
+@pytest.mark.parametrize(("call", "reason"), [
+    (lambda run: run.logits([[1, 2], [3]]), "rows of equal length"),
+    (lambda run: run.logits([1.5]), "token ids"),
+    (lambda run: run.generate([1.5]), r"token ids \[T\]"),
+    (lambda run: run.generate(None), "token ids"),
+    (lambda run: run.generate("It", temperature="hot"), "temperature='hot'"),
+    (lambda run: run.generate("It", engine=GGMLCPU()), "takes a name"),
+    (lambda run: run.generate([1], chat=True), "takes its message as text"),
+])  # fmt: skip
+def test_a_result_refuses_what_its_model_cannot_read(trained, call, reason):
+    with pytest.raises(UserError, match=reason):
+        call(trained)
+
+
+def test_a_number_that_is_not_finite_is_nan_in_the_history(tmp_path):
+    lines = [f'{{"kind": "step", "step": {i + 1}, "loss": {value}, "tokens": 4}}'
+             for i, value in enumerate(("1.5", "Infinity", "1" + "0" * 400, "null"))]  # fmt: skip
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    np.testing.assert_array_equal(History.of(tmp_path).loss, [1.5, np.nan, np.nan, np.nan])
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -267,6 +305,9 @@ def test_what_is_no_single_run_says_what_to_call(here):
             toyexp.run(*words)
     with pytest.raises(UserError, match=r"model=.*toyexp\.train"):
         toyexp.run(model=Llama())
+    for call in (toyexp.run, toyexp.sweep):
+        with pytest.raises(UserError, match="is no word of a command line"):
+            call({"steps": 3})
 
 
 def test_keywords_are_read_back_as_the_values_they_were(here):
@@ -316,6 +357,12 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
         toyexp.sweep(resume=here / "first", quiet=True)
 
 
+def test_a_sweep_that_is_interrupted_before_it_begins_is_no_bad_input(here, monkeypatch):
+    monkeypatch.setattr("toyexp.sweep.runner.Runner.run", lambda runner, jobs: 128 + signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        toyexp.sweep(*WORDS, seed=[0, 1], quiet=True)
+
+
 # -- what is left behind in the process -------------------------------------------------------------------------------
 
 
@@ -357,19 +404,40 @@ print("torch" in sys.modules)
 """
 
 
+BESIDE = (
+    "from dataclasses import dataclass\nfrom toyexp import Callback, hookimpl\n"
+    "@dataclass(eq=False)\nclass Beside(Callback):\n    'Another.'\n    name = 'beside'\n"
+    "@hookimpl\ndef register_callbacks(register):\n    register(Beside)\n"
+)
+
+
 def test_a_run_leaves_the_process_as_it_was(here):
     """And a person's own Hydra, with files that toyexp's would refuse."""
     (here / "app").mkdir()
     (here / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
-    (here / "beside.py").write_text(
-        "from dataclasses import dataclass\nfrom toyexp import Callback, hookimpl\n"
-        "@dataclass(eq=False)\nclass Beside(Callback):\n    'Another.'\n    name = 'beside'\n"
-        "@hookimpl\ndef register_callbacks(register):\n    register(Beside)\n"
-    )
+    (here / "beside.py").write_text(BESIDE)
     done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=here)
     told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
+
+
+def test_modules_are_looked_for_where_they_were_once_a_run_is_opened(trained, here, monkeypatch):
+    (here / "of_opening.py").write_text(BESIDE.replace("eside", "eyond"))
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(here))])
+    before = list(sys.path)
+    assert toyexp.open("first", plugins=["of_opening"]).steps == 8
+    assert sys.path == before
+
+
+def test_a_preset_that_is_edited_counts_in_the_next_run_of_the_same_process(here, monkeypatch):
+    presets = shutil.copytree(conf_dir(), here / "presets")
+    for module in (beforehand, schema):
+        monkeypatch.setattr(module, "conf_dir", lambda: presets)
+    for steps in (3, 4):  # more often than what is chosen is composed anew
+        (presets / "experiment" / "edited.yaml").write_text(f"# @package _global_\nsteps: {steps}\nlr: 0.5\n")
+        for _ in range(3):
+            assert beforehand.composed(["experiment=edited"], schema.Source(presets)).steps == steps
 
 
 def test_runs_of_several_threads_take_their_turns(here):

@@ -19,6 +19,7 @@ CHOICES = 8  # of names that are kept: a composition takes some memory
 AGAIN = 32  # likewise of one process
 OF_HYDRA = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
 
+_presets: list[tuple[str, int, int]] = []  # the files of which composed_before is
 _kept: dict[tuple[Source, tuple[str, ...]], DictConfig] = {}
 
 
@@ -32,6 +33,9 @@ def composed(words: Sequence[str], source: Source) -> DictConfig:
     names, _ = _of_a_job(words)
     if source != Source(conf_dir()) or not all(map(_is_choice, names)):
         return compose_raw(words, source)
+    if _presets != (now := _files()):  # a person edits them while a notebook runs
+        composed_before.clear()
+        _presets[:] = now
     if names not in composed_before:
         cfg = compose_raw(words, source)
         if len(composed_before) == AGAIN:
@@ -41,6 +45,12 @@ def composed(words: Sequence[str], source: Source) -> DictConfig:
     base = composed_before[names] = composed_before[names] or _of_names(names, source)
     cfg = _with_values(copy.deepcopy(base), words) if base is not None else None
     return compose_raw(words, source) if cfg is None else cfg
+
+
+def _files() -> list[tuple[str, int, int]]:
+    """toyexp's presets as they stand: path, time of the last change in ns, bytes."""
+    stated = [(str(path), path.stat()) for path in sorted(conf_dir().rglob("*.yaml"))]
+    return [(path, status.st_mtime_ns, status.st_size) for path, status in stated]
 
 
 def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -32,14 +32,22 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, contained(), own_hydra(), silent(quiet):
-        path = list(sys.path)
+    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was():
         try:
             yield
         finally:
             status("")
-            for place in [place for place in sys.path if place not in path]:  # of local plugins
-                sys.path.remove(place)
+
+
+@contextlib.contextmanager
+def path_as_it_was() -> Iterator[None]:
+    """Modules are afterwards looked for where they were, and no more where local plugins stand."""
+    path = list(sys.path)
+    try:
+        yield
+    finally:
+        for place in [place for place in sys.path if place not in path]:
+            sys.path.remove(place)
 
 
 @contextlib.contextmanager

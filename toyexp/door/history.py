@@ -98,4 +98,5 @@ class History(Mapping[str, np.ndarray]):
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known else np.nan

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toyexp.base.ownership import SWEEP
 from toyexp.contract.plugins import load
+from toyexp.door.aside import path_as_it_was
 from toyexp.door.result import Result, require_run
 from toyexp.door.sweeping import SweepResult
 
@@ -19,7 +20,8 @@ def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | 
 
     Raises UserError for a directory that holds neither, and for a sweep whose files are damaged.
     """
-    directory, registry = Path(path), load(plugins)
+    with path_as_it_was():
+        directory, registry = Path(path), load(plugins)
     if (directory / SWEEP).is_file():
         return SweepResult(directory, registry)
     require_run(directory)

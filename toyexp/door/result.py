@@ -198,12 +198,16 @@ class Result:
                    "--min-p": min_p, "--seed": seed}  # fmt: skip
         for name, value in options.items():
             least, most = writing.LIMITS[name]
-            whole = isinstance(least, int) and not (isinstance(value, int) and not isinstance(value, bool))
-            if whole or not least <= value <= most:
+            fits = int if isinstance(least, int) else (int, float, np.floating)
+            if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
                 kind = "a whole number" if isinstance(least, int) else "a number"
                 key = name.removeprefix("--").replace("-", "_")
                 raise UserError(f"generate {key}={printable(repr(value))}: must be {kind} from {least} to {most}")
-        text, ids = (prompt, None) if isinstance(prompt, str) else (None, [int(i) for i in prompt])
+        if not isinstance(engine, str):
+            raise UserError(f"generate engine={printable(repr(engine))}: takes a name, such as 'ggml:threads=1'")
+        if chat and not isinstance(prompt, str):
+            raise UserError("generate chat=True: takes its message as text; ids go without it")
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("generate", prompt, (1,)).tolist())
         if text == "-":  # which on a command line stands for standard input
             text, ids = None, self.tokenizer.prompt("-").tolist()
         sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -270,9 +274,7 @@ class Result:
         name = model.reads.sequence
         if not name:
             return self._images(given)
-        ids = self.tokenizer.prompt(given) if isinstance(given, str) else np.asarray(given)
-        if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
-            raise UserError(f"logits: takes a text, or token ids [T] or [B, T], not {list(ids.shape)} of {ids.dtype}")
+        ids = self.tokenizer.prompt(given) if isinstance(given, str) else _ids("logits", given, (1, 2))
         vocab, context = int(model.vocab), int(model.context)
         if ids.min() < 0 or ids.max() >= vocab:
             raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
@@ -286,7 +288,7 @@ class Result:
         from toyexp.formats.gguf.source import opened
 
         seen = Seen.of(opened(str(self._weights[0])), self.model, self.directory)
-        images, wanted = np.asarray(given), (seen.size, seen.size, seen.channels)
+        images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
         single = images.ndim == 3
         images = images[None] if single else images
         if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
@@ -347,6 +349,22 @@ class Parameters(Mapping[str, np.ndarray]):
 
     def __repr__(self) -> str:
         return "\n".join(columns([(name, str(list(tensor.shape))) for name, tensor in self._tensors.items()]))
+
+
+def _array(call: str, given: Any) -> np.ndarray:
+    try:
+        return np.asarray(given)
+    except ValueError:
+        raise UserError(f"{call}: takes rows of equal length") from None
+
+
+def _ids(call: str, given: Any, axes: Sequence[int]) -> np.ndarray:
+    """Token ids as an array of so many axes; UserError for what are none."""
+    ids = _array(call, given)
+    if ids.ndim not in axes or ids.dtype.kind not in "iu" or not ids.size:
+        shapes = " or ".join(("[T]", "[B, T]")[n - 1] for n in axes)
+        raise UserError(f"{call}: takes a text, or token ids {shapes}, not {list(ids.shape)} of {ids.dtype}")
+    return ids
 
 
 def _is_aside(name: str) -> bool:

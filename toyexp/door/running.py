@@ -13,7 +13,7 @@ from toyexp.commands.line import at_home, carry_out, one_run
 from toyexp.contract.owners import OWNERS
 from toyexp.door.aside import aside, what_is_left
 from toyexp.door.result import Result
-from toyexp.door.words import worded
+from toyexp.door.words import texts, worded
 
 
 def run(
@@ -42,7 +42,7 @@ def run(
     what is left, and how to go on. Calls from several threads wait for one another; random state, environment, working
     directory, logging and Hydra's own state are afterwards what they were.
     """
-    typed = [*words, *worded(settings)]
+    typed = [*texts("toyexp.run", words), *worded(settings)]
     if resume is not None:
         typed.append(f"resume={os.fspath(resume)}")
     with aside("toyexp.run", quiet), of_a_part(lambda: OWNERS):

@@ -21,7 +21,7 @@ from toyexp.contract.registry import Registry
 from toyexp.door.aside import aside
 from toyexp.door.result import Result, require_run
 from toyexp.door.shown import of_table
-from toyexp.door.words import worded
+from toyexp.door.words import texts, worded
 from toyexp.sweep.directory import Job, remembered
 from toyexp.sweep.ranking import Ranking, ranked
 
@@ -53,7 +53,7 @@ def sweep(
     Raises UserError for bad input, and where no job could begin; a job that fails ends no other, and stands in the
     result. KeyboardInterrupt lets the jobs that run save first; a note on it says how to look, and how to go on.
     """
-    typed = [*words, *worded(settings, swept=True)]
+    typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
     with aside("toyexp.sweep", quiet), of_a_part(lambda: OWNERS):
         from toyexp.config.request import Request
         from toyexp.config.schema import Source
@@ -72,13 +72,14 @@ def sweep(
         request = Request.of(asked, Source.of(*map(flags.get, ("--config-path", "--config-name", "--config-dir"))))
         runner, jobs = prepared(many_runs(flags, request))
         code = runner.run(jobs)
+        if code > 128:
+            interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
+            if runner.place is not None:  # else it had not begun
+                place = repr(short(runner.place))
+                interrupted.add_note(f"what it left: toyexp.open({place}); go on: toyexp.sweep(resume={place})")
+            raise interrupted
         if runner.place is None:
             raise UserError(next((job.error for job in runner.jobs if job.error), "the sweep has no job"))
-        if code > 128:
-            place = repr(short(runner.place))
-            interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
-            interrupted.add_note(f"what it left: toyexp.open({place}); go on: toyexp.sweep(resume={place})")
-            raise interrupted
     return SweepResult(runner.place, request.registry)
 
 

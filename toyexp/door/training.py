@@ -60,6 +60,10 @@ def train(
     a directory, for which the same objects are given again. Errors, Ctrl-C and what is left alone are as with
     `toyexp.run`.
     """
+    if resume is not None and directory is not None:
+        raise UserError(f"train directory: resume={os.fspath(resume)} goes on in that directory; leave it out")
+    if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+        raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     with aside("toyexp.train", quiet), of_a_part(lambda: OWNERS):
         from toyexp.base.ownership import require_empty
         from toyexp.training.experiment import prepare
@@ -96,6 +100,8 @@ def _registry(parts: Sequence[Any]) -> Registry:
         kind = next((kind for kind, base in KINDS.items() if isinstance(part, base)), None)
         if kind:
             cls = type(part)
+            if not isinstance(getattr(cls, "name", None), str):
+                raise UserError(f"train {kind}: {cls.__name__} has no name; its class takes one: name = 'mine'")
             there = grown.offers[kind].get(cls.name)
             if there and there.cls is not cls:
                 raise UserError(f"train {kind}={cls.__name__}: its name, {cls.name}, is that of {there.cls.__name__}")
@@ -141,14 +147,15 @@ def _part(kind: str, value: Any, registry: Registry) -> Any:
 
 def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) -> dict[str, Callback]:
     """The callbacks by their names, where `default` stands for those that a run has unless told otherwise."""
-    if isinstance(given, str | Callback):
-        raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     each = [one for value in given for one in (usual() if value == "default" else [value])]
     found: dict[str, Callback] = {}
+    objects: dict[str, Callback] = {}
     for value in each:
         callback = _part("callbacks", value, registry)
         if callback.name in found and isinstance(value, str):
             continue
+        if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
+            raise UserError(f"train callbacks: two have the name {callback.name}; a run has one of each name")
         found[callback.name] = callback
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
@@ -12,6 +12,17 @@ from toyexp.base.words import typed
 
 SPECIAL = {"null", "true", "false", "nan", "inf"}  # words that are no texts
 WITHIN = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
+
+
+def texts(call: str, words: Sequence[Any]) -> list[str]:
+    """The words themselves; UserError for what is none, such as a mapping of settings."""
+    for word in words:
+        if not isinstance(word, str):
+            raise UserError(
+                f"{call} {printable(repr(word))}: is no word of a command line; settings are words or keywords: "
+                f"{call}('recipe=warm', steps=100)"
+            )
+    return list(words)
 
 
 def worded(settings: Mapping[str, Any], swept: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from toyexp import Model, Plan, PlanTensor, Setup, UserError
 from toyexp_recipes.base import FromBase
 
-EMBEDDINGS = ("token_embd.weight", "position_embd.weight")
+EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last a ViT's
 
 
 @dataclass

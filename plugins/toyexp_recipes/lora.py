@@ -130,7 +130,7 @@ class Lora(FromBase):
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             told = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {has} rank {told}; leave recipe.rank out")
-        if self.alpha is not None and self.alpha != alphas[0]:
+        if self.alpha is not None and not math.isclose(self.alpha, alphas[0], rel_tol=1e-6):  # the file has float32
             raise UserError(f"recipe.alpha={self.alpha:g}: {has} alpha {alphas[0]:g}; leave recipe.alpha out")
         if self.rslora:
             raise UserError(f"recipe.rslora=true: {has} its own scale, alpha {alphas[0]:g}; leave recipe.rslora out")

@@ -326,6 +326,13 @@ def test_it_resumes_to_the_bit_and_not_with_another_adapter(capsys):
     assert "another experiment" in refused(capsys, "resume=part", "steps=6")
 
 
+def test_an_alpha_that_float32_rounds_is_the_adapters_own():
+    words = [*QUICK, "engine=ggml", "steps=1", "eval_every=0", "recipe.alpha=0.1"]
+    assert main([*words, "hydra.run.dir=first"]) == 0
+    assert main([*words, "recipe.adapter=first", "hydra.run.dir=on"]) == 0
+    assert pairs_of("on")[1] == pairs_of("first")[1] == np.float32(0.1)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("recipe.adapter=run recipe.rank=8", "recipe.rank=8: recipe.adapter=run has rank 3; leave recipe.rank out"),
     ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),

@@ -164,6 +164,18 @@ def test_classes_get_the_numbers_that_a_models_file_gives_their_names():
     assert sorted(listed.held_out[1]) == [0, 1]
     with pytest.raises(UserError, match=r"(?s)cat.*bird, dog"):
         ImageDataset(images, labels, ["cat", "dog"], 1 / 3).see_as({"classes": ["bird", "dog"]})
+    named = ImageDataset(images, np.arange(6) // 2, ["0", "1", "2"], 1 / 2)  # names that are numbers, in another order
+    named.see_as({"classes": ["0", "1", "10", "2"]})
+    assert {*named.held_out[1], *named.train[1]} == {0, 1, 3}
+
+
+@pytest.mark.parametrize("written", [
+    {"image_mean": ["a"]}, {"image_mean": "x"}, {"image_mean": [float("nan")]}, {"image_std": [0.0]}, {"classes": 3},
+])  # fmt: skip
+def test_what_a_models_file_cannot_say_of_its_data_is_refused(written):
+    data = ImageDataset(np.zeros((6, 2, 2, 1), np.uint8), np.arange(6) % 2, ["cat", "dog"], 1 / 3)
+    with pytest.raises(UserError, match=next(iter(written))):
+        data.see_as(written)
 
 
 def test_digits_are_scikit_learns():

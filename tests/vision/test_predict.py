@@ -117,6 +117,13 @@ def test_what_cannot_be_is_one_line(here, tmp_path, capsys, monkeypatch, words, 
     assert not (tmp_path / "x.csv").exists()
 
 
+def test_one_picture_is_of_the_first_of_several_devices(here, capsys):
+    root, _ = here
+    picture = root / "pictures" / "left" / "00.png"
+    alone, first = (predicted(capsys, root / "run", picture, "--engine", f"cpu:devices={n}") for n in (1, 2))
+    assert first["images"] == alone["images"] and "the first" in first["engine"]
+
+
 def test_where_a_run_took_one_size_alone_another_is_an_error(here, tmp_path, capsys):
     root, images = here
     shutil.copytree(root / "run", tmp_path / "run")

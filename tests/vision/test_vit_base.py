@@ -101,6 +101,14 @@ def test_images_have_the_numbers_and_the_pixels_that_their_classes_have_in_the_b
         assert all(np.array_equal(one.metadata[key], other.metadata[key]) for key in keys)
 
 
+def test_position_embeddings_stay_where_they_are_not_trained():
+    words = ["recipe=full", *ON_DIGITS, "recipe.train_embeddings=false", "steps=1", "eval_every=0"]
+    assert main([*words, "hydra.run.dir=on"]) == 0
+    with GGUFFile("run/model.gguf") as one, GGUFFile("on/model.gguf") as other:
+        same = {name for name in one.tensors if np.array_equal(one.read(name), other.read(name))}
+    assert same == {"v.position_embd.weight"}
+
+
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys, engine):
     """Pixels are seen as the base saw its own; the run goes on, and its checkpoint is a model like its file."""

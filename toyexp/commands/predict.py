@@ -36,6 +36,9 @@ from toyexp.training.memory import check_plan
 if TYPE_CHECKING:
     import numpy as np
 
+    from toyexp.contract.engine import Engine
+    from toyexp.training.parts import Config
+
 HELP = """\
 usage: toyexp predict MODEL IMAGE ... [--top K] [--csv FILE] [--json] [--engine NAME] [plugins=[my_module]]
 
@@ -201,14 +204,14 @@ def predict(
     (request,) = Request([], registry, modules).on_engines([engine]).values()
     built = request.parts()
     rows = min(ROWS, len(files))
-    built.engine.check_rows(rows, 1)
+    computes, note = _engine(built, rows)
     inputs = seen.model.batches(seen.dataset(seen.blank()), rows, 0).inputs
     plan = frozen_plan(seen.model, path, Setup(inputs, rows))
-    check_plan(plan, built.engine, TO_EVALUATE)
-    built.engine.check_plan(plan)
+    check_plan(plan, computes, TO_EVALUATE)
+    computes.check_plan(plan)
     check_forward(plan, str(origin(path)))
     found: list[Predicted] = []
-    with running_out(TO_EVALUATE), built.engine.realize(plan) as session:
+    with running_out(TO_EVALUATE), computes.realize(plan) as session:
         session.build()
 
         def told(images: np.ndarray) -> np.ndarray:
@@ -222,7 +225,18 @@ def predict(
         raise UserError(
             f"{found[0].file}: {found[0].error}" + f" (nor any of {len(found) - 1} others)" * (len(found) > 1)
         )
-    return Predictions(str(origin(path)), built.engine_note, seen.classes, found)
+    return Predictions(str(origin(path)), note, seen.classes, found)
+
+
+def _engine(built: Config, rows: int) -> tuple[Engine, str]:
+    """What computes so many images at a time, and how it is told: of several devices the first without equal shares."""
+    try:
+        built.engine.check_rows(rows, 1)
+    except UserError:
+        first = built.engine.of_one_row()  # which repeats what is wrong with the setting itself
+        first.check_rows(rows, 1)
+        return first, f"{first.name}: {first.check()}, of its devices the first"
+    return built.engine, built.engine_note
 
 
 def _part(files: Sequence[Path], seen: Seen, resize: bool, told: Any, top: int) -> Iterator[Predicted]:

@@ -75,17 +75,20 @@ class ImageDataset(Dataset):
     def see_as(self, written: Mapping[str, Any]) -> None:
         """Takes pixel mean and deviation from the model's file, and gives the classes the numbers they have there.
 
-        Raises UserError for a class that the model does not know.
+        Raises UserError for a class that the model does not know, and for keys that hold something else.
         """
         for name in ("image_mean", "image_std"):
             ours = self.gguf_metadata()[name]
-            theirs = np.asarray(written.get(name, ours), np.float64)
+            theirs = _numbers(name, written.get(name, ours))
             if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file has float32
                 setattr(self, name.removeprefix("image_"), theirs)
-        known = list(written.get("classes", self.classes))
-        if self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
+        known = written.get("classes", list(self.classes))
+        if not isinstance(known, list):
+            raise UserError(f"its classes are {printable(str(known))}, expected a list of names")
+        unknown = [name for name in self.classes if name not in known]
+        if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
             return  # a list of labels, which counts the classes as the model does
-        if unknown := [name for name in self.classes if name not in known]:
+        if unknown:
             raise OtherClasses(
                 f"the data has the class {printable(unknown[0])}, and the model knows {printable(', '.join(known))}"
             )
@@ -167,6 +170,17 @@ class ImageBatches(Batches):
     def _batch(self, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         pixels = images.astype(np.float32) * self._factor - self._offset
         return {"images": pixels, "targets": labels, "weights": np.ones(len(labels), np.float32)}
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    """The pixels' mean or deviation as a model's file has it; UserError for what pixels cannot be seen by."""
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        array = np.full(1, np.nan)
+    if not np.isfinite(array).all() or (name == "image_std" and not (array > 0).all()):
+        raise UserError(f"its {name} is {printable(str(value))}, which pixels cannot be seen by")
+    return array
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -100,6 +101,8 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
         ("optimiser a__b", "single underscores"),
         ("optimiser adamw", "optim=adamw is that of toyexp_optimisers"),
         ("format gguf", "--type gguf is that of"),
+        ("model nano", "model=nano stands for something else"),
+        ("engine auto", "engine=auto stands for something else"),
         ("recipe torch", "a module toyexp_torch already"),
         ("model normal", "its class would be Normal"),
         ("modle x", "did you mean model?"),
@@ -137,11 +140,26 @@ def check(path, tmp_path, *more):
     return done
 
 
-def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path):
+def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-q")  # an option of pytest's terminal, which a check has none of
     told = json.loads(check(place(made, "callback"), tmp_path, "--json").stdout)
     suite, others = told["checked"]
     assert told["good"] and (suite["part"], suite["suite"]) == ("callbacks=[own_callback_2]", "CallbackSuite")
     assert (suite["passed"], suite["note"]) == (6, "") and (others["suite"], others["passed"]) == ("other tests", 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
+        ("test_more.py", "raise SystemExit('left')", "could not be run: SystemExit: left"),
+    ],
+)
+def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, file, text, told):
+    shutil.copytree(place(made, "callback"), tmp_path / "its")
+    (tmp_path / "its" / file).write_text(text)
+    done = check("its", tmp_path)
+    assert done.returncode == 1 and told in done.stdout and not done.stderr, done.stdout + done.stderr
 
 
 def test_a_plugin_that_is_installed_too_is_no_second_one_of_its_name():
@@ -220,6 +238,8 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
         ("notes.txt", "x", 2, "is no Python file"),
         ("empty/notes.txt", "x", 2, "holds neither a pyproject.toml nor an __init__.py"),
         ("other/pyproject.toml", "[project]\nname = 'x'", 2, "names no plugin: [project.entry-points.toyexp]"),
+        ("odd/pyproject.toml", "project = 3", 2, "names no plugin"),
+        ("number/pyproject.toml", "[project.entry-points.toyexp]\na = 3", 2, "names no plugin"),
         ("torn/pyproject.toml", "[project", 2, "its pyproject.toml cannot be read"),
     ],
 )
@@ -246,7 +266,7 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
         text = read(topic)
         assert not re.search(r"\]\((?!http)[^)]*\.(md|py)", text), topic
         assert {*re.findall(r"`toyexp help ([\w/-]+)`", text)} <= {*topics(), "TOPIC"}, topic
-        assert "<!--" not in text, topic
+        assert "<!--" not in text and "](#" not in text, topic
     assert "known[name](**sizes)" in read("plugins/format"), "code is no link"
     assert "A model (`toyexp help plugins/model`)" in read("plugin-author")
     assert main(["help", "plugins/engine"]) == 0

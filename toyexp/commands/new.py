@@ -12,7 +12,7 @@ from toyexp.base.files import working_directory
 from toyexp.base.words import short
 from toyexp.base.writing import in_one_piece, required
 from toyexp.commands.options import refuse_settings
-from toyexp.config.shipped import templates_dir
+from toyexp.config.shipped import conf_dir, templates_dir
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
 
@@ -105,5 +105,8 @@ def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="
         raise UserError(f"{asked}: {key}{name} is that of {offer.plugin} ({offer.package}); another name")
+    preset = conf_dir() / KINDS[kind] / f"{name}.yaml"
+    if preset.is_file() or (kind, name) == ("engine", "auto"):
+        raise UserError(f"{asked}: {KINDS[kind]}={name} stands for something else; another name")
     if find_spec(f"toyexp_{name}") is not None:
         raise UserError(f"{asked}: there is a module toyexp_{name} already; another name")

@@ -119,8 +119,10 @@ def _modules(place: Path) -> tuple[dict[str, str], list[Path]]:
             told = tomllib.loads((whole / "pyproject.toml").read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"plugins --check {place}: its pyproject.toml cannot be read: {error}") from None
-        points = told.get("project", {}).get("entry-points", {}).get(GROUP, {})
-        if not points:
+        points: Any = told
+        for key in ("project", "entry-points", GROUP):
+            points = points.get(key) if isinstance(points, dict) else None
+        if not (points and isinstance(points, dict) and all(isinstance(module, str) for module in points.values())):
             raise UserError(
                 f"plugins --check {place}: its pyproject.toml names no plugin: [project.entry-points.{GROUP}] with a "
                 f"line such as {whole.name.replace('-', '_')} = {whole.name.replace('-', '_')!r}"
@@ -217,6 +219,12 @@ class _Found:
         """The lines, suites first."""
         return sorted(self._lines.values(), key=lambda line: line.part == "")
 
+    def broke(self, why: str) -> None:
+        """The tests could not be run at all."""
+        line = self._line("", "other tests")
+        line.counts["failed"] += 1
+        line.failures.append(f"the tests could not be run: {' '.join(why.split())[:300]}")
+
     def _line(self, part: str, suite: str) -> Line:
         return self._lines.setdefault((part, suite), Line(part, suite, note=self._note))
 
@@ -248,6 +256,11 @@ class _Found:
         if report.outcome != "passed":
             self._count(self._line(report.nodeid.rpartition("::")[2] or report.nodeid, ""), report)
 
+    def pytest_internalerror(self, excinfo: Any) -> bool:
+        """What a test file raises that pytest does not expect, such as SystemExit; True: it prints nothing of it."""
+        self.broke(why(excinfo.value))
+        return True
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         """One part of one test is over."""
         if report.when == "call" or report.outcome != "passed":
@@ -271,7 +284,14 @@ def _pytest(files: list[str], found: _Found) -> None:
         settings.write("[pytest]\n")
         settings.flush()
         options = ["-c", settings.name, "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib"]
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = pytest.main([*options, "--rootdir", str(Path(files[0]).parent), *files], plugins=[found])
+        theirs = os.environ.pop("PYTEST_ADDOPTS", None)  # which may be about what is switched off here
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+                code = pytest.main([*options, "--rootdir", str(Path(files[0]).parent), *files], plugins=[found])
+        finally:
+            if theirs is not None:
+                os.environ["PYTEST_ADDOPTS"] = theirs
+    if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
+        found.broke(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
     if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in found.told()):
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ LOG_FROM = 20.0  # the ratio of the highest to the lowest from which an axis is 
 APART = 0.055  # of the height of the axes: between two values written at the line's end
 
 Points = tuple[list[int], list[float]]
+_salting = threading.Lock()
 
 
 def points() -> Points:
@@ -71,7 +73,8 @@ def drawn(curves: Curves) -> dict[str, bytes]:
     figure.suptitle(_cut(curves.title, 80), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     panels["loss"].set_title(_cut(curves.below, 115), loc="left", fontsize=8.5, color=OTHER)
     pictures = {}
-    with matplotlib.rc_context({"svg.hashsalt": "toyexp"}):  # or its ids are others each time
+    # Without the salt its ids are others each time; the runs of a stack draw in one process, and share the setting.
+    with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}):
         for suffix, options in ((".png", {"dpi": 150}), (".svg", {"metadata": {"Date": None}})):
             file = io.BytesIO()
             figure.savefig(file, format=suffix[1:], **options)

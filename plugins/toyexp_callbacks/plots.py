@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Plan, Run, hookimpl, needed, printable
+from toyexp import Callback, Plan, Run, RunFailed, hookimpl, needed, printable
 from toyexp.base import open_file
 from toyexp_callbacks.curves import Curves, drawn, points
 
@@ -33,6 +33,7 @@ class Plots(Callback):
         self._curves = Curves()
         self._drawing: threading.Thread | None = None
         self._drawn: dict[str, bytes] | None = None  # by that thread, not yet written
+        self._warned = False
         self._next = 0.0
 
     def check(self) -> None:
@@ -107,8 +108,13 @@ class Plots(Callback):
         """Notes a held-out point; now and then has a picture drawn, beside the training."""
         self._eval(step, metrics)
         if self._drawn is not None:
-            self._write(run, self._drawn)
-            self._drawn = None
+            pictures, self._drawn = self._drawn, None
+            try:
+                self._write(run, pictures)
+            except (OSError, RunFailed) as error:  # one on the way is not worth the run, which fails without the last
+                if not self._warned:
+                    run.emit("warning", text=f"{error}; training goes on")
+                self._warned = True
         busy = self._drawing is not None and self._drawing.is_alive()
         if not busy and time.monotonic() >= self._next and self._curves.steps["loss"][0]:
             self._drawing = threading.Thread(target=self._draw, args=(_copied(self._curves),), daemon=True)

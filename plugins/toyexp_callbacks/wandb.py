@@ -80,7 +80,7 @@ class Wandb(Dashboard):
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Sends a model that was exported, with `artifacts`; those of several steps are versions of one artifact."""
-        if not (self.artifacts and kind == "export" and "step" in fields):
+        if not (self.artifacts and kind == "export" and fields.keys() >= {"step", "weights", "bytes"}):
             return
         path, step, weights = Path(fields["path"]), int(fields["step"]), str(fields["weights"])
 

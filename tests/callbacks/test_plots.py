@@ -1,8 +1,10 @@
 import math
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -10,6 +12,17 @@ from matplotlib.image import imread
 from toyexp.commands.line import main
 from toyexp_callbacks import plots
 from toyexp_callbacks.curves import Curves, drawn, smoothed, thinned
+
+
+class ThreadDoneAtOnce:
+    def __init__(self, target, args, daemon):
+        self.start = lambda: target(*args)
+
+    def is_alive(self):
+        return False
+
+    def join(self):
+        pass
 
 
 def ink(path, size=(900, 1200)):
@@ -72,6 +85,33 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
     assert drawn(curves) == pictures
 
 
+def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
+    curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([], []), "lr": ([], [])})
+    alone = drawn(curves)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(other == alone for other in threads.map(drawn, [curves] * 4))
+    assert matplotlib.rcParams["svg.hashsalt"] is None
+
+
+def test_a_picture_on_the_way_that_cannot_be_written_is_told_once_and_the_run_goes_on(train, tmp_path, monkeypatch):
+    """Somebody has put a file of that name there meanwhile: the run does not replace it, and fails of it at its end."""
+    theirs = tmp_path / "run" / "plots" / "curves.png"
+
+    def drawn_by(curves):
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_bytes(b"theirs")
+        return {".png": b"png", ".svg": b"svg"}
+
+    monkeypatch.setattr(plots, "FIRST", 0.0)
+    monkeypatch.setattr(plots, "SHARE", math.inf)
+    monkeypatch.setattr(plots, "drawn", drawn_by)
+    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
+    run = train("callbacks=[default,plots]", "steps=12", "eval_every=3", engine="noop")
+    assert run.code == 1 and run.of("step")[-1]["step"] == 12, run.err
+    assert [e["text"].count("this run did not write it; training goes on") for e in run.of("warning")] == [1]
+    assert theirs.read_bytes() == b"theirs"
+
+
 def test_a_run_that_was_stopped_early_says_where(train):
     run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=1",
                 "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
@@ -86,20 +126,10 @@ def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_s
         seen.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
         return {".png": b"png", ".svg": b"svg"}
 
-    class Thread:  # a thread that is done at once
-        def __init__(self, target, args, daemon):
-            self.start = lambda: target(*args)
-
-        def is_alive(self):
-            return False
-
-        def join(self):
-            pass
-
     monkeypatch.setattr(plots, "FIRST", 0.0)
     monkeypatch.setattr(plots, "SHARE", math.inf)
     monkeypatch.setattr(plots, "drawn", drawn_by)
-    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
     assert train("callbacks=[default,plots]", "steps=12", "eval_every=4", engine="noop").code == 0
     assert [(steps[-1], there) for steps, there in seen] == [(4, False), (8, True), (12, True), (12, True)]
     assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0

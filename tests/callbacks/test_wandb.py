@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp.commands.line import main
+from toyexp_callbacks.wandb import Wandb
 
 # A wandb that misbehaves as it is told; it stands first on the path of the child process.
 FAKE = """
@@ -129,6 +130,11 @@ def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(
     assert len(ids) == 2
     assert not (tmp_path / "wandb").exists()
     assert "wandb gave up" not in out and "wandb did not finish" not in out
+
+
+def test_a_file_of_which_too_little_is_said_is_not_sent_and_does_not_hurt_the_run():
+    callback = Wandb(artifacts=True)
+    callback.on_event(None, "export", {"path": "table.csv", "step": 6})  # as a plugin's callback may say it
 
 
 @pytest.mark.parametrize(

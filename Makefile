@@ -12,13 +12,17 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test docs pictures docs-test faults check donor bench table speeds golden wheel clean
+.PHONY: run test again docs pictures docs-test faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
 
 test: $(INSTALLED) check  ## lint, types, and the default test suite
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) || { test $$? -eq 1 && test -n "$(AGAIN)" && $(MAKE) again; }
+
+again: $(INSTALLED)  ## run the last failed tests once more, one at a time, if they are no more than AGAIN
+	$(BIN)/python -c "import json; n = len(json.load(open('.pytest_cache/v/cache/lastfailed'))); print(n, 'failed'); exit(n > $(AGAIN))"
+	$(BIN)/python -m pytest --numprocesses=0 --last-failed --last-failed-no-failures=none
 
 docs: $(INSTALLED)  ## build the documentation into outputs/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml

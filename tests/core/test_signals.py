@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.base.signals import Interrupted, stop_signals
+from toyexp.base.signals import Interrupted, cpu_limit, stop_signals
 from toyexp.commands.line import main
 from toyexp.training import checkpoint
 
@@ -367,3 +367,21 @@ def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
     monkeypatch.setattr("toyexp.config.compose.composed", compose)
     assert main(["steps=1"]) == 143
     assert capsys.readouterr().err == "toyexp: interrupted by SIGTERM\n"
+
+
+def test_a_limit_of_computing_that_python_ignored_in_a_destructor_is_raised_again():
+    class Slow:
+        def __del__(self):
+            busy()  # what is raised here is ignored, and told as such
+
+    def busy():
+        while True:
+            sum(range(1000))
+
+    told = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError):
+        patch.setattr(sys, "unraisablehook", told.append)
+        with cpu_limit(0.05, TimeoutError()):
+            Slow()
+            busy()
+    assert len(told) == 1 and signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

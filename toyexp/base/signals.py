@@ -187,14 +187,17 @@ def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float, error: BaseException) -> Iterator[None]:
-    """Raises `error` once this process has computed for so long in the block; outside the main thread it never does."""
+    """Raises `error` once this process has computed for so long in the block; outside the main thread it never does.
+
+    Once raised it may be lost: Python ignores what is raised in a destructor or a collector's callback. It comes again.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise error
 
     with handled({signal.SIGVTALRM: handle}) as ours:
         if ours:
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 0.5))
         try:
             yield
         finally:

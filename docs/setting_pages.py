@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from toyexp.base.words import typed
 from toyexp.config.named import lines_about
 from toyexp.config.schema import AUTO, AutoEngine
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.plugins import load
 from toyexp.contract.settings import Setting, settings_of
@@ -83,7 +83,7 @@ def table(prefix: str, rows: Iterable[Row], every: int = 0) -> Iterator[str]:
 def presets(kind: str, parts: Iterable[str]) -> Iterator[str]:
     """What the files of conf/ set that are offered beside the parts."""
     registry = load()
-    names = [path.stem for path in sorted((conf_dir() / kind).glob("*.yaml")) if path.stem not in set(parts)]
+    names = [path.stem for path in sorted((CONF / kind).glob("*.yaml")) if path.stem not in set(parts)]
     if names:
         yield "## Presets\n\nFiles of conf/, which set some of these keys:\n"
     for name in names:

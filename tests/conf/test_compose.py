@@ -18,7 +18,7 @@ from toyexp.commands.line import main
 from toyexp.config.keys import choices
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, Source
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, PARTS, top_level
 from toyexp.config.words import parse
 from toyexp.contract.plugins import load
@@ -27,7 +27,6 @@ from toyexp.sweep.directory import Job
 from toyexp.sweep.lookahead import Lookahead
 from toyexp_recipes.scratch import DONOR
 
-CONF = conf_dir()
 # Neither tokenizer nor donor is the point here.
 SMALL = ["data=text", "data.path=book.txt", "data.tokenizer=byte"]
 

@@ -20,7 +20,7 @@ import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.commands.line import main
 from toyexp.config import beforehand, schema
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.words import parse
 from toyexp.door.history import History
 from toyexp.door.words import worded
@@ -431,9 +431,9 @@ def test_modules_are_looked_for_where_they_were_once_a_run_is_opened(trained, he
 
 
 def test_a_preset_that_is_edited_counts_in_the_next_run_of_the_same_process(here, monkeypatch):
-    presets = shutil.copytree(conf_dir(), here / "presets")
+    presets = shutil.copytree(CONF, here / "presets")
     for module in (beforehand, schema):
-        monkeypatch.setattr(module, "conf_dir", lambda: presets)
+        monkeypatch.setattr(module, "CONF", presets)
     for steps in (3, 4):  # more often than what is chosen is composed anew
         (presets / "experiment" / "edited.yaml").write_text(f"# @package _global_\nsteps: {steps}\nlr: 0.5\n")
         for _ in range(3):

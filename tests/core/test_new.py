@@ -15,7 +15,7 @@ import pytest
 from toyexp.commands.line import main
 from toyexp.commands.new import KINDS, renamed
 from toyexp.commands.pages import read, topics
-from toyexp.config.shipped import templates_dir
+from toyexp.config.shipped import TEMPLATES
 from toyexp.contract.plugins import load_beside
 from toyexp.contract.rules import KINDS as REGISTERED
 
@@ -39,7 +39,7 @@ def place(root, kind):
 
 def test_every_kind_that_has_a_suite_can_be_begun():
     assert {*KINDS.values(), "command"} == {*REGISTERED}
-    assert {p.name for p in templates_dir().iterdir() if p.is_dir()} == {*KINDS}
+    assert {p.name for p in TEMPLATES.iterdir() if p.is_dir()} == {*KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from structure import PUBLIC
 import toyexp
 from toyexp import UserError
 from toyexp.commands.line import main
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.contract.hooks import Registration, RunHooks
 from toyexp.contract.plugins import load
 from toyexp.contract.rules import KINDS
@@ -399,7 +399,7 @@ def test_a_name_shows_what_it_stands_for(capsys, name, lines):
 
 
 def test_every_preset_of_conf_shows_its_settings(capsys):
-    for path in conf_dir().glob("*/*.yaml"):
+    for path in CONF.glob("*/*.yaml"):
         assert main(["plugins", path.stem]) == 0
         assert f"{path.parent.name}={path.stem} " in capsys.readouterr().out
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _TEXTS = ("--prompt",)  # flags whose value is a text, where ~ is a character like any other
+
+
+def at_home(words: Sequence[str]) -> list[str]:
+    """Words with what a shell has left to us: ~ behind `key=`, and quotes around a path; what is a file stays so."""
+    return [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
 
 
 def with_home(word: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from toyexp.commands.flags import FLAGS, SHORT
 from toyexp.commands.table import find
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.contract.command import Command
 from toyexp.contract.optimiser import LORA, scalable
@@ -190,7 +190,7 @@ class Line:
     def _config_dirs(self) -> list[Path]:
         pairs = zip(self.before, self.before[1:], strict=False)
         given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
-        return [*map(Path, given), conf_dir()]
+        return [*map(Path, given), CONF]
 
     def _choices(self, kind: str) -> list[Candidate]:
         """What a group may be: plugins, and the presets of the config directories."""

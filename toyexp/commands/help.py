@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
 from toyexp.commands.pages import read, show, topics
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
@@ -66,7 +66,7 @@ HELP = page
 
 def _choices(registry: Registry) -> Iterator[str]:
     for kind in GROUPS:
-        presets = {path.stem for path in (conf_dir() / kind).glob("*.yaml")}
+        presets = {path.stem for path in (CONF / kind).glob("*.yaml")}
         extra = {"auto"} if kind == "engine" else set()
         form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="
         listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)

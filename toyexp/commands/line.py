@@ -14,7 +14,7 @@ from toyexp.base.blame import blamed, of_a_part
 from toyexp.base.ending import exit_code_of
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.files import working_directory
-from toyexp.base.home import with_home, with_quotes
+from toyexp.base.home import at_home
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
@@ -71,11 +71,6 @@ def answer(typed: Sequence[str]) -> int:
         print(f"toyexp {toyexp.__version__}")
         return 0
     return run(words)
-
-
-def at_home(words: Sequence[str]) -> list[str]:
-    """Words with what a shell has left to us: ~ behind `key=`, and quotes around a path."""
-    return [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
 
 
 def _call(command: Command, words: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from toyexp.base.files import working_directory
 from toyexp.base.words import short
 from toyexp.base.writing import in_one_piece, required
 from toyexp.commands.options import refuse_settings
-from toyexp.config.shipped import conf_dir, templates_dir
+from toyexp.config.shipped import CONF, TEMPLATES
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
 
@@ -56,7 +56,7 @@ def run(arguments: Arguments) -> int:
 
 def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
     """Writes the plugin, whole or not at all; returns its directory. UserError for a name that cannot be one."""
-    files = {path.name: path.read_text() for path in (templates_dir() / kind).iterdir() if path.is_file()}
+    files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
     _check_name(kind, name, "".join(files.values()), modules)
     place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
     if place.exists() or place.is_symlink():
@@ -105,7 +105,7 @@ def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="
         raise UserError(f"{asked}: {key}{name} is that of {offer.plugin} ({offer.package}); another name")
-    preset = conf_dir() / KINDS[kind] / f"{name}.yaml"
+    preset = CONF / KINDS[kind] / f"{name}.yaml"
     if preset.is_file() or (kind, name) == ("engine", "auto"):
         raise UserError(f"{asked}: {KINDS[kind]}={name} stands for something else; another name")
     if find_spec(f"toyexp_{name}") is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import on_terminal
-from toyexp.config.shipped import pages_dir, templates_dir
+from toyexp.config.shipped import PAGES, TEMPLATES
 
 # A line that is nothing but a link to a file of templates/, in whose place stands the file.
 _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULTILINE)
@@ -16,8 +16,8 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 def topics() -> dict[str, Path]:
     """The pages by what one types: `data`, `plugins/data`, which have their folder in front; `start` is the first."""
     found: dict[str, Path] = {}
-    for path in sorted(pages_dir().rglob("*.md")):
-        place = path.relative_to(pages_dir())
+    for path in sorted(PAGES.rglob("*.md")):
+        place = path.relative_to(PAGES)
         name = place.parent if place.stem == "index" else place.with_suffix("")
         found["/".join(name.parts if name.parts[:1] == ("plugins",) else name.parts[-1:]) or "start"] = path
     return found
@@ -43,7 +43,7 @@ def with_templates(page: str) -> str:
     """A page with the templates that it links to in lines of their own, such as `[x.py](../../templates/x.py)`."""
 
     def shown(match: re.Match[str]) -> str:
-        text = (templates_dir() / match[1]).read_text().rstrip()
+        text = (TEMPLATES / match[1]).read_text().rstrip()
         return f"```{'toml' if match[1].endswith('.toml') else 'python'}\n{text}\n```"
 
     return _TEMPLATE.sub(shown, page)

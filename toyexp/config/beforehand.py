@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.config.schema import Source, compose_raw, composed_before
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
@@ -31,7 +31,7 @@ def composed(words: Sequence[str], source: Source) -> DictConfig:
     if (cfg := take(words, source)) is not None:
         return cfg
     names, _ = _of_a_job(words)
-    if source != Source(conf_dir()) or not all(map(_is_choice, names)):
+    if source != Source(CONF) or not all(map(_is_choice, names)):
         return compose_raw(words, source)
     if _presets != (now := _files()):  # a person edits them while a notebook runs
         composed_before.clear()
@@ -49,7 +49,7 @@ def composed(words: Sequence[str], source: Source) -> DictConfig:
 
 def _files() -> list[tuple[str, int, int]]:
     """toyexp's presets as they stand: path, time of the last change in ns, bytes."""
-    stated = [(str(path), path.stat()) for path in sorted(conf_dir().rglob("*.yaml"))]
+    stated = [(str(path), path.stat()) for path in sorted(CONF.rglob("*.yaml"))]
     return [(path, status.st_mtime_ns, status.st_size) for path, status in stated]
 
 

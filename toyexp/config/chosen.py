@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError
 from toyexp.config.schema import Source, load_yaml, read_config
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 
 HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
 RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what to go on with is said by who types
@@ -73,7 +73,7 @@ def placed(given: Sequence[Override], source: Source) -> Iterator[None]:
             raise
         key, said = found[1], str(error)[found.end() :]
         for path in files(given, source):
-            if not path.is_relative_to(conf_dir()) and _holds(load_yaml(path), key, one_value=found[2] == "="):
+            if not path.is_relative_to(CONF) and _holds(load_yaml(path), key, one_value=found[2] == "="):
                 raise UserError(f"{place(path, key, said)}: {error}") from error
         raise
 

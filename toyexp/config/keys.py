@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from toyexp.config.schema import Root, Source, all_offered, offered
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import OF_LAUNCHERS, PARTS, Sweep
 from toyexp.contract.registry import Registry
 from toyexp.contract.rules import types_of
@@ -117,6 +117,6 @@ def in_braces(typed: Sequence[Override]) -> list[Override]:
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
     """What `kind=` may be: plugins by name, and the presets of the config directories."""
-    roots = [d / kind for d in (source.directories if source else [conf_dir()])]
+    roots = [d / kind for d in (source.directories if source else [CONF])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
     return offered(kind, registry).keys() | presets

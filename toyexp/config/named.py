@@ -10,7 +10,7 @@ import yaml
 from toyexp.base.errors import UserError, nearest, printable
 from toyexp.base.words import typed
 from toyexp.config.schema import AUTO, AutoEngine
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS
 from toyexp.contract.registry import Registry
 from toyexp.contract.settings import settings_of
@@ -22,7 +22,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
     found = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
     if not found:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
-        presets = {path.stem for kind in GROUPS for path in (conf_dir() / kind).glob("*.yaml")}
+        presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
         best = nearest(name, known | presets)
         hint = f"did you mean {best}?" if best else f"what there is: toyexp plugins{registry.loading}"
         raise UserError(f"plugins {printable(name)}: there is nothing of that name; {hint}")
@@ -41,7 +41,7 @@ def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
 
 
 def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
-    for path in sorted(conf_dir().glob(f"*/{name}.yaml")):
+    for path in sorted(CONF.glob(f"*/{name}.yaml")):
         kind, text = path.parent.name, path.read_text(encoding="utf-8")
         body = yaml.safe_load(text)
         chosen = body.pop("defaults", [])

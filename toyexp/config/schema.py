@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
-from toyexp.config.shipped import conf_dir
+from toyexp.config.shipped import CONF
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.registry import Registry
@@ -59,7 +59,7 @@ class AutoEngine:
 
 def default_callbacks() -> list[str]:
     """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
-    return list(load_yaml(conf_dir() / "callbacks" / "default.yaml")["defaults"])
+    return list(load_yaml(CONF / "callbacks" / "default.yaml")["defaults"])
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -68,7 +68,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """A file's contents; UserError for one that says more than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
-        ours = path.is_relative_to(conf_dir())
+        ours = path.is_relative_to(CONF)
         if not ours and (".." in path.parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: is not taken from {self.path}")
         if not os.path.lexists(path):
@@ -215,7 +215,7 @@ class Source:
         for flag, given in (("--config-path", path), ("--config-dir", extra)):
             if given is not None:
                 require_folder(given, f"{flag} {given}")
-        directory = Path(path).absolute() if path else conf_dir()
+        directory = Path(path).absolute() if path else CONF
         source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
@@ -228,7 +228,7 @@ class Source:
     @property
     def directories(self) -> list[Path]:
         """Every directory that may hold presets."""
-        return list(dict.fromkeys(d for d in (self.directory, self.extra, conf_dir()) if d))
+        return list(dict.fromkeys(d for d in (self.directory, self.extra, CONF) if d))
 
     def overrides(self) -> list[str]:
         """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet.
@@ -239,8 +239,8 @@ class Source:
             return []
         quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
         added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
-        ours = load_yaml(conf_dir() / "config.yaml")["hydra"]
-        if self.directory == conf_dir():
+        ours = load_yaml(CONF / "config.yaml")["hydra"]
+        if self.directory == CONF:
             return added + _places(ours)
         path = self.directory / f"{self.name}.yaml"
         theirs = load_yaml(path) or {}
@@ -260,7 +260,7 @@ def _places(hydra_node: Mapping[str, Any]) -> list[str]:
 def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: bool = False) -> Any:
     """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
     text = read_config(path)
-    check_file(path, text, path.is_relative_to(conf_dir()), preset)
+    check_file(path, text, path.is_relative_to(CONF), preset)
     try:
         return load(text)
     except yaml.YAMLError as error:

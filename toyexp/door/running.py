@@ -8,8 +8,9 @@ from typing import Any
 
 from toyexp.base.blame import of_a_part
 from toyexp.base.errors import UserError
+from toyexp.base.home import at_home
 from toyexp.commands.flags import read
-from toyexp.commands.line import at_home, carry_out, one_run
+from toyexp.commands.line import carry_out, one_run
 from toyexp.contract.owners import OWNERS
 from toyexp.door.aside import aside, what_is_left
 from toyexp.door.result import Result

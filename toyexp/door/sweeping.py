@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.blame import of_a_part
 from toyexp.base.errors import UserError
+from toyexp.base.home import at_home
 from toyexp.base.packages import needed
 from toyexp.base.words import columns, counted, short
 from toyexp.commands.flags import split
-from toyexp.commands.line import at_home, many_runs
+from toyexp.commands.line import many_runs
 from toyexp.contract.owners import OWNERS
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry

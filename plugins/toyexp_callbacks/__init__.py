@@ -6,7 +6,18 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded, and what ends a run."""
-    from toyexp_callbacks import events, plots, progress, sample, schedules, stopping, tensorboard, wandb, watch
+    from toyexp_callbacks import (
+        events,
+        plots,
+        progress,
+        sample,
+        schedules,
+        stopping,
+        tensorboard,
+        trackio,
+        wandb,
+        watch,
+    )
 
     for cls in (
         schedules.Constant,
@@ -17,6 +28,7 @@ def register_callbacks(register: Register) -> None:
         events.Events,
         wandb.Wandb,
         tensorboard.Tensorboard,
+        trackio.Trackio,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

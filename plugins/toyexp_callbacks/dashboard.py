@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -46,12 +47,6 @@ class Dashboard(Callback):
         self._thread: threading.Thread | None = None
         self._bytes = 0  # of files that were passed on
         self._trouble: str | None = None  # what the thread gave up on, until the run has been told
-
-    @staticmethod
-    def sweep_of(run: Run) -> str | None:
-        """The name of the sweep that the run is a job of."""
-        sweep = run.dir.parent
-        return sweep.name if (sweep / "sweep.json").is_file() else None
 
     @abstractmethod
     def opened(self, run: Run) -> Record:
@@ -137,3 +132,29 @@ class Dashboard(Callback):
 
     def ended(self, run: Run) -> None:
         """Says what it has left."""
+
+
+@dataclass(eq=False)
+class Tracker(Dashboard):
+    """Base of those that keep runs by project: a run that is resumed goes on as the run it was."""
+
+    project: str = "toyexp"  # where the run appears
+    group: str | None = None  # runs that belong together; null: of a job, its sweep
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.id = secrets.token_hex(4)  # tells the run from others of its name, and stays when it is resumed
+        self.resumed = False
+
+    def state(self) -> dict[str, Any]:
+        """The run's id."""
+        return {"id": self.id}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the same run."""
+        self.id, self.resumed = str(state["id"]), True
+
+    def group_of(self, run: Run) -> str | None:
+        """The group that was asked for, or the sweep that the run is a job of."""
+        sweep = run.dir.parent
+        return self.group or (sweep.name if (sweep / "sweep.json").is_file() else None)

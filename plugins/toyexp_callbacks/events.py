@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, batch_digest, hookimpl
-from toyexp.base import dump_json, require_within, write_synced
+from toyexp.base import dump_json, open_file, require_within, write_synced
 
 log = logging.getLogger("toyexp")
 
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 16
+LINE = 1 << 20  # bytes of a line that is read again
 WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
 
 
@@ -201,6 +204,20 @@ class Events(Callback):
         incomplete = self._lines.close()
         if incomplete:
             raise RunFailed(f"{self._path}: {incomplete}")
+
+
+def told_before(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Kind, step and fields of what events.jsonl has of the steps up to a resumed run's checkpoint.
+
+    As far as the file can be read, and nothing where there is none.
+    """
+    with contextlib.suppress(Exception), open_file(run.dir / "events.jsonl") as file:
+        while line := file.readline(LINE):
+            event = json.loads(line)
+            kind, step = event.pop("kind", None), event.pop("step", None)
+            event.pop("t", None)
+            if isinstance(step, int) and step <= run.resumed:
+                yield str(kind), step, event
 
 
 def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import threading
 import time
@@ -12,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Callback, Plan, Run, RunFailed, hookimpl, needed, printable
-from toyexp.base import open_file
 from toyexp_callbacks.curves import Curves, drawn, points
+from toyexp_callbacks.events import told_before
 
 log = logging.getLogger("toyexp")
 
 SUFFIXES = (".png", ".svg")
 SHARE = 0.02  # of the time of a run that may go into pictures before its end
 FIRST = 30.0  # seconds before the first one
-LINE = 1 << 20  # bytes of a line of events.jsonl that is read
 
 
 @dataclass(eq=False)
@@ -72,12 +69,9 @@ class Plots(Callback):
 
     def _take_back(self, run: Run) -> None:
         """What events.jsonl tells of the steps before; a run without it is drawn from here on."""
-        with contextlib.suppress(Exception), open_file(run.dir / "events.jsonl") as file:
-            while line := file.readline(LINE):
-                event = json.loads(line)
-                kind, step = event.get("kind"), event.get("step")
-                if isinstance(step, int) and step <= run.resumed and kind in ("step", "eval", "warning"):
-                    {"step": self._step, "eval": self._eval, "warning": lambda at, _: self._warn(at)}[kind](step, event)
+        for kind, step, fields in told_before(run):
+            if kind in ("step", "eval", "warning"):
+                {"step": self._step, "eval": self._eval, "warning": lambda at, _: self._warn(at)}[kind](step, fields)
 
     def _step(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, (steps, values) in self._curves.steps.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,37 +11,25 @@ from typing import Any, ClassVar
 
 from toyexp import Run, hookimpl, needed
 from toyexp.base import require_words
-from toyexp_callbacks.dashboard import Dashboard, Record
+from toyexp_callbacks.dashboard import Record, Tracker
 
 MODES = ("offline", "online")
 
 
 @dataclass(eq=False)
-class Wandb(Dashboard):
+class Wandb(Tracker):
     """Logs the run to Weights & Biases, offline unless told otherwise."""
 
     name: ClassVar[str] = "wandb"
 
     mode: str = "offline"  # offline | online
-    project: str = "toyexp"  # where the run appears
     entity: str | None = None  # the team or user that the project is of; null: your default one
-    group: str | None = None  # runs that belong together; null: of a job, its sweep
     tags: str | None = None  # words to find it by, between commas
     artifacts: bool = False  # send the files of exporters that stand before it in the list, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._id = secrets.token_hex(4)  # W&B's name of the run, which stays when the run is resumed
-        self._resumed = False
         self._offline: Path | None = None  # where wandb keeps an offline run
-
-    def state(self) -> dict[str, Any]:
-        """The run's id."""
-        return {"id": self._id}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on in the same W&B run."""
-        self._id, self._resumed = str(state["id"]), True
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
@@ -62,10 +49,10 @@ class Wandb(Dashboard):
         record: Any = wandb.init(
             project=self.project,
             entity=self.entity,
-            group=self.group or self.sweep_of(run),
+            group=self.group_of(run),
             tags=[tag.strip() for tag in self.tags.split(",") if tag.strip()] if self.tags else None,
-            id=self._id,
-            resume="allow" if self._resumed and self.mode == "online" else None,  # offline, the id says enough
+            id=self.id,
+            resume="allow" if self.resumed and self.mode == "online" else None,  # offline, the id says enough
             name=f"{run.name}-{run.seed}",
             dir=str(run.dir),
             mode="online" if self.mode == "online" else "offline",
@@ -87,7 +74,7 @@ class Wandb(Dashboard):
         def send(record: Any) -> None:
             import wandb
 
-            name = f"run-{self._id}-{path.name.replace(f'-{step}', '')}"
+            name = f"run-{self.id}-{path.name.replace(f'-{step}', '')}"
             artifact = wandb.Artifact(name, type="model", metadata={"step": step, "weights": weights})
             (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
             record.log_artifact(artifact, aliases=["latest", f"step-{step}"])

@@ -1,0 +1,149 @@
+"""Against a stand-in with the documented interface of trackio 0.43, and against trackio itself where it is there."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import shutil
+import sqlite3
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from toyexp.commands.line import main
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What a stand-in for trackio was asked: the arguments of each init, and the points it was given."""
+    runs = []
+
+    class Record:
+        url = None
+
+        def __init__(self, asked):
+            self.asked, self.points = asked, asked["points"]
+
+        def log(self, metrics, step=None):
+            self.points.append((step, metrics))
+
+        def finish(self):
+            print("* Run finished.")
+            self.points.append("finished")
+
+    def init(project, name=None, group=None, space_id=None, *, config=None, resume="never", embed=True,
+             auto_log_gpu=None, auto_log_cpu=None):  # fmt: skip
+        print("* Created new run")
+        if project == "broken":
+            raise OSError("database is locked")
+        hardware = auto_log_gpu, auto_log_cpu
+        asked = {"project": project, "name": name, "group": group, "space_id": space_id, "config": config}
+        runs.append({**asked, "resume": resume, "embed": embed, "hardware": hardware, "points": [], "deleted": False})
+        return Record(runs[-1])
+
+    class Api:
+        def runs(self, project):
+            return [SimpleNamespace(name=r["name"], delete=lambda r=r: r.update(deleted=True)) for r in runs]
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, Api=Api, __spec__=SimpleNamespace()))
+    return runs
+
+
+def test_a_run_has_all_its_numbers_in_trackio_and_goes_on_under_the_same_name(train, tmp_path, started):
+    run = train("callbacks=[default,trackio]", "checkpoint_every=5", "checkpoint_keep=9", engine="noop")
+    assert run.code == 0 and "* " not in run.out
+    steps, notes = {e["step"]: e["loss"] for e in run.of("step")}, [e["text"] for e in run.of("note")]
+    shutil.rmtree(run.dir / "checkpoints" / "step-12")  # as if it had been killed after its last step
+    assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.json").touch()
+    words = ["callbacks=[default,trackio]", "callbacks.trackio.space=us/curves"]
+    job = train(*words, engine="noop", to="swept/other")
+    first, second, other = started
+    assert first["name"] == second["name"] != other["name"]
+    assert (first["resume"], second["resume"], other["resume"]) == ("never", "allow", "never")
+    assert (first["group"], other["group"]) == (None, "swept")
+    assert (first["space_id"], other["space_id"]) == (None, "us/curves")
+    earlier = [point for point in first["points"][:-1] if point[0] <= 10]
+    losses = {point[0]: point[1]["train/loss"] for point in first["points"][:-1] if "train/loss" in point[1]}
+    assert losses == steps and first["points"][-1] == "finished"
+    assert any("held_out/loss" in point[1] for point in first["points"][:-1])
+    again = [point[0] for point in second["points"][:-1] if "train/loss" in point[1]]
+    assert again == list(range(1, 16)), "the run is told once more up to its checkpoint, and goes on from there"
+    assert second["points"][: len(earlier)] == earlier, "to the digit"
+    assert (first["deleted"], second["deleted"]) == (True, False)
+    (note,) = notes
+    assert "trackio show --project toyexp" in note and "trackio sync --project toyexp" in note
+    assert [e["text"] for e in job.of("note")] == ["trackio  look: https://huggingface.co/spaces/us/curves"]
+    assert not first["embed"] and first["hardware"] == (False, False)
+    assert json.dumps(first["config"]) and first["config"]["steps"] == 12
+
+
+def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_its_place(capsys):
+    from toyexp_callbacks.trackio import quiet
+
+    inside, said = [threading.Event() for _ in range(2)], threading.Event()
+
+    def starting(begun):
+        with quiet():
+            begun.set()
+            print("* Trackio project initialized")
+            said.wait(10)
+
+    before = sys.stdout
+    others = [threading.Thread(target=starting, args=(begun,)) for begun in inside]
+    for other, begun in zip(others, inside, strict=True):
+        other.start()
+        assert begun.wait(10)
+    print("step 1/12")
+    with contextlib.redirect_stdout(io.StringIO()) as bar:  # which ends after they do
+        said.set()
+        for other in others:
+            other.join()
+        print("a bar")
+    print("step 2/12")
+    assert bar.getvalue() == "a bar\n" and capsys.readouterr().out == "step 1/12\nstep 2/12\n"
+    with quiet():
+        pass
+    assert sys.stdout is before, "nothing is left of any of them"
+
+
+def test_a_space_without_its_user_is_refused_before_anything_is_written(train, started):
+    run = train("callbacks=[default,trackio]", "callbacks.trackio.space=curves", engine="noop")
+    assert run.code == 2 and not run.dir.exists()
+    assert "callbacks.trackio.space=curves: must be USER/NAME" in run.err
+
+
+def test_a_trackio_that_fails_never_fails_the_run_and_is_told_of(train, started):
+    run = train("callbacks=[default,trackio]", "callbacks.trackio.project=broken", engine="noop")
+    assert run.code == 0 and (run.dir / "model.gguf").exists()
+    assert [e["text"] for e in run.of("note")] == ["trackio gave up, the run goes on: OSError: database is locked"]
+
+
+def test_without_trackio_the_run_is_refused_with_what_to_install(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    run = train("callbacks=[default,trackio]")
+    assert run.code == 2
+    assert run.err == "toyexp: error: callbacks.trackio: trackio is not installed: pip install 'toyexp[trackio]'\n"
+    assert not run.dir.exists()
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("trackio"), reason="trackio, which brings a web server, is not installed"
+)
+def test_trackio_itself_keeps_a_resumed_run_as_one_and_prints_nothing(settings, spawn, tmp_path):
+    kept = {"TRACKIO_DIR": str(tmp_path / "kept")}
+    words = ["callbacks=[default,trackio]", f"hydra.run.dir={tmp_path / 'run'}"]
+    asked = [w for w in settings("checkpoint_every=5", engine="noop") if "hydra.run" not in w]
+    for more in ([*asked, *words], [f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]):
+        process = spawn("-m", "toyexp", *more, env=kept)
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, out
+        assert "gave up" not in out and "* " not in out, out
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-12", ignore_errors=True)
+    with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "toyexp.db")) as database:
+        rows = database.execute("select run_id, step, metrics from metrics").fetchall()
+    assert len({run for run, _, _ in rows}) == 1
+    assert [step for _, step, m in rows if "train/loss" in json.loads(m)] == list(range(1, 16))

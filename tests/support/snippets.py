@@ -19,6 +19,7 @@ LEFT_OUT = {"make": "sets up .venv, as CI does", "pip": "asks a network", "git":
 COMMENT = re.compile(r"<!-- (small|first|slow|not run)(?:: (.*?))? -->")
 FENCE = re.compile(r"((?:^ *<!-- [^\n]*? -->\n+)*)^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"\| `(toyexp [^`]*)` \|")
+BLANK = re.compile(r"\b[A-Z]{3,}\b")  # in a cell: what a reader puts something of their own for
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def blocks(page, text=None):
         body = "".join(line[indent:] for line in match[4].splitlines(keepends=True))
         found.append(Block(page, text[: match.start(3)].count("\n") + 1, match[3], body, said))
     for match in ROW.finditer(text):
+        if BLANK.search(match[1]):
+            continue
         found.append(
             Block(page, text[: match.start()].count("\n") + 1, "", match[1].replace("&#124;", "|"), {"slow": ""})
         )

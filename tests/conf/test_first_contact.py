@@ -128,6 +128,8 @@ def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsy
         ("out of memory on cuda:0: a step needs 9 GB", "symptoms"),
         ("the loss is nan at step 12", "symptoms"),
         ("writing q4_k takes llama-quantize, which is not here", "exports"),
+        ("--type=q4_k: did you mean q4_k_s?", "exports"),
+        ("--engine nosuch: did you mean noop?", "after"),
         ("a file: No space left on device", ""),
         ("model.gguf: d_model=32 is too narrow", ""),
         ("callbacks.good failed at step 3: KeyError: 'x'; see outputs/x/log.txt", ""),

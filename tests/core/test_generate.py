@@ -1,5 +1,6 @@
 """Text from a model: how tokens are drawn, and what the command line does with them. No framework computes here."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -256,6 +257,9 @@ def test_beyond_the_context_it_goes_on_and_says_so_once(generated):
     found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
     assert found.err.count("the context of 30 tokens is full; it goes on from the last 15 of them") == 1
     assert "64 tokens in" in found.err and found.err.count("\n") == 2
+    with contextlib.redirect_stdout(io.StringIO()) as seen, contextlib.redirect_stderr(seen):  # as on a terminal
+        generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
+    assert seen.getvalue().startswith("\0" * 64 + "\nnote: the context"), "behind the text, and not in it"
     found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
     assert (found["tokens"], found["reason"], found["slides"]) == (64, "token limit", 4)  # 3, and 16 after each
 

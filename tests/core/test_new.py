@@ -63,6 +63,13 @@ def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(m
     assert re.search(r"\d{3} passed, 1 skipped", done.stdout), "data whose lines are alike skip one test"
 
 
+def test_where_pytest_is_missing_it_is_among_what_to_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("toyexp.commands.new.find_spec", lambda module: None)
+    assert main(["new", "callback", "mine", "--into", str(tmp_path)]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert lines.index(["pip", "install"]) < lines.index(["pytest", "#"])
+
+
 @pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])
 def test_the_run_that_its_readme_shows_runs(made, monkeypatch, capsys, kind):
     """With fewer steps of a smaller model; what it is named there takes part in the run."""

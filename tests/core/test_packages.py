@@ -286,6 +286,18 @@ def test_auto_takes_the_next_engine_when_torch_cannot_be_loaded_and_says_so(besi
     assert "cuda, cpu: torch is installed but cannot be loaded (OSError: libnothing.so.1" in line
 
 
+def test_where_the_packages_of_all_engines_are_missing_auto_says_what_to_install(tmp_path):
+    gone = "import sys; sys.modules |= dict.fromkeys(['torch', 'ggml'])"
+    code = [gone, "from toyexp.commands.line import main", "sys.exit(main())"]
+    done = subprocess.run([sys.executable, "-c", "; ".join(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    assert done.stderr == (
+        "toyexp: error: engine=auto: no engine works here; torch is not installed: pip install 'toyexp[torch]'; "
+        "ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler); `toyexp doctor` says why "
+        "(more: toyexp help engines)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("names", "asked", "words"),
     [

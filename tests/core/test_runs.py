@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from made_runs import made
 
+import toyexp
 from toyexp.commands.line import main
 from toyexp.training.rundir import lock
 
@@ -53,6 +54,13 @@ def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
     table = answered(capsys, "runs").splitlines()
     assert "30/50" in table[-3] and "killed" in table[-3]  # begun last
     assert table[-1] == "9 runs: 8 completed, 1 killed"
+
+
+def test_a_run_on_auto_is_of_the_engine_that_it_took(here, capsys):
+    place = here / "outputs/sweep/0/config.yaml"
+    place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))
+    assert "- engine: auto" in place.read_text() and "ggml)" in repr(toyexp.open(place.parent))
+    assert len(listed(capsys, "engine=ggml")) == 9
 
 
 def test_a_run_that_a_process_writes_runs(here, capsys):

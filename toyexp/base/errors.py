@@ -23,6 +23,10 @@ class Unavailable(UserError):
     """An engine or an optional package that was asked for and is not here, with the remedy in the text."""
 
 
+class Absent(Unavailable):
+    """An optional package that is not installed."""
+
+
 class Broken(Unavailable):
     """What is here and does not work; `fact` is the text without the remedy."""
 

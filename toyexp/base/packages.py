@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from toyexp.base.errors import Broken, Unavailable, UserError, printable
+from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
 from toyexp.base.files import absent, misfit
 from toyexp.base.signals import hidden_interrupt
 
@@ -29,8 +29,8 @@ _broken: dict[str, str] = {}
 def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
     """Stands around the imports of an optional package, and whatever shows that it works.
 
-    Raises Unavailable, with `how` to install it, when it is not there, and Broken, with the reason, when it is and
-    something in the block raised. `distribution` is what pip calls the package, if not the same.
+    Raises Absent, with `how` to install it, when it is not there, and Broken, with the reason, when it is and something
+    in the block raised; both are Unavailable. `distribution` is what pip calls the package, if not the same.
     """
     title = distribution or package
     if package in _broken:
@@ -41,7 +41,7 @@ def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
             raise ImportError(left)
     except ModuleNotFoundError as error:
         if error.name == package:
-            raise Unavailable(f"{title} is not installed: {how}") from None
+            raise Absent(f"{title} is not installed: {how}") from None
         raise _found_broken(package, title, error) from None
     except (Exception, SystemExit) as error:
         raise hidden_interrupt(error) or _found_broken(package, title, error) from None

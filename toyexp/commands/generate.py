@@ -95,6 +95,8 @@ def run(arguments: Arguments) -> int:
     asked = read(arguments)
     registry, write = load(asked.plugins), (lambda text: None) if asked.json else write_text
 
+    notes: list[str] = []  # told behind the text, in the middle of which they would stand
+
     def show(found: Generated) -> None:
         print(dump_json(found.plain()) if asked.json else "", flush=True)
 
@@ -102,13 +104,13 @@ def run(arguments: Arguments) -> int:
         if asked.chat and asked.prompt is None:
             converse(asked, registry, write, show)
             return 0
-        found = generate(asked, registry, write)
+        found = generate(asked, registry, write, tell_aside if asked.json else notes.append)
     except KeyboardInterrupt:
         print(flush=True)
         raise
     show(found)
-    if not asked.json:
-        tell_aside(found.line())
+    for note in notes if asked.json else [*notes, found.line()]:
+        tell_aside(note)
     return 0
 
 
@@ -136,15 +138,20 @@ def read(arguments: Arguments) -> Options:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def generate(asked: Options, registry: Registry, write: Callable[[str], None]) -> Generated:
-    """Lets the model write; `write` gets the text as it comes. UserError for whatever does not fit together."""
+def generate(
+    asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object] = tell_aside
+) -> Generated:
+    """Lets the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context.
+
+    Raises UserError for whatever does not fit together.
+    """
     path, own, asked = _chosen(replace(asked, prompt=_read_prompt(asked.prompt)), registry)
     if asked.engine.partition(":")[0] == LLAMA_CPP:
         return _by_llama_cpp(path, asked, own, write)
     with _author(path, asked, registry) as author:
         template = chat_template(path, asked)
         ids, scribe = prompt_ids(path, asked, author.tokenizer, template), Scribe(author.tokenizer, write)
-        reason, seconds = author.write(ids, scribe, stream(asked.seed, "generate"), slid=tell_aside)
+        reason, seconds = author.write(ids, scribe, stream(asked.seed, "generate"), slid=slid)
         return Generated(
             str(origin(path)), author.note, asked.prompt, ids, scribe.text if author.tokenizer else None, scribe.ids,
             len(scribe.ids), reason, seconds, asked.seed, template and template.file, author.slides,

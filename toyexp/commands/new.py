@@ -48,6 +48,8 @@ def run(arguments: Arguments) -> int:
     commands = re.search(r"```\n(.*?)```", readme, re.DOTALL)
     print(f"{short(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
     print(f"  cd {short(place)}")
+    if find_spec("pytest") is None:
+        print("  pip install pytest")
     for line in commands[1].splitlines() if commands else ():
         print(f"  {line}")
     print(f"\nHow such a part is written: toyexp help plugins/{kind}")

@@ -64,6 +64,8 @@ def show(page: str) -> None:
 _ABOUT = (
     (r"add -m to sweep|run it with -m", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
+    (r"^--type[ =]", "exports"),
+    (r"^--engine ", "after"),
     (r"^(unknown key|--?[a-z]|'[^']*' is neither)", "runs"),
     (r"to train on: resume=", "resume"),
     (r"the GGUF files on this machine", "recipes"),

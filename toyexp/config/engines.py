@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toyexp.base.errors import Broken, Unavailable, UserError, choose, printable
+from toyexp.base.errors import Absent, Broken, Unavailable, UserError, choose, printable
 from toyexp.base.packages import told_by, why
 from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import hidden_interrupt
@@ -49,6 +49,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             with told_by(f"engine={engine.name}"):
                 raise
     passed_over: list[str] = []
+    absent: dict[str, None] = {}  # packages, with how each is installed
     broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
     threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = registry.engines()
@@ -62,14 +63,17 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             facts = facts_of(engine)
         except Broken as reason:
             broken.setdefault(reason.fact, []).append(offer.name)
-        except Unavailable:
+        except Unavailable as reason:
             passed_over.append(offer.name)
+            if isinstance(reason, Absent):
+                absent[str(reason)] = None
         else:
             shown = [] if engine.on_gpu else [later.name for later in offers[i:] if _is_shown(later.cls)]
             return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken, shown)})"
-    found = "".join(f"; {fact}" for fact in broken)
+    found = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.loading}`"
-    raise UserError(f"engine=auto: no engine works here{found}; {command} says why and what to install")
+    rest = "why" if absent else "why and what to install"
+    raise UserError(f"engine=auto: no engine works here{found}; {command} says {rest}")
 
 
 def facts_of(engine: Engine) -> str:

@@ -305,7 +305,7 @@ class Result:
 
     def lines(self) -> list[tuple[str, str]]:
         """What is worth a look, as pairs of a word and what it is."""
-        chosen = [str(self.settings.get(part, "")) for part in ("recipe", "model", "data", "engine")]
+        chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._look.engine]
         taken = "" if self.steps is None else f" after {counted(self.steps, 'step')}"
         took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
         first = self.history.held_out.get("loss", np.empty(0))

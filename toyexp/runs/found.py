@@ -29,6 +29,7 @@ SIGNS = {"events.jsonl", "result.json", LOCK}  # beside config.yaml they make a 
 DONE = ("completed", "stopped")  # states of runs whose numbers count: they came to their own end
 _CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
+_ENGINE = re.compile(r'"backend": \{"kind": "([^"]+)"')
 _STARTED = re.compile(r'"started_at": "([^"]+)"')
 
 
@@ -136,7 +137,10 @@ def look(path: Path) -> Run:
     chosen = dict(_CHOICE.findall(head))
     settings = dict(_SETTING.findall(head))
     result = result_of(path)
-    started = _STARTED.search(_start(path / "events.jsonl"))
+    first = _start(path / "events.jsonl")
+    started = _STARTED.search(first)
+    if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
+        chosen["engine"] = taken[1]
     told: dict[str, Any] = {k: v for k, v in result.items() if k in NUMBERS and conforms(v, NUMBERS[k])}
     if "steps" not in told:
         told |= last_numbers(path)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Plan, Run, RunFailed, hookimpl, needed, printable
+from toyexp import Callback, Plan, Run, RunFailed, hookimpl, printable
+from toyexp.base import require_drawing
 from toyexp_callbacks.curves import Curves, drawn, points
 from toyexp_callbacks.events import told_before
 
@@ -35,10 +36,7 @@ class Plots(Callback):
 
     def check(self) -> None:
         """Raises Unavailable without matplotlib."""
-        with needed("matplotlib", "pip install 'toyexp[plots]'"):
-            import matplotlib.backends.backend_agg
-            import matplotlib.backends.backend_svg
-            import matplotlib.figure  # noqa: F401 - what on_end will use
+        require_drawing()
 
     def looks(self, step: int) -> bool:
         """Never: it goes by what it is told."""
@@ -144,7 +142,8 @@ class Plots(Callback):
         if self._drawing is not None:
             self._drawing.join()
         if steps[-1] < run.steps:
-            self._curves.ended = steps[-1], "stopped early" if reason == "aborted" else reason
+            why = run.bus.why if run.bus is not None and reason == "aborted" else None
+            self._curves.ended = steps[-1], printable(why or reason, 150)
         best = run.bus.best(False) if run.bus is not None else None
         self._curves.best = best.step if best is not None and best.step < steps[-1] else None
         self._write(run, drawn(self._curves))

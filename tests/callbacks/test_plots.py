@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from toyexp.base.drawing import MADE_BY, Sheet, is_drawn
 from toyexp.commands.line import main
 from toyexp_callbacks import plots
 from toyexp_callbacks.curves import Curves, drawn, smoothed, thinned
@@ -85,6 +87,21 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
     assert drawn(curves) == pictures
 
 
+def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
+    of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
+    for suffix, picture in drawn(Curves("name", steps=of)).items():
+        (tmp_path / f"ours{suffix}").write_bytes(picture)
+        assert is_drawn(tmp_path / f"ours{suffix}")
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    for suffix in MADE_BY:
+        sheet, path = Sheet(3, "$title", "below"), tmp_path / f"sheet{suffix}"
+        assert sheet.write(path) == path.stat().st_size and is_drawn(path)
+        figure.savefig(tmp_path / f"theirs{suffix}")
+        assert not is_drawn(tmp_path / f"theirs{suffix}")
+    assert not is_drawn(tmp_path / "none.png") and not is_drawn(tmp_path)
+
+
 def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([], []), "lr": ([], [])})
     alone = drawn(curves)
@@ -112,11 +129,12 @@ def test_a_picture_on_the_way_that_cannot_be_written_is_told_once_and_the_run_go
     assert theirs.read_bytes() == b"theirs"
 
 
-def test_a_run_that_was_stopped_early_says_where(train):
-    run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=1",
+def test_a_run_that_a_callback_has_ended_says_which_and_why(train):
+    run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=2",
                 "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
-    words = words_of((run.dir / "plots" / "curves.svg").read_bytes())
-    assert f"stopped early, step {run.result['steps']}" in words and run.result["steps"] < 12, words
+    words = " ".join(words_of((run.dir / "plots" / "curves.svg").read_bytes()))
+    assert f"early_stop: 2 evals without a held-out loss below {run.of('eval')[0]['loss'] - 100:.4f}" in words, words
+    assert f", step {run.result['steps']}" in words and run.result["steps"] < 12
 
 
 def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_steps(train, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from toyexp.commands import doctor, line
 from toyexp.commands.first import after_the_doctor
 from toyexp.commands.habits import ELSEWHERE
 from toyexp.commands.line import main
-from toyexp.commands.pages import page_about, topics
+from toyexp.commands.pages import page_about, read, topics
 from toyexp.contract.plugins import load
 from toyexp.contract.rules import KINDS
 from toyexp.training import verdict
@@ -137,6 +137,11 @@ def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsy
 )
 def test_what_ends_a_run_leads_to_its_page_too(error, topic):
     assert page_about(error) == topic
+
+
+def test_a_page_says_what_its_pictures_show():
+    told = read("callbacks")
+    assert "(picture: A small ViT learns to read digits)" in told and "![" not in told
 
 
 def test_every_page_that_an_error_may_name_is_there():

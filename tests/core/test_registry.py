@@ -513,6 +513,7 @@ INSIDE_FUNCTIONS = {
     "plotly",
     "PIL",
     "rich",  # pages of the documentation on a terminal
+    "matplotlib",  # pictures
     "pytest",  # plugins --check
 }
 # The conformance kit is for people who have pytest; autograd gives its float64 references.

@@ -7,6 +7,20 @@ from toyexp.base.lazy import lazy
 if TYPE_CHECKING:
     from toyexp.base.blame import place
     from toyexp.base.bounds import MOST, is_whole, require_float32, require_positive, require_within, require_words
+    from toyexp.base.drawing import (
+        BLUE,
+        GREY,
+        INK,
+        LABEL,
+        RED,
+        SMALL,
+        VERMILLION,
+        Sheet,
+        logarithmic,
+        require_drawing,
+        whole_steps,
+        write_ends,
+    )
     from toyexp.base.errors import RankFailed, UnknownCharacter, for_terminal
     from toyexp.base.files import (
         START,

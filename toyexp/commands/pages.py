@@ -35,6 +35,7 @@ def read(topic: str) -> str:
         return f"{link[1]} (`toyexp help {name}`)" if name and name != topic else link[1]
 
     text = re.sub(r"^ *<!--.*?-->\n+", "", with_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # to another place of the same page
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
 

@@ -34,6 +34,7 @@ class Listeners(Protocol):
     """Who is told what happens in a run: its bus."""
 
     best: Callable[[bool], Best | None]  # the best eval so far; with its weights, or without
+    why: str | None  # the sentence of the callback that ended the run
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event."""

@@ -63,6 +63,7 @@ class Bus:
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
+        self.why: str | None = None  # the sentence of the callback that ended the run
         self.step: int | None = None  # the step that training is at; None before the first eval
         self.log: Path | None = None  # where tracebacks stand
         self._callbacks = tuple(callbacks.values())

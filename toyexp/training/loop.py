@@ -213,7 +213,7 @@ class Training:
     def _ended(self, metrics: Mapping[str, float]) -> Asks[bool]:
         """Whether a callback ends the run here; then it is evaluated once more."""
         outcome = self.outcome
-        outcome.why = self.bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
+        outcome.why = self.bus.why = self.bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
         if outcome.why:
             outcome.reason = "aborted"
             if self._held_out and outcome.eval_step != outcome.steps:

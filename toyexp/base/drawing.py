@@ -1,0 +1,185 @@
+"""Pictures that one would print: how all of them look, and how they are written. All that is style stands here.
+
+The colours are those that Okabe and Ito chose to be told apart by everyone ("Color Universal Design", 2008), but for
+their yellow, which white paper swallows; curves that lie over one another have a mark each besides, so that a print
+without colour can be read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import UserError
+from toyexp.base.files import open_file
+from toyexp.base.packages import needed
+from toyexp.base.writing import in_one_piece
+
+BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
+TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # points, in a picture of 8 inches: a page is 6.5 wide
+WIDTH = 8.0  # inches
+RESOLUTION = 150  # dots an inch, of a PNG
+LOG_FROM = 20.0  # the ratio of the highest to the lowest from which an axis is logarithmic
+# Of each ending, what says in the file that toyexp drew it. Without a date the same picture is the same bytes.
+MADE_BY: Mapping[str, Mapping[str, str | None]] = {
+    ".png": {"Software": "toyexp"},
+    ".svg": {"Creator": "toyexp", "Date": None},
+    ".pdf": {"Creator": "toyexp", "Producer": None, "CreationDate": None},
+}
+_SIGNS = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
+_salting = threading.Lock()
+
+
+def require_drawing() -> None:
+    """Raises Unavailable without matplotlib."""
+    with needed("matplotlib", "pip install 'toyexp[plots]'"):
+        import matplotlib.backends.backend_agg
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401 - what a Sheet will use
+
+
+def picture_at(option: str, typed: str) -> Path:
+    """Where a picture is to be written; UserError where it cannot be, Unavailable without matplotlib.
+
+    A file that is there is only replaced by a picture where toyexp drew it.
+    """
+    path, asked = Path(typed), f"{option} {typed}"
+    if path.suffix.lower() not in MADE_BY:
+        raise UserError(
+            f"{asked}: a picture ends with {', '.join(MADE_BY)}, such as {option} {path.stem or 'plot'}.svg"
+        )
+    if path.is_dir():
+        raise UserError(f"{asked}: is a directory; name a file, such as {option} {path / 'plot.svg'}")
+    if not path.parent.is_dir():
+        raise UserError(f"{asked}: there is no directory {path.parent}")
+    if path.exists() and not is_drawn(path):
+        raise UserError(f"{asked}: is there already, and is no picture of toyexp's; choose another name")
+    require_drawing()
+    return path
+
+
+def is_drawn(path: Path) -> bool:
+    """Whether a file is a picture that toyexp drew."""
+    try:
+        with open_file(path) as file:
+            head = file.read(4096)
+            file.seek(max(path.stat().st_size - 65536, 0))  # a PDF says it at its end
+            return any(sign in part for part in (head, file.read()) for sign in _SIGNS)
+    except (UserError, OSError):
+        return False
+
+
+class Sheet:
+    """A picture on white paper: a title, what it is of, and panels below."""
+
+    def __init__(
+        self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: int = 1, **how: Any
+    ):
+        """`height` is in inches, `rows` the panels' shares of it; `how` goes to matplotlib's `subplots`."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and no global state
+        from matplotlib.figure import Figure
+        from matplotlib.transforms import ScaledTranslation
+
+        self.figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+        FigureCanvasAgg(self.figure)
+        self.panels: Any = self.figure.subplots(len(rows), columns, height_ratios=list(rows), squeeze=False, **how)
+        for axes in self.panels.flat:
+            plain(axes)
+        lines = textwrap.wrap(below, 104)[:2]
+        # The title keeps the place for what stands below it, which is set in other letters.
+        self.figure.suptitle(cut(title, 66) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE, fontweight="bold",
+                             color=INK)  # fmt: skip
+        place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
+        self.figure.text(0.01, 1, cut("\n".join(lines), 208), transform=place, va="top", fontsize=SMALL, color=GREY)
+
+    def pictures(self, *suffixes: str) -> dict[str, bytes]:
+        """The picture in several formats, by their endings; what is the same is so to the byte."""
+        import matplotlib
+
+        self.figure.align_ylabels()
+        found = {}
+        # Without the salt its ids are others each time; the runs of a stack draw in one process, and share the setting.
+        with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}):
+            for suffix in suffixes:
+                file = io.BytesIO()
+                self.figure.savefig(file, format=suffix[1:], metadata=MADE_BY[suffix], dpi=RESOLUTION)
+                found[suffix] = file.getvalue()
+        return found
+
+    def write(self, path: Path) -> int:
+        """Writes it in one piece, and returns its bytes; UserError where that cannot be."""
+        suffix = path.suffix.lower()
+        picture = self.pictures(suffix)[suffix]
+        try:
+            with in_one_piece(path) as place:
+                place.write_bytes(picture)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        return len(picture)
+
+
+def plain(axes: Any, grid: str = "y") -> None:
+    """Axes without what is no data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=INK, labelsize=SMALL, width=0.6)
+    axes.tick_params(which="minor", width=0.4)
+    axes.grid(visible=False)
+    axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def whole_steps(axes: Any) -> None:
+    """An x axis of steps."""
+    axes.set_xlabel("step", color=INK, fontsize=LABEL)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def is_wide(values: Iterable[float]) -> bool:
+    """Whether numbers have orders of magnitude between them, and none is 0 or below."""
+    known = [value for value in values if math.isfinite(value)]
+    return bool(known) and min(known) > 0 and max(known) > LOG_FROM * min(known)
+
+
+def logarithmic(axes: Any, which: str, values: Iterable[float]) -> bool:
+    """Makes the axis `x` or `y` logarithmic where its values are wide apart, with plain numbers; whether it did."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    known = [value for value in values if math.isfinite(value)]
+    if not is_wide(known):
+        return False
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(known) < 1e3 * min(known) else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+    return True
+
+
+def write_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Values, texts and colours behind the ends of lines, moved apart where they would lie over one another."""
+    axes.get_ylim()  # its limits are worked out when they are asked for, and places go by them
+    known = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
+    height = axes.get_position().height * axes.figure.get_figheight() * 72
+    apart = 1.25 * LABEL / height  # of the height of the axes
+    places = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in known]
+    for i in range(1, len(places)):
+        missing = apart - (places[i] - places[i - 1])
+        if missing > 0:
+            places[i - 1], places[i] = places[i - 1] - missing / 2, places[i] + missing / 2
+    for place, (_, text, colour) in zip(places, known, strict=True):
+        axes.text(1.01, place, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
+
+
+def cut(text: str, most: int) -> str:
+    """A text that fits, and means itself."""
+    text = text if len(text) <= most else text[: most - 1] + "…"
+    return text.replace("$", r"\$")  # or matplotlib reads formulas

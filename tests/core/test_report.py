@@ -1,20 +1,15 @@
-"""report.html: what its file holds; and in a browser, that it opens without a network, zooms, filters and sorts."""
+"""report.html: what its file holds, and when a sweep writes it; test_report_page.py opens it in a browser."""
 
 import base64
-import csv
 import gzip
-import importlib.util
-import io
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import made
+from made_runs import made, made_sweep
 
 from toyexp.commands.line import main
 from toyexp.runs.comparison import Comparison
@@ -24,19 +19,11 @@ from toyexp.runs.of_sweep import FIRST, SweepReport
 from toyexp.runs.report import Report, importance, packed_library
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """The page of two recipes and three rates with two seeds each; names that are markup, a warning, a killed run."""
-    here = tmp_path_factory.mktemp("report")
-    for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 0.1)
-                                                for s in (0, 1)):  # fmt: skip
-        made(here / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
-             scores={"accuracy": 0.1 * number / 2})  # fmt: skip
-    made(here / "runs/killed", reason=None, until=40, seed=7, steps=300, data__name="<img src=x onerror=alert(1)>")
+    here = made_sweep(tmp_path_factory.mktemp("report"))
     assert main(["compare", str(here / "runs"), "--html", str(here / "report.html")]) == 0
     return here
 
@@ -52,7 +39,7 @@ def test_the_page_is_whole_in_itself_and_has_the_numbers_of_the_runs(swept):
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text[: text.index('id="library"')])
     assert "default-src 'none'" in text and page.stat().st_size < 3_000_000
     told = data_of(page)
-    assert len(told["runs"]) == 13 and len(told["points"]) == 7
+    assert len(told["runs"]) == 25 and len(told["points"]) == 7
     for run in told["runs"]:
         events = [json.loads(line) for line in (Path(run["path"]) / "events.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["kind"] == "step"]
@@ -134,150 +121,6 @@ def test_a_page_that_cannot_be_is_told_and_replaces_nothing(swept, monkeypatch, 
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in told), error
     assert Path("mine.html").read_text() == "my own notes" and not Path("new.html").exists()
-
-
-# -- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    if BROWSER is None or importlib.util.find_spec("playwright") is None:
-        pytest.skip("no browser here: apt install chromium, pip install playwright; or TOYEXP_BROWSER=/path/to/chrome")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(chromium, swept):
-    """Opens the page as a window of some width and theme; nothing may be asked of a network, or complained of."""
-    contexts, trouble = [], []
-
-    def open_page(scheme="light", width=1300):
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(120_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: trouble.append(message.text) if message.type != "log" else None)
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else trouble.append(r.url))
-        page.goto((swept / "report.html").as_uri())
-        page.wait_for_selector("html[data-ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert trouble == []
-
-
-# On the screen: the last of the held-out points that are drawn last.
-PLACE_OF_A_POINT = """(() => {
-  const chart = document.getElementById("main"), found = chart.data[chart.data.length - 1];
-  const box = chart.getBoundingClientRect();
-  const { xaxis, yaxis } = chart._fullLayout, last = found.x.length - 1;
-  return [box.left + xaxis._offset + xaxis.l2p(found.x[last]), box.top + yaxis._offset + yaxis.l2p(found.y[last])];
-})()"""
-
-
-def until(page, true):
-    """Waits for an expression to hold; Playwright's own way would need eval, which the page does not allow."""
-    for _ in range(1200):
-        if page.evaluate(true):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(true)
-
-
-def column(page, head):
-    heads = [text.rstrip(" ↑↓") for text in page.locator("#table thead th").all_inner_texts()]
-    return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
-
-
-def traces(page, chart="main"):
-    return page.evaluate(f"document.getElementById('{chart}').data.map(t => [t.name, t.x.length])")
-
-
-@pytest.mark.slow
-def test_hover_zoom_and_axes(opened):
-    page = opened()
-    box = page.locator("#main .nsewdrag").first.bounding_box()
-    x, y = page.evaluate(PLACE_OF_A_POINT)
-    page.mouse.move(x - 3, y)
-    page.mouse.move(x, y)
-    until(page, "document.querySelector('#main .hoverlayer .hovertext') !== null")
-    assert re.search(r"held-out loss.* \d+\.\d{4}", page.locator("#main .hoverlayer").text_content())
-    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] - 40, steps=4)
-    page.mouse.up()
-    until(page, "document.getElementById('lr').layout.xaxis.range[1] < 200")  # the others follow
-    low, high = page.evaluate("document.getElementById('main').layout.xaxis.range")
-    assert 20 < low < high < 200
-    page.mouse.dblclick(box["x"] + 200, box["y"] + 200)
-    until(page, "document.getElementById('main').layout.xaxis.range[1] > 250")
-    page.click("#over button:has-text('tokens')")
-    assert page.evaluate("Math.max(...document.getElementById('main').data.flatMap(t => t.x))") == 300 * 128
-    page.check("#ylog")
-    until(page, "document.getElementById('main').layout.yaxis.type == 'log'")
-    page.click("#score button:has-text('accuracy')")
-    until(page, "document.getElementById('main').layout.yaxis.title.text == 'held-out accuracy'")
-
-
-@pytest.mark.slow
-def test_legend_filter_table_and_axes_of_settings(opened, swept):
-    page = opened()
-    every = len(traces(page))
-    first = page.locator("#legend button").first
-    first.click()
-    assert first.get_attribute("aria-pressed") == "false" and len(traces(page)) < every
-    assert page.locator("#table tbody tr").count() == 6
-    first.click()
-    page.fill("#filter", "warm lr=0.003")
-    until(page, "document.querySelectorAll('#legend button').length == 1")
-    assert page.locator("#table tbody tr").count() == 1 and column(page, "recipe") == ["warm"]
-    page.fill("#filter", "")
-    until(page, "document.querySelectorAll('#legend button').length == 7")
-    page.click("#rows button:has-text('runs')")
-    page.click("#table th button:has-text('train loss')")
-    losses = [float(text) for text in column(page, "train loss") if text != "–"]
-    told = csv.DictReader(io.StringIO(table(swept)))
-    assert losses == pytest.approx(sorted(float(row["train_loss"]) for row in told), abs=1e-3)
-    page.click("#table th button:has-text('train loss')")
-    assert column(page, "train loss")[0] == f"{max(losses):.4f}"
-    grip = page.locator("#parallel .grip[data-axis='recipe']")
-    grip.scroll_into_view_if_needed()
-    box = grip.bounding_box()
-    page.mouse.move(box["x"] + 12, box["y"] + 4)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 12, box["y"] + box["height"] / 3, steps=3)
-    page.mouse.up()
-    assert set(column(page, "recipe")) == {"warm"}
-
-
-def table(swept):
-    runs = [look(path) for path in below(swept / "runs")]
-    rows = "".join(f"{run.train_loss}\n" for run in runs if run.train_loss is not None)
-    return "train_loss\n" + rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 1300), ("light", 390)])
-def test_it_is_dark_where_that_is_asked_for_and_fits_a_phone(opened, scheme, width):
-    page = opened(scheme, width)
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (max(map(int, re.findall(r"\d+", ground))) < 80) is (scheme == "dark")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.click("#theme")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
-    page.locator("#runs details").first.locator("summary").click()
-    again = page.locator("#runs details pre").first.inner_text()
-    assert again.startswith("toyexp --config-path ") and page.locator("#samples .card").count() > 3
-    assert page.locator("#samples .card b").count() == 0  # what a run wrote stays text
-    assert page.locator("#warnings details").count() == 1
 
 
 # -- of a sweep -------------------------------------------------------------------------------------------------------

@@ -74,3 +74,15 @@ def made(path, reason="completed", until=None, held_out=None, samples=False, sco
         (path / "result.json").write_text(json.dumps(result))
     (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def made_sweep(here):
+    """Two recipes and three rates with four seeds each; names that are markup, samples, a warning, a killed run."""
+    every = [(r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 0.1) for s in range(4)]
+    for number, (recipe, lr, seed) in enumerate(every):
+        made(Path(here) / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
+             scores={"accuracy": number / 30})  # fmt: skip
+    made(
+        Path(here) / "runs/killed", reason=None, until=40, seed=7, steps=300, data__name="<img src=x onerror=alert(1)>"
+    )
+    return Path(here)

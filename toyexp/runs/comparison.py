@@ -102,7 +102,10 @@ class Comparison:
         bad = [entry.run for entry in self.entries if entry.run.state not in DONE]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
-            told.append(f"not counted: {len(some)} {state}" + (f" ({some[0].why})" if some[0].why else ""))
+            # Why each was pruned is the search's business, and of what failed the first says most.
+            why = some[0].why if state != "pruned" else ""
+            first = "the first: " if len(some) > 1 else ""
+            told.append(f"not counted: {len(some)} {state}" + (f" ({first}{why})" if why else ""))
         return told
 
 

@@ -29,7 +29,7 @@ ALL_POINTS = 400_000  # of the losses of all runs together
 MOST_BYTES = 5_000_000
 MOST_RUNS = 500
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("data.js", "charts.js", "choices.js", "page.js")
+SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
 MADE_BY = '<meta name="generator" content="toyexp">'
 REMEDY = "pip install 'toyexp[report]'"
 
@@ -259,13 +259,14 @@ def _environment(entry: Entry) -> dict[str, str]:
     """Where a run was done, and with what."""
     facts = entry.facts
     host, git, backend, model = (facts.get(name) or {} for name in ("host", "git", "backend", "model"))
+    names = ("kind", "framework", "device")  # "ggml", "ggml 0.15.3", "CPU": a word that comes twice is told once
     told = {
-        "engine": " ".join(str(backend[k]) for k in ("kind", "framework", "device") if backend.get(k)),
+        "engine": " ".join(dict.fromkeys(" ".join(str(backend[k]) for k in names if backend.get(k)).split())),
         "threads": backend.get("threads"),
         "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
         "Python": host.get("python"),
         "commit": str(git.get("sha") or "")[:12],
-        "parameters": model.get("parameters"),
+        "parameters": f"{many:,}" if isinstance(many := model.get("parameters"), int) else None,
     }
     return {key: str(value)[:200] for key, value in told.items() if value}
 

@@ -14,11 +14,12 @@ function isDark() {
 const HUES = [[217, 62], [22, 75], [152, 52], [285, 45], [43, 72], [340, 62], [190, 70], [28, 18], [245, 60], [75, 50]];
 
 function colour(place, alpha = 1) {
-  const count = data.points.length, light = isDark() ? 66 : 45;
-  let [hue, much] = HUES[place % HUES.length];
-  if (count > HUES.length) { // by rank: blue is the best, orange the last
-    hue = 225 - (205 * place) / (count - 1);
-    much = 58;
+  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, dark = isDark();
+  let [hue, much] = HUES[place % HUES.length], light = dark ? 66 : 45;
+  if (data.points.length > HUES.length) { // by rank: blue is the best, orange the last, grey what has no score
+    hue = 225 - (205 * place) / Math.max(ranked - 1, 1);
+    if (place < ranked) much = 58;
+    else [much, light] = [0, dark ? 42 : 72];
   }
   return `hsla(${hue.toFixed(1)}, ${much}%, ${light}%, ${alpha})`;
 }
@@ -29,24 +30,60 @@ function plain(text) {
 
 function layout(extra) {
   const grid = { gridcolor: style("line"), zerolinecolor: style("line"), linecolor: style("line"), automargin: true };
+  const ends = reach();
   const x = {
-    ...grid, title: { text: AXES[state.over], standoff: 6 }, type: state.xlog ? "log" : "linear", fixedrange: false,
-    exponentformat: "SI", ...(state.zoom ? { range: state.zoom, autorange: false } : { autorange: true }),
+    ...grid, title: { text: AXES[state.over], standoff: 6 }, exponentformat: "SI",
+    ...(state.xlog ? { type: "log", tickformat: state.over === "seconds" ? "~g" : "~s", nticks: 5 } : { type: "linear" }),
+    ...(ends ? { range: ends, autorange: false } : { autorange: true }),
   };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: style("ink") },
     margin: { l: 48, r: 10, t: 8, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), font: { color: style("ink") }, align: "left" },
-    xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.zoom}`, ...extra,
+    hoverlabel: {
+      bgcolor: style("card"), bordercolor: style("line"), align: "left",
+      font: { color: style("ink"), family: getComputedStyle(document.body).fontFamily },
+    },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: style("soft"), activecolor: style("accent") },
+    xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.ylog} ${state.zoom} ${state.tall}`, ...extra,
     yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },
   };
 }
 
+// plotly.js 3 brings a button that uploads a chart: nothing may leave this page.
 const CONFIG = {
-  responsive: true, displaylogo: false, doubleClick: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { scale: 2 },
+  responsive: true, displaylogo: false, doubleClick: false, plotlyServerURL: "",
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "resetScale2d", "sendChartToCloud"], toImageButtonOptions: { scale: 2 },
 };
+
+// What is zoomed into, or the whole length of the curves; null leaves it to plotly.
+function reach() {
+  if (state.zoom || state.xlog) return state.zoom;
+  const ends = visible().flatMap(runsOf).flatMap((run) => {
+    const steps = [run.curves.loss.x, ...Object.values(run.held).map(([xs]) => xs)].filter((xs) => xs.length);
+    return steps.map((xs) => at(run, xs[xs.length - 1], state.over));
+  });
+  const last = ends.reduce((a, b) => Math.max(a, b), 0);
+  return last > 0 ? [-0.012 * last, 1.012 * last] : null;
+}
+
+// From the lowest to the highest of smoothed curves and held-out points, and most of what is raw. Where the highest
+// hundredth would make all else flat, it leaves the picture; a switch brings back what is outside.
+function height(traces, raw) {
+  const f = state.ylog ? Math.log10 : (v) => v;
+  const sorted = (some) => Float64Array.from(some.flatMap((trace) => trace.y).filter((y) => y !== null && (!state.ylog || y > 0))).sort();
+  const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
+  state.cut = false;
+  if (!ys.length) return null;
+  let low = part(ys, 0), high = part(ys, 0.99);
+  if (state.score !== "loss" || part(ys, 1) - low <= 1.4 * (high - low)) high = part(ys, 1);
+  if (raws.length) [low, high] = [Math.min(low, part(raws, 0.01)), Math.max(high, part(raws, 0.98))];
+  const whole = raws.length ? [Math.min(low, part(raws, 0)), Math.max(part(ys, 1), part(raws, 1))] : [low, part(ys, 1)];
+  state.cut = whole[0] < low || whole[1] > high;
+  if (state.outliers) [low, high] = whole;
+  const room = 0.04 * (high - low) || 0.1;
+  return [low - room, high + room];
+}
 
 function limits() {
   if (!state.zoom) return [-Infinity, Infinity];
@@ -70,8 +107,10 @@ function line(xs, ys, name, look) {
   return { type: "scatter", mode: "lines", x: xs, y: ys, name, hoverinfo: "skip", ...look };
 }
 
-function told(label, what, form = ".4f") {
-  return `<b>${plain(label)}</b><br>${what} %{y:${form}}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
+// Of a mean its deviation too, which the point brings along.
+function told(label, what, form = ".4f", mean = false) {
+  const value = mean ? `<br>%{y:${form}} ± %{customdata:.4f}` : ` %{y:${form}}`;
+  return `<b>${plain(label)}</b><br>${what}${value}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
 }
 
 function ofRun(run) {
@@ -88,7 +127,7 @@ function filled(xs, means, deviations, place, log) {
 }
 
 function lossTraces() {
-  const back = [], front = [], marks = [], shown = visible();
+  const back = [], bands = [], front = [], marks = [], shown = visible();
   const [low, high] = limits(), count = shown.reduce((n, p) => n + runsOf(p).length, 0) || 1;
   const most = Math.max(Math.floor(SCREEN / count / 2), 40);
   for (const place of shown.slice().reverse()) {
@@ -107,8 +146,8 @@ function lossTraces() {
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => series(run, "loss", true)));
-      back.push(filled(xs, means, deviations, place, state.ylog));
-      const about = `${told(label, `mean of ${runs.length} seeds:`)}`.replace("<br>step", "<br>± %{customdata:.4f}<br>step");
+      bands.push(filled(xs, means, deviations, place, state.ylog));
+      const about = told(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
       front.push(line(xs, means, label, {
         line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
       }));
@@ -122,7 +161,7 @@ function lossTraces() {
     }
     if (state.held) marks.push(...heldTraces(place, "loss", "markers"));
   }
-  return [...back, ...front, ...marks];
+  return [[...back, ...bands, ...front, ...marks], [...bands, ...front, ...marks], back];
 }
 
 function heldTraces(place, score, mode) {
@@ -137,9 +176,9 @@ function heldTraces(place, score, mode) {
     const each = steps.map((step) => runs.filter((run) => run.held[score][0].includes(step)));
     const found = each.map((some, i) => spread(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
     const xs = steps.map((step, i) => spread(each[i].map((run) => at(run, step, state.over)))[0]);
-    const what = `held-out ${score}, mean of ${runs.length} seeds:`;
+    const about = told(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
     return [{
-      ...look, x: xs, y: found.map((f) => f[0]), hovertemplate: told(data.points[place].label, what),
+      ...look, x: xs, y: found.map((f) => f[0]), customdata: found.map((f) => f[1]), hovertemplate: about,
       error_y: { type: "data", array: found.map((f) => f[1]), thickness: 1, width: 3, color: colour(place, 0.7) },
     }];
   }
@@ -150,13 +189,21 @@ function heldTraces(place, score, mode) {
 }
 
 function drawMain() {
+  if (!Plotly) return;
   const loss = state.score === "loss";
-  const traces = loss ? lossTraces() : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score, "lines+markers"));
-  const y = { title: { text: loss ? "loss" : `held-out ${state.score}`, standoff: 4 }, type: state.ylog ? "log" : "linear" };
+  const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score, "lines+markers"));
+  const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
+  const range = state.tall || height(front, back);
+  by("outliers-label").hidden = !state.cut;
+  const y = {
+    title: { text: loss ? "loss" : `held-out ${state.score}`, standoff: 4 },
+    ...(state.ylog ? { type: "log", tickformat: "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
+  };
   return Plotly.react("main", traces, layout({ yaxis: y }), CONFIG);
 }
 
 function drawSmall(name) {
+  if (!Plotly) return;
   const [low, high] = limits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
   const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
   const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
@@ -176,12 +223,17 @@ function drawSmall(name) {
     });
   }
   const y = {
-    lr: { type: "log", dtick: 1 },
-    grad_norm: { type: "log", nticks: 5, exponentformat: "SI" },
+    lr: { type: "log", dtick: 1, tickformat: "~e" },
+    grad_norm: { type: "log", nticks: 5, tickformat: "~g" },
     speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
   }[name];
   const quiet = { ...CONFIG, displayModeBar: false };
-  return Plotly.react(name, traces, layout({ yaxis: y, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
+  return Plotly.react(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
+}
+
+function unzoomed() {
+  state.zoom = state.tall = null;
+  drawCharts();
 }
 
 function drawCharts() {
@@ -194,18 +246,14 @@ function listen() {
   for (const id of ["main", "lr", "grad_norm", "speed"]) {
     const chart = document.getElementById(id);
     chart.on("plotly_relayout", (change) => {
-      if (change["xaxis.range[0]"] !== undefined) {
-        state.zoom = [change["xaxis.range[0]"], change["xaxis.range[1]"]].map(Number);
-      } else if (change["xaxis.range"]) {
-        state.zoom = change["xaxis.range"].map(Number);
-      } else if (change["xaxis.autorange"]) {
-        state.zoom = null;
-      } else return;
+      const ranges = ["xaxis", "yaxis"].map((axis) => change[`${axis}.range`] ||
+        (change[`${axis}.range[0]`] === undefined ? null : [change[`${axis}.range[0]`], change[`${axis}.range[1]`]]));
+      if (change["xaxis.autorange"]) return unzoomed();
+      if (!ranges[0] && !ranges[1]) return;
+      if (ranges[0]) state.zoom = ranges[0].map(Number);
+      if (ranges[1]) state.tall = ranges[1].map(Number);
       drawCharts();
     });
-    chart.on("plotly_doubleclick", () => {
-      state.zoom = null;
-      drawCharts();
-    });
+    chart.on("plotly_doubleclick", unzoomed);
   }
 }

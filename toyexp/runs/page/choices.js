@@ -16,10 +16,10 @@ function scaleOf(values, turned = false, exact = true) {
   const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
   const numbers = known.map(Number);
   if (known.length > 1 && known.every((v) => v !== "" && Number.isFinite(Number(v)))) {
-    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 20;
+    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 8;
     const f = log ? Math.log : (v) => v;
     const up = (v) => (f(Number(v)) - f(low)) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
-    const few = exact && known.length <= 6 ? numbers : [0, 0.25, 0.5, 0.75, 1].map((t) => (log ? low * (high / low) ** t : low + (high - low) * t));
+    const few = exact && known.length <= 6 ? numbers : round(low, high, log);
     return { place, ticks: few.map((v) => [place(v), short(v)]) };
   }
   known.sort();
@@ -27,12 +27,20 @@ function scaleOf(values, turned = false, exact = true) {
   return { place, ticks: known.map((v) => [place(v), v]) };
 }
 
-function short(value) {
-  return String(Number(Number(value).toPrecision(3)));
+// Some numbers between two that are easy to read: 1, 2 and 5 times a power of ten, or multiples of one of these.
+function round(low, high, log) {
+  const power = (v) => 10 ** Math.floor(Math.log10(v)), found = [];
+  if (log) {
+    for (let p = power(low); p <= high; p *= 10) found.push(...(high / low < 200 ? [1, 2, 5] : [1]).map((m) => m * p));
+  } else {
+    const rough = (high - low) / 5, size = power(rough), step = [1, 2, 5, 10].find((m) => m * size >= rough) * size;
+    for (let n = Math.ceil(low / step); n * step <= high; n++) found.push(n * step);
+  }
+  return found.filter((v) => v >= low && v <= high);
 }
 
-function scoreColour(t) {
-  return `hsl(${(225 - 205 * t).toFixed(0)}, 60%, ${isDark() ? 64 : 46}%)`; // 0 is the best
+function short(value) {
+  return String(Number(Number(value).toPrecision(4)));
 }
 
 function drawChoices() {
@@ -41,16 +49,16 @@ function drawChoices() {
   section.hidden = scored.length < 3 || !data.keys.length;
   if (section.hidden) return;
   box.textContent = "";
-  const means = scored.map((p) => p.mean), low = Math.min(...means), high = Math.max(...means);
-  const goodness = (p) => (high === low ? 0 : data.rising ? (high - p.mean) / (high - low) : (p.mean - low) / (high - low));
+  const means = scored.map((p) => p.mean);
   const width = Math.max(box.clientWidth, 280), height = 340, top = 40, foot = height - 26, left = 44;
-  const axes = [...data.keys.slice(0, 11), data.metric];
+  const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
+  const axes = [...data.keys.filter(several).slice(0, 11), data.metric];
   const scales = axes.map((key, i) => i === axes.length - 1 ? scaleOf(means, !data.rising, false) : scaleOf(scored.map((p) => p.settings[key])));
   const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
   const y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "settings against score" }, box);
-  for (const p of scored.slice().sort((a, b) => goodness(b) - goodness(a))) {
+  for (const p of scored.slice().reverse()) { // the best one above the others
     const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
     const path = stops.map(([i, v], n) => {
       const [px, py] = [x(i), y(scales[i].place(v))];
@@ -58,7 +66,7 @@ function drawChoices() {
       const before = x(stops[n - 1][0]), middle = (before + px) / 2;
       return `C${middle},${y(scales[stops[n - 1][0]].place(stops[n - 1][1]))} ${middle},${py} ${px},${py}`;
     }).join(" ");
-    const element = drawn("path", { class: "run", d: path, stroke: scoreColour(goodness(p)), "data-point": p.place }, svg);
+    const element = drawn("path", { class: "run", d: path, stroke: colour(p.place), "data-point": p.place }, svg);
     element.classList.toggle("off", !shows(p.place));
     const tell = () => `${p.label}\n${data.metric} ${value(p)}`;
     element.addEventListener("pointermove", (event) => tip(event, tell()));
@@ -66,8 +74,11 @@ function drawChoices() {
     element.addEventListener("pointerenter", () => { element.classList.add("hot"); hot(p.place); });
     element.addEventListener("click", () => alone(p.place));
   }
+  const left_out = data.points.length - scored.length;
+  if (left_out) put(box, "p", "small", `Without a score, and not drawn: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
   axes.forEach((key, i) => {
-    const narrow = (width - left - 62) / Math.max(axes.length - 1, 1), most = Math.max(Math.floor(narrow / 7), 5);
+    const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);
+    const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // where it is narrow, names stand in two lines
     const last = key.split(/[. ]/).pop(), name = key.length > most ? last : key;
     const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
     const head = drawn("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
@@ -120,13 +131,13 @@ function drawImportance() {
   const box = document.getElementById("importance"), found = Object.entries(data.importance);
   box.textContent = "";
   if (!found.length) return;
-  put(box, "p", "small", data.searched ? "How much each setting mattered, as the search has it." :
+  put(box, "p", "small", data.searched ? "How much each setting mattered for the score, as the search estimates it." :
     "Share of the scores' variance that the values of each setting account for by themselves.");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
     const row = put(box, "div", "row");
-    put(row, "span", "label", key);
+    broken(put(row, "span", "label"), key);
     const bar = put(put(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
-    put(row, "span", "value", `${(share * 100).toFixed(0)} %`);
+    put(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);
   }
 }

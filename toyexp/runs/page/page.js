@@ -3,7 +3,8 @@
 let data, Plotly;
 const state = {
   score: "loss", over: "step", xlog: false, ylog: false, raw: true, held: true, bands: true, smooth: 45, zoom: null,
-  hidden: new Set(), words: [], brushes: new Map(), hot: null, rows: "points", sort: null, falling: false,
+  tall: null, outliers: false, cut: false, hidden: new Set(), words: [], brushes: new Map(), hot: null, rows: "points",
+  sort: null, falling: false, every: false,
 };
 
 function put(parent, tag, kind, text) {
@@ -16,6 +17,16 @@ function put(parent, tag, kind, text) {
 
 function by(id) {
   return document.getElementById(id);
+}
+
+// Text that may be broken behind each dot and underscore.
+function broken(parent, text) {
+  text.split(/(?<=[._])/).forEach((part, n) => { if (n) put(parent, "wbr"); parent.append(part); });
+}
+
+// Whether fingers do what a mouse does elsewhere.
+function touched() {
+  return matchMedia("(pointer: coarse)").matches;
 }
 
 // -- which points are shown --
@@ -65,9 +76,17 @@ function value(point) {
 }
 
 function counted(number) {
-  if (number === null || number === undefined) return "–";
-  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (number >= size) return `${Number((number / size).toPrecision(3))}${unit}`;
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
   return String(Number(Number(number).toPrecision(3)));
+}
+
+function lasted(seconds) {
+  if (seconds >= 6000) return `${(seconds / 3600).toFixed(1)} h`;
+  return seconds >= 100 ? `${(seconds / 60).toFixed(1)} min` : `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+}
+
+function moment(time) {
+  return new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }
 
 function mean(values) {
@@ -90,17 +109,28 @@ function drawAbout() {
   const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const running = data.runs.filter((run) => run.state === "running").length;
   const parts = [many(data.runs.length, "run"), ...(data.points.length < data.runs.length ? [many(data.points.length, "point")] : []),
-    `by ${data.metric}`, `written ${new Date(data.written).toLocaleString()}`, ...(running ? [`${running} still running`] : [])];
+    `by ${data.metric}`, `written ${moment(data.written)}`, ...(running ? [`${running} still running`] : [])];
   by("about").textContent = parts.join(" · ");
   data.notes.forEach((note) => put(by("notes"), "li", "", note));
   const thin = data.runs.filter((run) => run.curves.loss.n > run.curves.loss.x.length);
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
   by("said").textContent = [
-    "Drag to zoom, double click to zoom out.",
+    touched() ? "Tap a curve to read it; the buttons that then appear zoom." : "Drag to zoom, double click to zoom out.",
     thin.length ? `Of curves of up to ${longest} steps at most ${data.most} points are kept: the lowest and the highest loss of each stretch; smoothing begins from means of stretches.` : "Every step is kept.",
     "A zoomed curve is drawn from all points that are kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
   ].join(" ");
+}
+
+// Where the parts are that are far below; how many warnings there are is told at the top.
+function drawWays() {
+  const warned = data.runs.reduce((n, run) => n + run.warned, 0);
+  for (const section of document.querySelectorAll("main section:not([hidden])")) {
+    const title = section.querySelector("h2");
+    if (!title) continue;
+    const more = section.id === "warnings" ? ` (${warned})` : "";
+    put(by("ways"), "a", more && "best", title.textContent.toLowerCase() + more).href = `#${section.id}`;
+  }
 }
 
 function drawLegend() {
@@ -122,67 +152,8 @@ function drawLegend() {
     button.addEventListener("pointerenter", () => hot(place));
     button.addEventListener("pointerleave", () => hot(null));
   });
-  put(box, "p", "small hint", shown ? "Click to hide or show, double click for one alone." : "No point passes the filter.");
-}
-
-function columnsOf() {
-  const keys = (key) => ({ head: key, of: (row) => row.settings[key] ?? null, number: false });
-  const scores = ["loss", ...data.scores].filter((s) => `held-out ${s}` !== data.metric);
-  if (state.rows === "points") {
-    return [...(data.keys.length ? data.keys.map(keys) : [{ head: "name", of: (p) => p.label }]),
-      { head: "runs", of: (p) => p.counted, text: (p) => (p.counted < p.runs.length ? `${p.counted}/${p.runs.length}` : `${p.counted}`), number: true },
-      { head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
-      ...scores.map((s) => ({ head: `held-out ${s}`, of: (p) => mean(p.runs.map((r) => (s === "loss" ? r.loss : r.scores[s] ?? null))), number: true })),
-      { head: "train loss", of: (p) => mean(p.runs.map((r) => r.train_loss)), number: true },
-      { head: "speed", of: (p) => mean(p.runs.map((r) => r.speed)), text: (p) => counted(mean(p.runs.map((r) => r.speed))), number: true },
-      { head: "seconds", of: (p) => mean(p.runs.map((r) => r.seconds)), text: (p) => counted(mean(p.runs.map((r) => r.seconds))), number: true }];
-  }
-  return [{ head: "name", of: (r) => r.name }, ...data.keys.map(keys), { head: "seed", of: (r) => r.seed, text: (r) => r.seed ?? "–", number: true },
-    { head: "state", of: (r) => r.state }, { head: "steps", of: (r) => r.steps, text: (r) => r.steps ?? "–", number: true },
-    { head: "held-out loss", of: (r) => r.loss, number: true },
-    ...data.scores.map((s) => ({ head: `held-out ${s}`, of: (r) => r.scores[s] ?? null, number: true })),
-    { head: "train loss", of: (r) => r.train_loss, number: true },
-    { head: "speed", of: (r) => r.speed, text: (r) => counted(r.speed), number: true },
-    { head: "seconds", of: (r) => r.seconds, text: (r) => counted(r.seconds), number: true },
-    { head: "begun", of: (r) => r.when, text: (r) => (r.when ? new Date(r.when).toLocaleString() : "–") },
-    { head: "warnings", of: (r) => r.warned, text: (r) => r.warned || "", number: true }];
-}
-
-function compared(a, b) {
-  if (a === null || b === null) return a === b ? 0 : a === null ? 1 : -1; // what has none comes last
-  const [m, n] = [Number(a), Number(b)];
-  const order = a !== "" && b !== "" && Number.isFinite(m) && Number.isFinite(n) ? m - n : String(a).localeCompare(String(b));
-  return state.falling ? -order : order;
-}
-
-function drawTable() {
-  const head = document.querySelector("#table thead"), body = document.querySelector("#table tbody"), columns = columnsOf();
-  head.textContent = body.textContent = "";
-  const line = put(head, "tr");
-  put(line, "th");
-  for (const column of columns) {
-    const cell = put(line, "th", column.number ? "number" : ""), sorted = state.sort === column.head;
-    cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
-    const button = put(cell, "button", "", column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
-    button.addEventListener("click", () => {
-      state.falling = sorted && !state.falling;
-      state.sort = column.head;
-      drawTable();
-    });
-  }
-  let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
-  rows = rows.filter((row) => shows(row.point));
-  const by = columns.find((column) => column.head === state.sort);
-  if (by) rows.sort((a, b) => compared(by.of(a), by.of(b)));
-  for (const row of rows) {
-    const cells = put(body, "tr");
-    put(put(cells, "td"), "span", "chip").style.background = colour(row.point);
-    for (const column of columns) {
-      const known = column.of(row), text = column.text ? column.text(row) : column.number ? digits(known) : known ?? "–";
-      const best = column.best && row.point === 0 && known !== null && data.points.length > 1;
-      put(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""), best ? `${text} best` : text);
-    }
-  }
+  const hint = touched() ? "Tap to hide or show, twice for one alone." : "Click to hide or show, double click for one alone.";
+  put(box, "p", "small hint", shown ? hint : "No point passes the filter.");
 }
 
 function listed(values) {
@@ -199,9 +170,10 @@ function drawDifferences() {
   for (const [key, along] of Object.entries(data.along)) for (const one of along) leader[one] = key;
   for (const [key, values] of entries) {
     const row = put(table, "tr");
-    put(row, "td", "", key);
-    put(row, "td", "wraps", listed(values));
-    put(row, "td", "small", leader[key] ? `goes along with ${leader[key]}` : data.keys.includes(key) ? "" : "makes no point of its own");
+    put(row, "td", "key", key);
+    const cell = put(row, "td", "wraps", listed(values));
+    if (leader[key]) put(cell, "div", "small", `goes along with ${leader[key]}`);
+    else if (!data.keys.includes(key)) put(cell, "div", "small", "alone it makes no other point");
   }
 }
 
@@ -237,7 +209,7 @@ function drawWarnings() {
   }
   for (const [text, runs] of same) {
     const details = put(box, "details");
-    put(details, "summary", "", `${text}  (${runs.length})`);
+    put(details, "summary", "", `${text} (${runs.length})`);
     put(details, "p", "small", runs.slice(0, 60).join(" · ") + (runs.length > 60 ? ` · and ${runs.length - 60} more` : ""));
   }
 }
@@ -245,10 +217,13 @@ function drawWarnings() {
 function drawRuns() {
   const box = document.querySelector("#runs div");
   box.textContent = "";
-  for (const run of data.runs.filter((run) => shows(run.point))) {
+  const shown = data.runs.filter((run) => shows(run.point));
+  furtherRows("more-runs", shown.length);
+  for (const run of state.every ? shown : shown.slice(0, MOST_ROWS)) {
     const details = put(box, "details"), summary = put(details, "summary");
     put(summary, "span", "chip").style.background = colour(run.point);
-    put(summary, "span", "", ` ${ofRun(run)} · ${run.state} · held-out loss ${digits(run.loss)}`);
+    const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
+    put(summary, "span", "", ` ${ofRun(run)}${state}${warned} · ${data.metric} ${digits(scoreOf(run, data.metric))}`);
     details.addEventListener("toggle", () => details.childElementCount === 1 && drawRun(details, run));
   }
 }
@@ -299,15 +274,14 @@ function themed(theme) {
 }
 
 function controls() {
-  const unzoomed = () => { state.zoom = null; drawCharts(); };
-  choice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", drawMain);
+  choice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", () => { state.tall = null; drawMain(); });
   choice("over", [["step", "steps"], ["tokens", "tokens"], ["seconds", "time"]], "over", unzoomed);
   choice("rows", [["points", "points"], ["runs", "runs"]], "rows", () => { state.sort = null; drawTable(); });
-  for (const name of ["xlog", "ylog", "raw", "held", "bands"]) {
+  for (const name of ["xlog", "ylog", "raw", "held", "bands", "outliers"]) {
     by(name).checked = state[name];
     by(name).addEventListener("change", () => {
       state[name] = by(name).checked;
-      if (name === "xlog") unzoomed();
+      if (name === "xlog" || name === "ylog") unzoomed();
       else if (name === "bands") drawCharts();
       else drawMain();
     });
@@ -320,6 +294,9 @@ function controls() {
     waiting = setTimeout(() => { state.words = by("filter").value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 150);
   });
   by("theme").addEventListener("click", () => { themed(isDark() ? "light" : "dark"); refresh(); drawImportance(); });
+  for (const id of ["more-rows", "more-runs"]) {
+    by(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
+  }
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawChoices, 150); });
 }
 
@@ -330,10 +307,6 @@ async function begin() {
   data = prepare(JSON.parse(await unpacked("data")));
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
-  const script = document.createElement("script");
-  script.textContent = await unpacked("library");
-  document.head.append(script);
-  Plotly = window.Plotly;
   by("opening").remove();
   document.querySelector("main").hidden = false;
   drawAbout();
@@ -341,12 +314,21 @@ async function begin() {
   drawDifferences();
   drawImportance();
   refresh();
+  drawWays();
+  await new Promise((done) => setTimeout(done)); // what draws takes longer than all else to load: it may be read already
+  const script = document.createElement("script");
+  script.textContent = await unpacked("library");
+  document.head.append(script);
+  Plotly = window.Plotly;
+  drawCharts();
   listen();
   asked.addEventListener("change", () => { themed(asked.matches ? "dark" : "light"); refresh(); });
   document.documentElement.dataset.ready = "yes";
 }
 
 begin().catch((error) => {
-  by("opening").textContent = `This page could not be drawn: ${error.message}`;
+  const told = `This page could not be drawn: ${error.message}`;
+  if (by("opening")) by("opening").textContent = told;
+  else by("main").textContent = told;
   throw error;
 });

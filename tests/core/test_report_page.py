@@ -1,0 +1,327 @@
+"""report.html in a browser: each thing that a person does there, what it then shows, and that it asks no network."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from made_runs import made_sweep
+
+from toyexp.commands.line import main
+from toyexp.runs.found import below, look
+
+pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report_page")]  # one browser and one page for all of them
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    here = made_sweep(tmp_path_factory.mktemp("report"))
+    assert main(["compare", str(here / "runs"), "--html", str(here / "report.html")]) == 0
+    return here
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if BROWSER is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("no browser here: apt install chromium, pip install playwright; or TOYEXP_BROWSER=/path/to/chrome")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page, with what it complained of or asked a network for."""
+
+    def __init__(self, chromium, path, **window):
+        self.context = chromium.new_context(**window)
+        self.context.set_default_timeout(120_000)
+        self.page, self.trouble = self.context.new_page(), []
+        self.page.on("console", lambda told: self.trouble.append(told.text) if told.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        self.page.on("request", lambda asked: self.asked(asked.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]")
+
+    def asked(self, url):
+        if not url.startswith(("file:", "data:", "blob:")):
+            self.trouble.append(url)
+
+
+@pytest.fixture(scope="module")
+def opened(chromium, swept):
+    return Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900}, color_scheme="light")
+
+
+@pytest.fixture
+def page(opened):
+    """The page as it was when it opened, once a test is done with it."""
+    yield opened.page
+    assert opened.trouble == []
+    opened.page.evaluate("""() => {
+      const by = (id) => document.getElementById(id), tell = (box, kind) => box.dispatchEvent(new Event(kind));
+      for (const [id, on] of Object.entries({ xlog: 0, ylog: 0, raw: 1, held: 1, bands: 1, outliers: 0 }))
+        if (by(id).checked !== Boolean(on)) by(id).click();
+      for (const id of ["score", "over", "rows"]) by(id).querySelector("button").click();
+      for (const hidden of document.querySelectorAll("#legend [aria-pressed=false]")) hidden.click();
+      if (by("smooth").value != 45) { by("smooth").value = 45; tell(by("smooth"), "input"); }
+    }""")
+
+
+# Where the last point of a trace is on the screen.
+PLACE = """(n) => {
+  const chart = document.getElementById("main"), found = chart.data.at(n), box = chart.getBoundingClientRect();
+  const { xaxis, yaxis } = chart._fullLayout, last = found.x.length - 1;
+  return [box.left + xaxis._offset + xaxis.d2p(found.x[last]), box.top + yaxis._offset + yaxis.d2p(found.y[last])];
+}"""
+
+
+def until(page, true):
+    """Waits for an expression to hold; Playwright's own way would need eval, which the page does not allow."""
+    for _ in range(1200):
+        if page.evaluate(true):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(true)
+
+
+def axis(page, name, chart="main"):
+    low, high = page.evaluate(f"document.getElementById('{chart}')._fullLayout.{name}.range")
+    return low, high
+
+
+def traces(page, chart="main"):
+    """What is drawn: name, points, values."""
+    told = "t => [t.name, [...t.x], [...t.y], t.error_y ? [...t.error_y.array] : null]"
+    return page.evaluate(f"document.getElementById('{chart}').data.map({told})")
+
+
+def column(page, head):
+    heads = [text.rstrip(" ↑↓") for text in page.locator("#table thead th").all_inner_texts()]
+    return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
+
+
+def events(swept, kind, **settings):
+    """The runs' own lines of a kind, of the runs with these settings: what the page is held against."""
+    found = []
+    for path in sorted(below(swept / "runs")):
+        run = look(path)
+        if all(getattr(run, key) == value for key, value in settings.items()):
+            lines = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+            found.append([line for line in lines if line["kind"] == kind])
+    return found
+
+
+BEST = {"recipe": "warm", "lr": 0.003}
+LABEL = "recipe=warm  data=stdlib  lr=0.003"
+
+
+def test_hovering_tells_the_value_of_a_point_and_of_a_mean_its_deviation(page, swept):
+    x, y = page.evaluate(PLACE, -1)
+    page.mouse.move(x - 3, y)
+    page.mouse.move(x, y)
+    until(page, "document.querySelector('#main .hoverlayer .hovertext') !== null")
+    told = page.locator("#main .hoverlayer").text_content()
+    last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
+    assert LABEL in told and "held-out loss, mean of 4 seeds" in told and "step 300" in told
+    assert f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}" in told
+    page.mouse.move(5, 5)
+
+
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(page):
+    box = page.locator("#main .nsewdrag").first.bounding_box()
+    x, y = box["x"], box["y"]
+    page.mouse.move(x + box["width"] * 0.25, y + 60)
+    page.mouse.down()
+    page.mouse.move(x + box["width"] * 0.5, y + box["height"] - 60, steps=4)
+    page.mouse.up()
+    until(page, "document.getElementById('lr')._fullLayout.xaxis.range[1] < 200")  # the others follow
+    low, high = axis(page, "xaxis")
+    assert 60 < low < 90 and 130 < high < 170 and axis(page, "xaxis", "speed") == (low, high)
+    smooth = next(xs for name, xs, *_ in traces(page) if name == LABEL)
+    assert min(smooth) <= low + 2 and max(smooth) >= high - 2  # drawn anew for what is seen
+    page.mouse.dblclick(x + 200, y + 200)
+    until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
+    assert axis(page, "xaxis")[0] < 1
+
+
+def test_no_button_of_a_chart_sends_it_away(page):
+    titles = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert "Zoom in" in titles and not [title for title in titles if re.search("share|cloud|send|edit", title, re.I)]
+
+
+def test_the_legend_hides_a_point_everywhere_shows_it_again_and_singles_one_out(page):
+    first = page.locator("#legend button").first
+    first.click()
+    assert first.get_attribute("aria-pressed") == "false"
+    assert LABEL not in [name for name, *_ in traces(page)] and page.locator("#table tbody tr").count() == 6
+    assert page.locator("#parallel path.run.off").count() == 1
+    first.click()
+    assert LABEL in [name for name, *_ in traces(page)] and page.locator("#table tbody tr").count() == 7
+    first.dblclick()
+    assert page.locator("#legend [aria-pressed=true]").count() == 1 and column(page, "lr") == ["0.003"]
+
+
+def test_words_in_the_filter_choose_points(page):
+    page.fill("#filter", "warm lr=0.003")
+    until(page, "document.querySelectorAll('#legend button').length == 1")
+    assert column(page, "recipe") == ["warm"]
+    page.fill("#filter", "nothing is called so")
+    until(page, "document.querySelectorAll('#legend button').length == 0")
+    assert page.locator("#legend").inner_text().strip() == "No point passes the filter."
+    page.fill("#filter", "")
+    until(page, "document.querySelectorAll('#legend button').length == 7")
+
+
+def test_a_column_sorts_both_ways_and_long_tables_open(page, swept):
+    assert column(page, "held-out loss")[0].startswith("best")
+    page.click("#rows button:has-text('runs')")
+    assert page.locator("#table tbody tr").count() == 20
+    page.click("#more-rows")
+    page.click("#table th button:has-text('train loss')")
+    losses = [float(text) for text in column(page, "train loss")]
+    last = [lines[-1]["loss"] for lines in events(swept, "step")]
+    assert losses == pytest.approx(sorted(last), abs=1e-4) and len(losses) == 25
+    page.click("#table th button:has-text('train loss')")
+    assert [float(text) for text in column(page, "train loss")] == losses[::-1]
+    assert page.locator("#table th[aria-sort=descending]").inner_text() == "train loss ↓"
+
+
+def test_a_drag_along_an_axis_of_settings_chooses_points_and_a_click_takes_it_back(page):
+    grip = page.locator("#parallel .grip[data-axis='recipe']")
+    grip.scroll_into_view_if_needed()
+    box = grip.bounding_box()
+    page.mouse.move(box["x"] + 12, box["y"] + 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 12, box["y"] + box["height"] / 3, steps=3)
+    page.mouse.up()
+    assert column(page, "recipe") == ["warm"] * 3 and page.locator("#legend button").count() == 3
+    assert page.locator("#parallel path.run.off").count() == 3
+    page.mouse.move(
+        *page.evaluate("""(() => {
+      const path = document.querySelector("#parallel path.run[data-point='0']"), to = path.getScreenCTM();
+      const { x, y } = path.getPointAtLength(path.getTotalLength() * 0.3).matrixTransform(to);
+      return [x, y];
+    })()""")
+    )
+    assert page.locator("#tip").text_content().startswith(LABEL + "\nheld-out loss ")
+    page.mouse.move(5, 5)
+    assert page.locator("#tip").is_hidden()
+    page.mouse.click(box["x"] + 12, box["y"] + box["height"] / 2)
+    assert page.locator("#table tbody tr").count() == 7
+
+
+def test_axes_are_linear_or_logarithmic(page):
+    distances = {}
+    for log in (False, True):
+        page.set_checked("#xlog", log)
+        page.set_checked("#ylog", log)
+        kinds = page.evaluate("['xaxis', 'yaxis'].map(a => document.getElementById('main')._fullLayout[a].type)")
+        assert kinds == ["log" if log else "linear"] * 2
+        places = "['xaxis', 'yaxis'].map((a, i) => [[10, 20, 40], [2, 3, 4.5]][i].map(v => axes[a].d2p(v)))"
+        axes = f"(() => {{ const axes = document.getElementById('main')._fullLayout; return {places}; }})()"
+        distances[log] = [np.diff(some) for some in page.evaluate(axes)]
+    for linear, log, ratio in zip(distances[False], distances[True], (2, 1.5), strict=True):
+        assert linear[1] / linear[0] == pytest.approx(ratio, rel=0.01) and log[1] / log[0] == pytest.approx(1, rel=0.01)
+
+
+def test_curves_stand_over_steps_tokens_or_time(page, swept):
+    (lines, *_) = events(swept, "step", **BEST, seed=0)
+    tokens = np.cumsum([line["tokens"] for line in lines])
+    for word, last in (("tokens", tokens[-1]), ("time", lines[-1]["t"]), ("steps", lines[-1]["step"])):
+        page.click(f"#over button:has-text('{word}')")
+        for chart in ("main", "lr", "speed"):
+            assert max(max(xs) for _, xs, *_ in traces(page, chart)) == pytest.approx(last)
+        title = page.evaluate("document.getElementById('main')._fullLayout.xaxis.title.text")
+        assert title == {"time": "time (s)", "tokens": "tokens", "steps": "step"}[word]
+
+
+def test_smoothing_is_an_exponential_mean_of_the_steps(page, swept):
+    """Beside the sum written out, of one run; none at the left end of the slider."""
+    page.set_checked("#bands", False)
+    page.set_checked("#held", False)
+    page.fill("#filter", "lr=0.003 warm")
+    until(page, "document.querySelectorAll('#legend button').length == 1")
+    losses = [[line["loss"] for line in lines] for lines in events(swept, "step", **BEST)]
+    for slider in (0, 80):
+        page.evaluate(f"(() => {{ const s = document.getElementById('smooth'); s.value = {slider};"
+                      "s.dispatchEvent(new Event('input')); })()")  # fmt: skip
+        half = 299 * slider**2 / 60000
+        drawn = [(xs, ys) for name, xs, ys, _ in traces(page) if name == LABEL]
+        ends = []
+        for run in losses:
+            # The page begins from at most 2,500 means; 300 steps are all there.
+            weights = 2.0 ** (-np.arange(300)[::-1] / half) if half else np.eye(300)[-1]
+            ends.append(float(weights @ run / weights.sum()))
+        assert sorted(ys[-1] for _, ys in drawn) == pytest.approx(sorted(ends), rel=1e-4)
+        assert all(xs == list(range(1, 301)) for xs, _ in drawn)
+    page.fill("#filter", "")
+    until(page, "document.querySelectorAll('#legend button').length == 7")
+
+
+def test_seeds_are_a_mean_in_a_band_of_a_deviation_or_a_curve_each(page, swept):
+    page.evaluate("(() => { const s = document.getElementById('smooth'); s.value = 0;"
+                  "s.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    losses = np.array([[line["loss"] for line in lines] for lines in events(swept, "step", **BEST)])
+    told = traces(page)
+    place = max(n for n, (name, *_) in enumerate(told) if name == LABEL)
+    xs, means = told[place][1:3]
+    each = np.array([np.interp(xs, range(1, 301), run) for run in losses])  # at most 220 places of a band are drawn
+    assert len(xs) == 220 and means == pytest.approx(each.mean(0), rel=1e-4)
+    deviations = each.std(0, ddof=1)
+    bands = [ys for name, _, ys, _ in told if name == "" and len(ys) == 2 * len(xs)]
+    expected = np.array([*(each.mean(0) + deviations), *(each.mean(0) - deviations)[::-1]])
+    assert min(np.abs(np.array(ys) - expected).max() for ys in bands) < 1e-3
+    held_out = np.array([[line["loss"] for line in lines] for lines in events(swept, "eval", **BEST)])
+    assert told[-1][2] == pytest.approx(held_out.mean(0), rel=1e-4)
+    assert told[-1][3] == pytest.approx(held_out.std(0, ddof=1), rel=1e-3)
+    page.set_checked("#bands", False)
+    assert [name for name, *_ in traces(page)].count(LABEL) == 4
+
+
+def test_raw_held_out_scores_and_what_lies_far_outside_can_be_left_out(page, swept):
+    assert page.evaluate("document.getElementById('outliers-label').offsetParent !== null")
+    every, (low, high) = len(traces(page)), axis(page, "yaxis")
+    page.check("#outliers")
+    losses = [line["loss"] for lines in events(swept, "step") for line in lines]
+    assert axis(page, "yaxis")[0] < min(losses) < low and max(losses) < axis(page, "yaxis")[1] and high > 6
+    page.uncheck("#raw")
+    assert len(traces(page)) == every - 25  # a curve a run
+    page.uncheck("#held")
+    assert len(traces(page)) == every - 25 - 7  # and points for each choice of settings
+    page.click("#score button:has-text('accuracy')")
+    until(page, "document.getElementById('main').layout.yaxis.title.text == 'held-out accuracy'")
+    assert traces(page)[-1][2][-1] == pytest.approx(np.mean([16, 17, 18, 19]) / 30, rel=1e-4)
+
+
+def test_it_is_dark_where_that_is_asked_for_fits_a_phone_and_has_samples_warnings_and_how_to_repeat(chromium, swept):
+    window = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True, "is_mobile": True}
+    opened = Opened(chromium, swept / "report.html", **window)
+    page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cell = page.locator("#table tbody td.best").first.bounding_box()
+    assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = [max(map(int, re.findall(r"\d+", page.evaluate(ground))))]
+    grid = [page.evaluate("document.getElementById('main').layout.xaxis.gridcolor")]
+    page.click("#theme")
+    light.append(max(map(int, re.findall(r"\d+", page.evaluate(ground)))))
+    grid.append(page.evaluate("document.getElementById('main').layout.xaxis.gridcolor"))
+    assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
+    assert "Tap" in page.locator("#said").inner_text()
+    assert page.locator("#ways a.best").inner_text() == "warnings (8)"
+    assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
+    assert page.locator("#samples .card").count() == 6
+    assert page.locator("#samples .card b").count() == 0  # what a run wrote stays text
+    page.locator("#runs details").first.locator("summary").click()
+    assert page.locator("#runs details pre").first.inner_text().startswith("toyexp --config-path ")
+    assert opened.trouble == []
+    opened.context.close()

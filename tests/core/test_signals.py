@@ -164,9 +164,11 @@ def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
     words = " ".join(f"'{w}'" for w in [*NOOP, *BOOK, "steps=20", "callbacks=[default]"])
     line = f"({sys.executable} -m toyexp {words}; echo $? > code) {output}"
     environment = {**os.environ, "TOYEXP_CACHE": str(tmp_path / "cache")}
-    subprocess.run(
-        ["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL, check=False
+    done = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=-3, stderr=-1, text=True, check=False
     )
+    told = ["toyexp: warning: the output could not be written: No space left on device"] if "full" in output else []
+    assert [said.split(";")[0] for said in done.stderr.splitlines()] == told
     assert (tmp_path / "code").read_text() == "0\n"
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert events[0].startswith('{"kind": "run_start"') and events[-1].startswith('{"kind": "run_end"')

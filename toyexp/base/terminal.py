@@ -73,8 +73,11 @@ def say(line: str) -> None:
         return
     try:
         tell(line)
-    except OSError:  # or the disk that takes the output is full
+    except BrokenPipeError:
         drop_output()
+    except OSError as error:
+        drop_output()
+        complain(f"warning: the output could not be written: {error.strerror}; nothing more is printed, the work goes on")
 
 
 def drop_output() -> None:

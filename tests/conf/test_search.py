@@ -337,7 +337,7 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["optim.beta1=0.5,2", "sweep.search=grid"], ["optim.beta1=2"]),
         (
             ["model.d_model=interval(8,16)", "sweep.search=tpe", "sweep.trials=3"],
-            ["model.d_model=8.0: must be a whole"],
+            ["model.d_model=interval(8,16)", "model.d_model=int(interval(8,16))"],
         ),
         (["sweep.search=tpe", "sweep.trials=3"], ["no key has several values"]),
         (["lr=0.1", "seed=1,2", "sweep.trials=3"], ["sweep.trials=3: goes with a search"]),

@@ -257,8 +257,10 @@ def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     process = start("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2")
     first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
-    assert main([setting("sweep.resume", folder), MODULES]) == 2  # one at a time
-    assert "is being written by process" in capsys.readouterr().err
+    again = [*QUICK, "seed=0,1", setting("hydra.sweep.dir", folder)]
+    for words in ([setting("sweep.resume", folder), MODULES], ["-m", *again]):
+        assert main(words) == 2  # one at a time
+        assert "is being written by process" in capsys.readouterr().err
     os.kill(owner(first), signal.SIGKILL)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

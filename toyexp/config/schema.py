@@ -219,9 +219,13 @@ class Source:
         source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
-            there = [p.stem for p in directory.glob("*.yaml")]
-            raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; "
-                            f"{choose(source.name, there)}")  # fmt: skip
+            lies_there = extra is not None and not path and Path(extra, file.name).exists()
+            hint = (
+                f"that of --config-dir is no preset but a main file: --config-path {extra} --config-name {source.name}"
+                if lies_there
+                else choose(source.name, [p.stem for p in directory.glob("*.yaml")])
+            )
+            raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; {hint}")
         require(file, f"--config-name {source.name}: {file}")
         return source
 

@@ -64,7 +64,7 @@ def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
         from toyexp.sweep.search import Searcher
 
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
-        return Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed)), []
+        return Searcher(asked, of_jobs, settings, [], memory, space(settings.search, parsed, keys.types)), []
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     return Runner(asked, of_jobs, settings, jobs, memory, values), jobs
@@ -102,6 +102,7 @@ def _go_on(asked: Asked, path: Path) -> tuple[Runner, Sequence[Job]]:
 
 def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, own: Sequence[str]) -> Runner:
     """What goes on with the jobs of a directory."""
+    from toyexp.config.keys import Keys
     from toyexp.config.top_level import COMPARED
     from toyexp.config.words import parse
 
@@ -116,7 +117,7 @@ def _runner(asked: Asked, request: Request, settings: Sweep, folder: SweepDir, o
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
-    keys = space(settings.search, parse(memory["space"]))
+    keys = space(settings.search, parse(memory["space"]), Keys.of(request.registry).types)
     return Searcher(asked, request, settings, folder.jobs, memory, keys, folder)
 
 

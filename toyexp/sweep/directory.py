@@ -125,23 +125,24 @@ class SweepDir:
     the values that it has to choose from (space).
     """
 
-    def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any]):
+    def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any], locked: int | None = None):
         self.path, self.jobs, self.asked = path, jobs, asked
         self._writing = threading.RLock()
         self._told = False
         self._known = len(jobs)  # of the first so many the files hold something
         self._journal, self._whole = Journal(path), Seldom(self._write)
         self._later: threading.Timer | None = None
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
+        self._lock = _locked(path) if locked is None else locked
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
         """A new one; UserError where anything is already."""
-        require_empty(path, "hydra.sweep.dir")
+        try:
+            require_empty(path, "hydra.sweep.dir")
+        except UserError:
+            if (path / SWEEP).is_file():
+                os.close(lock(path))  # or who writes it is told
+            raise
         folder = cls(path, jobs, asked)
         try:
             require_empty(path, "hydra.sweep.dir")  # another process may have been faster
@@ -166,7 +167,13 @@ class SweepDir:
             what = f"holds no sweep ({SWEEP})" if path.exists() else absent(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
-        return cls(path.absolute(), *remembered(path.absolute()))
+        path = path.absolute()
+        locked = _locked(path)  # what is read holds as long as nobody else writes
+        try:
+            return cls(path, *remembered(path), locked)
+        except BaseException:
+            os.close(locked)
+            raise
 
     def close(self) -> None:
         """Lets others have the directory, whose files are up to date."""
@@ -243,6 +250,15 @@ class SweepDir:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
             self._told = True
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
+
+
+def _locked(path: Path) -> int:
+    """Makes this process the only one that writes there; UserError where another one does, or none can."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return lock(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
 
 
 def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:

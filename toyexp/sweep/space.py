@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +87,11 @@ class Listed:
 
 
 Key = Interval | Listed
+Types = Callable[[str], set[Any]]  # what a key takes
 
 
-def space(search: str, parsed: Sequence[Override]) -> list[Key]:
-    """The keys that a search has to find values for; UserError where it cannot."""
+def space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
+    """The keys that a search has to find values for; UserError where it cannot. `types` are those that a key takes."""
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
         raise UserError(
@@ -99,6 +100,14 @@ def space(search: str, parsed: Sequence[Override]) -> list[Key]:
     if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
         raise UserError(f"{loads[0]}: what is loaded is the same for all points: plugins=[a,b]")
     intervals = [key for key in keys if isinstance(key, Interval)]
+    for key in intervals:
+        name, _, value = key.line.partition("=")
+        if not key.whole and (takes := types(key.key)) and not takes & {float, Any}:
+            raise UserError(
+                f"{key.line}: {key.key} takes whole numbers: {name}=int({value})"
+                if int in takes
+                else f"{key.line}: {key.key} takes no numbers"
+            )
     if search == "grid" and intervals:
         raise UserError(
             f"{intervals[0].line}: an interval has no end of values, and sweep.search=grid takes them all; "

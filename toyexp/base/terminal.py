@@ -77,7 +77,7 @@ def say(line: str) -> None:
         drop_output()
     except OSError as error:
         drop_output()
-        complain(f"warning: the output could not be written: {error.strerror}; nothing more is printed, the work goes on")
+        complain(f"warning: the output could not be written: {error.strerror}; the work goes on unseen")
 
 
 def drop_output() -> None:

@@ -76,10 +76,12 @@ class Board:
             self._looked.ask(len(statuses))
         done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
-        counts = [f"{len(self._running)} running", f"{done} of {len(statuses)} done"]
+        left_over = bool(waiting or self._running)
+        counts = [f"{len(self._running)} running"] if left_over else []
+        counts += [f"{done} of {len(statuses)} done"]
         counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
         counts += [f"{failed} failed"] if failed else []
-        if self._took:  # as far as those that are left are like those that were
+        if self._took and left_over:  # as far as those that are left are like those that were
             each, now = statistics.mean(self._took), time.monotonic()
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
             counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")

@@ -116,3 +116,6 @@ def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsy
     drawn = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()
     assert len(drawn) == 12 - 4 and max(map(len, drawn)) < 60
     assert "\x1b" not in "".join(drawn)
+    jobs[1].overrides[:] = [f"optim.beta{number}=0.9" for number in range(9)]
+    board.hear(jobs[1], "step  80/100  loss 5.8295")
+    assert board.lines(59)[3] == "[1] optim.beta0=0.9 optim.bet...  step  80/100  loss 5.8295"

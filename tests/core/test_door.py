@@ -478,6 +478,9 @@ def test_in_a_notebook_progress_is_one_output_that_renews(here, monkeypatch, cap
     assert "step" not in printed.partition("recipe ")[2].partition("\n")[2] and "engine  ggml" in printed
     assert len(shown) == 1 and shown[0][-1].startswith("8/8  loss ") and "held-out" in shown[0][-1]
     shown.clear()
-    toyexp.sweep(*WORDS, seed=[0, 1], model=MODEL, **{**SETTINGS, "steps": 2},
-                 sweep={"isolate": False, "report": False})  # fmt: skip
+    capsys.readouterr()
+    swept = toyexp.sweep(*WORDS, seed=[0, 1], model=MODEL, **{**SETTINGS, "steps": 2},
+                         sweep={"isolate": False, "report": False})  # fmt: skip
     assert len(shown) == 1 and shown[0][-1].splitlines()[0] == "2 of 2 done"
+    assert "job  overrides" not in capsys.readouterr().out  # the table is the result's own
+    assert swept._repr_html_().count("<tr>") == 3

@@ -98,6 +98,26 @@ def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
     assert listed(capsys, "--sort", "optim.weight_decay")
 
 
+@pytest.mark.parametrize("width", [80, 70])
+def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatch, width):
+    for number, lr in enumerate((3e-3, 1e-2)):
+        settings = {"optim__weight_decay": 0.1, "optim__beta2": 0.9 + number / 100, "recipe": "warm", "steps": 50}
+        made(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
+    whole = answered(capsys, "runs").splitlines()
+    assert max(map(len, whole)) > width and "ggml" in whole[1]  # to a file or a pipe everything goes
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = answered(capsys, "runs").splitlines()
+    assert max(map(len, table)) <= width
+    assert table[-1] == "11 runs: 10 completed, 1 killed" and "in all of them: engine ggml" in table[-3]
+    assert "no room here for: name" in table[-2] and table[-2].endswith("; --csv has all")
+    assert {"recipe", "lr", "held-out", "accuracy", "run"} < set(table[0].split()) and len(table) == 12 + 4
+    compared = answered(capsys, "compare", "outputs").splitlines()
+    assert max(map(len, compared)) <= width and "weight_decay" in compared[0] and "beta2" in compared[0]
+    assert "held-out loss" in compared[0] and compared[1].endswith("best") and "speed" not in compared[0]
+    assert any(line.startswith("no room here for: speed, train loss") for line in compared)
+
+
 def test_csv_has_a_row_for_each_run(here, capsys):
     rows = list(csv.DictReader(io.StringIO(answered(capsys, "runs", "--csv", "recipe=warm"))))
     assert len(rows) == 4 and {row["recipe"] for row in rows} == {"warm"} and float(rows[0]["loss"]) > 0

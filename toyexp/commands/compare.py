@@ -9,12 +9,13 @@ from typing import Any
 
 from toyexp.base.errors import UserError, choose, for_terminal
 from toyexp.base.terminal import say
-from toyexp.base.words import columns, count, counted, in_bytes, short
+from toyexp.base.words import count, counted, in_bytes, short
 from toyexp.commands.options import Answer
 from toyexp.commands.runs import as_csv, one_form, told
+from toyexp.commands.width import aligned, fits, without, wrapped
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered
-from toyexp.runs.comparison import Comparison, Entry, over_seeds
+from toyexp.runs.comparison import Comparison, Entry, last_words, over_seeds
 from toyexp.runs.found import look, metric_of, named
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title
 from toyexp.sweep.ranking import TRAIN, Point
@@ -64,14 +65,16 @@ class Compared(Answer):
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
         heads = [*(found.keys or ["name"]), "runs", "steps", ranking.column, *others, "speed", ""]
-        rows = [heads, *(self._row(point, scores) for point in ranking.points)]
-        keys = len(found.keys) or 1
-        numbers = {keys, keys + 1, *range(keys + 3, len(heads) - 1)}
-        lines = columns([[for_terminal(cell) for cell in row] for row in rows], right=numbers)
+        rows = [[for_terminal(cell) for cell in self._row(point, scores)] for point in ranking.points]
+        if not fits([heads, *rows]):
+            heads = [*map(for_terminal, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
+        table, gone = without([heads, *rows], ["speed", *reversed(others), "steps"])
+        lines = aligned(table, {"runs", "steps", *others, "speed"})
         points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
-        below = [f"{counted(len(found.entries), 'run')}{points}"]
+        below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
+        below.append(f"{counted(len(found.entries), 'run')}{points}")
         if ranking.seeds:
-            below[0] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
+            below[-1] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
         for leader, keys_along in found.along.items():
             some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
@@ -79,7 +82,7 @@ class Compared(Answer):
         also = [key for key in found.also if key not in ("seed", "name")]
         below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
         below += [f"note: {note}" for note in found.notes()]
-        return [*lines, "", *map(for_terminal, below)]
+        return [*lines, "", *wrapped([for_terminal(line) for line in below])]
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
         found, first = self.comparison, point.jobs[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, for_terminal
-from toyexp.base.terminal import on_terminal
 from toyexp.base.words import columns, counted, short
 from toyexp.commands.options import Answer, number
+from toyexp.commands.width import aligned, fits, room, without, wrapped
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered, ordered
 from toyexp.runs.found import COLUMNS, Run, below, look
@@ -39,7 +39,11 @@ steps are those taken, of those asked for where it was not all; held-out is the 
 callback; pruned, by a search; interrupted, failed or killed; running. Of two of them: toyexp compare."""
 
 HEADS = ("when", "name", "recipe", "engine", "seed", "lr", "steps", "held-out", "state", "run")
-RIGHT = {4, 5, 6, 7}
+RIGHT = ("seed", "lr", "steps", "held-out")
+
+
+ALIKE = ("engine", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
+FIRST_OUT = ("name", "when", "engine", "seed", "steps")
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,13 @@ class Runs(Answer):
             return [f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"]
         scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
-        rows = [heads, *([for_terminal(cell) for cell in row(run, scores)] for run in self.runs)]
+        rows = [[for_terminal(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
-        table = columns(fitted(rows), right={*RIGHT, *range(8, 8 + len(scores))})
-        return [*table, "", f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}"]
+        table, notes = fitted(rows)
+        notes.append(f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}")
+        return [*aligned(table, {*RIGHT, *scores}), "", *wrapped(notes)]
 
     def csv(self) -> str:
         """The same as a table of every column."""
@@ -129,14 +134,23 @@ def told_time(when: str) -> str:
         return when or "-"
 
 
-def fitted(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows whose last cell but one, the state, is cut where a line would not fit into the terminal."""
-    if not on_terminal():
-        return [list(row) for row in rows]
-    over = max(map(len, columns(rows))) - shutil.get_terminal_size().columns
-    widest = max(len(row[-2]) for row in rows)
-    keep = max(widest - max(over, 0), 12)
-    return [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in rows]
+def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """Rows that fit the terminal, and what has to be said of what they lack for it.
+
+    What is alike in all of them goes first, then what a run's place says mostly too; at last the state is cut.
+    """
+    if fits(rows):
+        return [list(row) for row in rows], []
+    columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
+    alike = {head: cells[0] for head in ALIKE if len(set(cells := columns_of[head])) == 1 and len(cells) > 1}
+    table, gone = without(rows, [*alike, *FIRST_OUT])
+    same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
+    notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
+    notes += [f"no room here for: {', '.join(others)}; --csv has all"] if others else []
+    over = max(map(len, columns(table))) - (room() or sys.maxsize)
+    keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
+    cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
+    return cut, notes
 
 
 def as_csv(table: Sequence[Sequence[str]]) -> str:

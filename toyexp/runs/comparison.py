@@ -132,6 +132,12 @@ def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[
     return list(leaders.values()), along
 
 
+def last_words(keys: Sequence[str]) -> list[str]:
+    """Names of settings without their parts, `beta2` of optim.beta2, where no other one is called so."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
+
+
 def over_seeds(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     """Mean and standard deviation (over n-1) of what there is."""
     known = [value for value in values if value is not None]

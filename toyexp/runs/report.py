@@ -19,7 +19,7 @@ from toyexp.base.files import open_file
 from toyexp.base.packages import needed
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.contract.model import lower_is_better
-from toyexp.runs.comparison import Comparison, Entry
+from toyexp.runs.comparison import Comparison, Entry, last_words
 from toyexp.runs.events import Curve, History, means, thinned
 from toyexp.runs.found import DONE
 from toyexp.training.checkpoint import Damaged, conforms, read_json
@@ -273,10 +273,9 @@ def _environment(entry: Entry) -> dict[str, str]:
 
 def _label(entry: Entry, comparison: Comparison) -> str:
     """What tells a point apart, with the last words of keys where these say enough."""
-    last = [key.rpartition(".")[2] for key in comparison.keys]
     words = [
-        f"{short if last.count(short) == 1 else key}={entry.settings[key]}"
-        for key, short in zip(comparison.keys, last, strict=True)
+        f"{word}={entry.settings[key]}"
+        for key, word in zip(comparison.keys, last_words(comparison.keys), strict=True)
         if key in entry.settings
     ]
     return "  ".join(words) or entry.run.name

@@ -6,6 +6,7 @@ import contextlib
 import html
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class Board:
         if best := ranking.best:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
 
-    def lines(self) -> list[str]:
-        """A line of counts, one of the best, and one for each job that runs."""
+    def lines(self, width: int = sys.maxsize) -> list[str]:
+        """A line of counts, one of the best, and one for each job that runs, its settings cut where `width` is less."""
         statuses = [job.status for job in self.jobs()]
         if self._looked.waits:
             self._looked.ask(len(statuses))
@@ -86,7 +87,7 @@ class Board:
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
             counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
-        rows = [f"[{job.number}] {job.label}".rstrip() + f"  {line}" for job, _, line in entries[:MOST]]
+        rows = [_row(f"[{job.number}] {job.label}".rstrip(), line, width) for job, _, line in entries[:MOST]]
         rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
@@ -95,7 +96,8 @@ class Board:
         if soon and time.monotonic() - self._drawn < REDRAW:
             return
         size = shutil.get_terminal_size()
-        shown = [for_terminal(line)[: size.columns - 1] for line in self.lines()[: max(size.lines - ROOM, 1)]]
+        width = size.columns - 1
+        shown = [for_terminal(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
         with contextlib.suppress(OSError):
             write_text(self._up() + "".join(line + "\n" for line in shown))
         self._height, self._drawn = len(shown), time.monotonic()
@@ -116,6 +118,12 @@ class Board:
     def _up(self) -> str:
         """Back to where it begins, with nothing from there on."""
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
+
+
+def _row(job: str, line: str, width: int) -> str:
+    """A job and how far it is: of many settings the first, of which a third of the line is left to them at least."""
+    keep = max(width - len(line) - 2, width // 3)
+    return f"{job if len(job) <= keep else job[: keep - 3] + '...'}  {line}"
 
 
 @dataclass

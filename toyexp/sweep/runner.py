@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
-from toyexp.base.terminal import on_terminal, say, silent, status
+from toyexp.base.terminal import in_notebook, on_terminal, say, silent, status
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
@@ -455,7 +455,7 @@ class Runner:
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder
         statuses = {job.status for job in jobs}
-        if len(jobs) > 1:
+        if len(jobs) > 1 and not in_notebook():  # there the result shows it
             print_table(jobs, folder)
         done, left = self._standing()
         command = ""

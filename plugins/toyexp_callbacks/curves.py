@@ -50,8 +50,8 @@ def drawn(curves: Curves) -> dict[str, bytes]:
     """The picture as a PNG and as an SVG, by suffix; the same curves make the same bytes."""
     large = ["loss", "accuracy"] if "accuracy" in curves.held_out else ["loss"]
     heights = [*[3, 2.5][: len(large)], 1, 1]
-    sheet = Sheet(8.2 if len(large) > 1 else 6, curves.title, curves.below, heights, sharex=True)
-    panels = dict(zip([*large, "grad_norm", "lr"], sheet.panels.flat, strict=True))
+    sheet = Sheet(8.2 if len(large) > 1 else 6, curves.title, curves.below, heights)
+    panels = dict(zip([*large, "grad_norm", "lr"], sheet.panels, strict=True))
     _loss(panels["loss"], curves)
     if "accuracy" in panels:
         _accuracy(panels["accuracy"], curves)

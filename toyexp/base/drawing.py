@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import textwrap
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000", "#8
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # points, in a picture of 8 inches: a page is 6.5 wide
 WIDTH = 8.0  # inches
+IN_A_TITLE = 66  # characters
 RESOLUTION = 150  # dots an inch, of a PNG
 LOG_FROM = 20.0  # the ratio of the highest to the lowest from which an axis is logarithmic
 # Of each ending, what says in the file that toyexp drew it. Without a date the same picture is the same bytes.
@@ -53,17 +55,20 @@ def picture_at(option: str, typed: str) -> Path:
     """
     path, asked = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in MADE_BY:
-        raise UserError(
-            f"{asked}: a picture ends with {', '.join(MADE_BY)}, such as {option} {path.stem or 'plot'}.svg"
-        )
+        raise UserError(f"{asked}: draws {', '.join(MADE_BY)}; name such a file: {option} {path.with_suffix('.svg')}")
     if path.is_dir():
         raise UserError(f"{asked}: is a directory; name a file, such as {option} {path / 'plot.svg'}")
     if not path.parent.is_dir():
         raise UserError(f"{asked}: there is no directory {path.parent}")
-    if path.exists() and not is_drawn(path):
-        raise UserError(f"{asked}: is there already, and is no picture of toyexp's; choose another name")
+    _require_ours(path)
     require_drawing()
     return path
+
+
+def _require_ours(path: Path) -> None:
+    """Raises UserError where something is that toyexp did not draw."""
+    if os.path.lexists(path) and not is_drawn(path):
+        raise UserError(f"{path}: is there already, and is no picture of toyexp's; choose another name")
 
 
 def is_drawn(path: Path) -> bool:
@@ -81,30 +86,37 @@ class Sheet:
     """A picture on white paper: a title, what it is of, and panels below."""
 
     def __init__(
-        self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: int = 1, **how: Any
+        self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: Sequence[int] = ()
     ):
-        """`height` is in inches, `rows` the panels' shares of it; `how` goes to matplotlib's `subplots`."""
+        """`height` is in inches, `rows` the shares of it; without `columns`, panels in each, all have one x axis."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and no global state
         from matplotlib.figure import Figure
         from matplotlib.transforms import ScaledTranslation
 
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
-        self.panels: Any = self.figure.subplots(len(rows), columns, height_ratios=list(rows), squeeze=False, **how)
-        for axes in self.panels.flat:
+        self.panels: list[Any] = []
+        if columns:  # each row as wide as what stands beside it allows
+            parts = self.figure.subfigures(len(rows), 1, height_ratios=list(rows), squeeze=False)
+            for part, count in zip(parts.flat, columns, strict=True):
+                self.panels += list(part.subplots(1, count, squeeze=False).flat)
+        else:
+            found = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
+            self.panels = list(found.flat)
+            self.figure.align_ylabels()
+        for axes in self.panels:
             plain(axes)
-        lines = textwrap.wrap(below, 104)[:2]
+        lines = textwrap.wrap(below, 124)[:2]
         # The title keeps the place for what stands below it, which is set in other letters.
-        self.figure.suptitle(cut(title, 66) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE, fontweight="bold",
-                             color=INK)  # fmt: skip
+        self.figure.suptitle(cut(title, IN_A_TITLE) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
+                             fontweight="bold", color=INK)  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        self.figure.text(0.01, 1, cut("\n".join(lines), 208), transform=place, va="top", fontsize=SMALL, color=GREY)
+        self.figure.text(0.01, 1, cut("\n".join(lines), 250), transform=place, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """The picture in several formats, by their endings; what is the same is so to the byte."""
         import matplotlib
 
-        self.figure.align_ylabels()
         found = {}
         # Without the salt its ids are others each time; the runs of a stack draw in one process, and share the setting.
         with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}):
@@ -115,7 +127,8 @@ class Sheet:
         return found
 
     def write(self, path: Path) -> int:
-        """Writes it in one piece, and returns its bytes; UserError where that cannot be."""
+        """Writes it in one piece, and returns its bytes; UserError where it cannot be, or is somebody else's."""
+        _require_ours(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
         try:
@@ -127,7 +140,7 @@ class Sheet:
 
 
 def plain(axes: Any, grid: str = "y") -> None:
-    """Axes without what is no data."""
+    """Axes without what is no data, and with lines across them from the marks of the axis `grid`."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.tick_params(colors=INK, labelsize=SMALL, width=0.6)
@@ -158,7 +171,9 @@ def logarithmic(axes: Any, which: str, values: Iterable[float]) -> bool:
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(known) < 1e3 * min(known) else (1,)))
+    axis.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if max(known) < (1e3 if which == "y" else 50) * min(known) else (1,))
+    )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
     return True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toyexp.base.drawing import picture_at
 from toyexp.base.errors import UserError, choose, for_terminal
 from toyexp.base.terminal import say
 from toyexp.base.words import count, counted, in_bytes, short
@@ -17,11 +18,13 @@ from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered
 from toyexp.runs.comparison import Comparison, Entry, last_words, over_seeds
 from toyexp.runs.found import look, metric_of, named
+from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title
 from toyexp.sweep.ranking import TRAIN, Point
 
 HELP = """\
-usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json] [--html report.html]
+usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json]
+                           [--html report.html] [--plot curves.svg]
 
 Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory that holds
 runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm 'lr>1e-3').
@@ -33,7 +36,9 @@ a preset) stands below the table.
 --metric accuracy    the held-out score that decides; loss, unless a sweep's own sweep.metric says otherwise
 --csv                a row for each run; --json: the points, their runs, and what differs
 --html report.html   curves, table, settings against score, samples, and how to repeat each, in one file that opens
-                     anywhere, without a network (pip install 'toyexp[report]')"""
+                     anywhere, without a network (pip install 'toyexp[report]')
+--plot curves.svg    a picture to print, .svg, .png or .pdf: held-out curves, the mean over seeds in its band, and where
+                     each point ended; of a search its scores by trial and setting (pip install 'toyexp[plots]')"""
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,13 @@ class Compared(Answer):
 def run(arguments: Arguments) -> int:
     """Compares what is named."""
     one_form(arguments)
-    if page := arguments.values.get("--html"):
-        check_page(page, arguments)
+    page, plot = arguments.values.get("--html"), arguments.values.get("--plot")
+    if other := arguments.switches & {"--json", "--csv"} if page or plot else set():
+        told = f"--html {page}" if page else f"--plot {plot}"
+        raise UserError(f"{told} {other.pop()}: are two answers; ask for them one after the other")
+    if page:
+        check_page(page)
+    picture = picture_at("--plot", plot) if plot else None
     places, filters = divided(arguments.rest)
     if not places:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
@@ -135,22 +145,25 @@ def run(arguments: Arguments) -> int:
     comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]))
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         raise UserError(f"--metric {metric}: no run here has such a score; {choose(metric, known)}")
-    answer = Compared(comparison)
-    if page := arguments.values.get("--html"):
-        searched = importance_of(Path(places[0])) if len(places) == 1 else None
-        size = Report(title(places), searched).write(comparison, Path(page))
+    alone = Path(places[0]) if len(places) == 1 else None
+    if page:
+        size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))
         say(f"report  {page}, {in_bytes(size)}")
+    if picture:
+        whole = alone if not filters and not metric else None
+        size = sheet(comparison, title(places), whole).write(picture)
+        say(f"plot    {plot}, {in_bytes(size)}")
+    if page or picture:
         return 0
+    answer = Compared(comparison)
     if "--csv" in arguments.switches:
         print(answer.csv(), end="")
         return 0
     return answer.show(arguments)
 
 
-def check_page(page: str, arguments: Arguments) -> None:
+def check_page(page: str) -> None:
     """Raises UserError where the page could not be written, before anything is read."""
-    if other := arguments.switches & {"--json", "--csv"}:
-        raise UserError(f"--html {other.pop()}: are two answers; ask for them one after the other")
     path = Path(page)
     if path.is_dir() or not page:
         raise UserError(f"--html {page}: takes the name of a file, such as --html {path / 'report.html'}")

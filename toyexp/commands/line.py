@@ -292,7 +292,7 @@ def sweep(flags: dict[str, str], request: Request) -> int:
 
 def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
     """What a sweep is asked for, and how its jobs are run."""
-    from toyexp.runs.of_sweep import SweepReport
+    from toyexp.runs.of_sweep import SweepReport, draw_sweep
     from toyexp.sweep.runner import Asked
 
-    return Asked(flags, request, experiment, run, SweepReport())
+    return Asked(flags, request, experiment, run, SweepReport(), draw_sweep)

@@ -113,7 +113,7 @@ OWN = (
     ),
     _shipped(
         "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv",
-        {"--metric": "accuracy", "--html": "report.html"}, "directory",
+        {"--metric": "accuracy", "--html": "report.html", "--plot": "curves.svg"}, "directory",
     ),
     _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
     _shipped("help", "How to use the command line, and the pages of the documentation.", takes="topics"),

@@ -61,7 +61,7 @@ class Comparison:
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
         also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], _seed), metric)
+        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], seed_of), metric)
 
     def best(self, most: int) -> Comparison:
         """At most so many of these runs, the best ones."""
@@ -80,12 +80,15 @@ class Comparison:
         """What the models report beside the held-out loss."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
+    def other_data(self) -> list[str]:
+        """In what the data of points differ, where their losses do not compare."""
+        facts = [fact for point in self.ranking.points if (fact := _held_out(point.jobs[0]))]
+        return sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)})
+
     def notes(self) -> list[str]:
         """What has to be known before the numbers are believed."""
         told = [f"the best {len(self.entries)} of {self.left_from} runs are shown"] if self.left_from else []
-        of_points = [[_held_out(entry) for entry in point.jobs] for point in self.ranking.points]
-        facts = [fact for some in of_points for fact in some[:1] if fact]
-        if other := sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)}):
+        if other := self.other_data():
             told.append(
                 f"their data differ ({', '.join(other)}): losses over other data, or other tokens, do not compare"
             )
@@ -144,7 +147,7 @@ def over_seeds(values: Iterable[float | None]) -> tuple[float | None, float | No
     return (statistics.fmean(known) if known else None), (statistics.stdev(known) if len(known) > 1 else None)
 
 
-def _seed(entry: Entry) -> object:
+def seed_of(entry: Entry) -> object:
     """What runs of one point that are repeats of each other have in common."""
     return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
 

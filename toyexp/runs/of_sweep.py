@@ -1,4 +1,4 @@
-"""report.html of a sweep, written at its end, and before that as often as takes little of its time."""
+"""What lies beside the runs of a sweep: report.html, now and then and at the end, and at the end a picture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,37 @@ from toyexp.base.terminal import say
 from toyexp.base.words import short
 from toyexp.runs.comparison import Comparison
 from toyexp.runs.found import below, look, metric_of
+from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page
+from toyexp.runs.settings import values
 
 log = logging.getLogger("toyexp")
 
 NAME = "report.html"
+PLOTS = "plots"
 SHARE = 0.02  # of a sweep's time that may go into its report before the end
 FIRST = 30.0  # seconds before it is written for the first time
+
+
+def draw_sweep(sweep: Path) -> None:
+    """plots/sweep.png and .svg of a sweep that has ended and whose runs have the callback `plots`.
+
+    No trouble with it is one of the sweep's: it is said.
+    """
+    try:
+        first = next(below(sweep), None)
+        if first is None or "plots" not in (values(first).get("callbacks") or ()):
+            return
+        comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
+        picture = sheet(comparison, short(sweep), sweep)
+        (sweep / PLOTS).mkdir(exist_ok=True)
+        for suffix in (".png", ".svg"):
+            path = sweep / PLOTS / f"sweep{suffix}"
+            picture.write(path)
+            say(f"plot    {short(path)}")
+    except Exception as error:
+        log.warning("%s: not drawn (%s)", sweep, error)
+        say(f"plot    none: {error}")
 
 
 class SweepReport:

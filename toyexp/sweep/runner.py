@@ -53,6 +53,7 @@ class Asked:
     experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
     report: Callable[[Path, bool], None]  # writes that of a sweep's directory, for the last time or before
+    plot: Callable[[Path], None]  # draws what is there of it
 
 
 class Runner:
@@ -156,6 +157,8 @@ class Runner:
             self._unwatched()
             code = self._report()
             self._look_back(last=True)
+            if self._folder and len(self._jobs) > 1 and not self._stop.number:
+                self.asked.plot(self._folder.path)
             return code
         finally:
             self._unwatched()

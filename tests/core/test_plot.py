@@ -1,0 +1,212 @@
+"""Pictures of sweeps and searches: what is written into them, what they show, and what they never replace."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from made_runs import made
+from matplotlib.image import imread
+
+from toyexp.base.drawing import COLOURS, is_drawn
+from toyexp.commands.line import main
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.found import below, look
+from toyexp.runs.plot import Line, sheet
+
+SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
+         "eval_every=2", "steps=4", "lr=5,1e-2", "seed=0,1", "sweep.isolate=false", "sweep.report=false"]  # fmt: skip
+
+
+def words_of(path):
+    """The texts of an SVG of matplotlib's, which stand in it as comments beside their outlines."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def drawn(capsys, *words):
+    """The texts of what `compare --plot` draws to the last of the words."""
+    assert main(["compare", *words[:-1], "--plot", words[-1]]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"plot    {words[-1]}, ") and out.count("\n") == 1
+    return words_of(Path(words[-1]))
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Two recipes and three rates with three seeds each; one run was killed, and one choice goes through the roof."""
+    here = tmp_path_factory.mktemp("grid")
+    for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 1e-2)
+                                                for s in (0, 1, 2)):  # fmt: skip
+        made(here / f"runs/{number:02}", recipe=recipe, lr=lr, seed=seed, steps=100)
+    made(here / "runs/killed", reason=None, until=60, recipe="warm", lr=3e-3, seed=3, steps=100)
+    made(here / "runs/wild", recipe="scratch", lr=0.5, seed=0, steps=100, held_out=40.0)
+    return here
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, capsys):
+    words = drawn(capsys, str(grid / "runs"), "curves.svg")
+    assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
+    common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not come to its end"
+    assert common in " ".join(words), "in one line or two, by how long the place is"
+    found = Comparison.of([look(path) for path in below(grid / "runs")]).ranking
+    rows = [word for word in words if re.fullmatch(r"(scratch|warm)  lr=[\d.]+", word)]
+    best = found.points[0].jobs[0].run
+    assert rows[0] == f"{best.recipe}  lr={best.lr:g}" and len(rows) == 7
+    ends = [word for word in words if "±" in word and "over" not in word]
+    for text, point in zip(ends, found.points, strict=False):
+        mean, deviation = map(float, text.removesuffix(", best").split(" ± "))
+        assert mean == pytest.approx(np.mean(point.values), abs=0.02)
+        assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
+    assert [text.endswith("best") for text in ends] == [True] + [False] * 5
+    assert "1 run goes above what is shown, up to 40" in words
+
+
+def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
+    runs = [look(path) for path in below(grid / "runs")]
+    some = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]
+    (point,) = Comparison.of(some).ranking.points
+    line = Line.of(point, "held-out loss")
+    each = []
+    for run in some:
+        events = [json.loads(text) for text in (run.path / "events.jsonl").read_text().splitlines()]
+        each.append({event["step"]: event["loss"] for event in events if event["kind"] == "eval"})
+    done = [curve for run, curve in zip(some, each, strict=True) if run.state == "completed"]
+    assert len(some) == 4 and len(done) == 3 and list(line.mean) == [25, 50, 75, 100]
+    for at in line.mean:
+        assert line.mean[at] == pytest.approx(np.mean([curve[at] for curve in done]))
+        assert line.deviation[at] == pytest.approx(np.std([curve[at] for curve in done], ddof=1))
+
+
+def test_the_picture_can_be_told_apart_without_colour_and_fills_its_paper(grid, capsys):
+    assert main(["compare", str(grid / "runs"), "--plot", "curves.png"]) == 0
+    picture = imread("curves.png")
+    assert picture.shape[1] == 1200 and 0.02 < (picture[..., :3] < 0.99).any(axis=-1).mean() < 0.4
+    for side in (picture[:, :3], picture[:, -3:], picture[:3]):
+        assert (side[..., :3] > 0.99).all(), "nothing is cut off at its edges"
+    greys = sorted(np.dot(matplotlib.colors.to_rgb(colour), (0.299, 0.587, 0.114)) for colour in COLOURS[:3])
+    assert greys[2] - greys[0] > 0.1
+
+
+def test_of_many_points_the_best_have_colours_and_the_others_are_grey_and_counted(tmp_path, capsys):
+    for number in range(30):
+        made(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
+    words = drawn(capsys, "runs", "curves.svg")
+    assert "lr 0.001 to 0.03 (30 values)" in words
+    assert "22 others, grey" in words and "2.8 to 4.9" in words
+    assert Path("curves.svg").stat().st_size < 200_000
+    for colour in COLOURS:
+        assert colour.lower() in Path("curves.svg").read_text().lower()
+
+
+def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
+    made(tmp_path / "one", steps=50)
+    assert "scratch-llama" in drawn(capsys, "one", "one.svg")
+    for name, lr in (("a", 1e-3), ("b", 3e-3)):
+        made(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
+        for file in ("result.json", "events.jsonl"):
+            path = tmp_path / "none" / name / file
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            kept = [line for line in lines if line.get("kind") != "eval"]
+            if "eval_loss" in kept[0]:
+                kept[0]["eval_loss"] = None
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert "train loss" in drawn(capsys, "none", "none.svg")
+
+
+def search_of(place, scores, metric="loss"):
+    """A search as its directory keeps it: of each trial its rate, its optimiser and a score; one was stopped."""
+    made(place / "0", steps=5)
+    draw = np.random.default_rng(0)
+    values = [{"lr": float(10 ** draw.uniform(-4, -1)), "optim": name} for name in ("adamw", "lion") * 5]
+    trials = [{"trial": number, "values": values[number], "score": score,
+               "state": "complete" if number != 3 else "pruned"} for number, score in enumerate(scores)]  # fmt: skip
+    told = {"search": "tpe", "metric": metric, "repeats": 1, "prune": None, "best": None,
+            "importances": {"optim": 0.25, "lr": 0.75}, "trials": trials}  # fmt: skip
+    (place / "search.json").write_text(json.dumps(told))
+    return trials
+
+
+@pytest.mark.parametrize(("metric", "best"), [("loss", 7), ("accuracy", 9)])
+def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_setting(tmp_path, capsys, metric, best):
+    scores = [3.0, 2.5, 2.9, 5.0, 2.2, None, 2.6, 1.75, 2.0, 90.0]
+    trials = search_of(tmp_path / "s", scores, metric)
+    words = drawn(capsys, "s", "search.svg")
+    assert "tpe search of lr, optim: 10 trials" in words
+    values = trials[best]["values"]
+    assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
+    assert {"lr (matters 75%)", "optim (matters 25%)", "adamw", "lion", "0.001", f"held-out {metric}"} <= {*words}
+    assert "s · 1 stopped on their way (crosses) · 1 without a score" in words
+    figure = sheet(None, "s", tmp_path / "s").figure
+    (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
+    kept = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
+    pick = np.minimum if metric == "loss" else np.maximum
+    assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in kept]).tolist()
+    if metric == "loss":
+        assert "1 at the edge are beyond it, up to 90" in words
+
+
+def test_runs_of_a_search_that_are_chosen_are_compared_as_curves(tmp_path, capsys):
+    search_of(tmp_path / "s", [3.0, 2.0])
+    assert "held-out loss at the end" in drawn(capsys, "s", "lr>0", "curves.svg")
+    (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
+    assert "held-out loss at the end" in drawn(capsys, "s", "curves.svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--plot", "a.jpg"], "--plot a.jpg: draws .png, .svg, .pdf; name such a file: --plot a.svg"),
+        (["--plot", "nowhere/a.svg"], "there is no directory nowhere"),
+        (["--plot", "folder.svg"], "is a directory"),
+        (["--plot", "theirs.svg"], "theirs.svg: is there already, and is no picture of toyexp's; choose another name"),
+        (["--plot", "link.svg"], "link.svg: is there already"),
+        (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: are two answers"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told_in_a_line_and_nothing_is_replaced(grid, tmp_path, capsys, words, told):
+    (tmp_path / "theirs.svg").write_text("<svg>mine</svg>")
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "link.svg").symlink_to(tmp_path / "not-there.svg")
+    before = sorted(tmp_path.iterdir())
+    assert main(["compare", str(grid / "runs"), *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "theirs.svg").read_text() == "<svg>mine</svg>"
+
+
+def test_a_picture_that_toyexp_drew_is_drawn_anew(grid, capsys):
+    for name in ("a.svg", "a.png", "a.pdf"):
+        for _ in range(2):
+            assert main(["compare", str(grid / "runs"), "--plot", name]) == 0
+        assert is_drawn(Path(name))
+
+
+@pytest.mark.xdist_group("swept_pictures")
+def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_path, capsys):
+    assert main([*SWEEP, "callbacks=[events,plots]", "hydra.sweep.dir=s"]) == 0
+    out = capsys.readouterr().out
+    assert "plot    s/plots/sweep.png\nplot    s/plots/sweep.svg\n" in out
+    words = words_of(tmp_path / "s/plots/sweep.svg")
+    assert "lr 0.01, 5.0 × 2 seeds" in words, words
+    assert is_drawn(tmp_path / "s/plots/sweep.png")
+    (tmp_path / "s/plots/sweep.png").write_bytes(b"theirs")
+    assert main(["sweep.resume=s"]) == 0, "trouble with a picture is none of the sweep's"
+    assert "plot    none: " in capsys.readouterr().out and (tmp_path / "s/plots/sweep.png").read_bytes() == b"theirs"
+
+
+@pytest.mark.xdist_group("swept_pictures")
+def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
+    words = [*SWEEP, "callbacks=[events]", "hydra.sweep.dir=s"]
+    program = f"import sys, toyexp.commands.line as c; c.main({words!r}); print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stdout
+    assert not (tmp_path / "s/plots").exists()

@@ -153,7 +153,7 @@ class Events(Callback):
         """How far the file reaches."""
         if self._lines is None:
             return {}
-        return {**self._lines.place(), "seconds": time.monotonic() - self._began, "last": self._last}
+        return {**self._lines.place(), "seconds": time.monotonic() - self._began, "last": {**self._last}}
 
     def sync(self) -> None:
         """So far it is on the disk."""
@@ -168,9 +168,11 @@ class Events(Callback):
     @hookimpl
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A step record, with a digest of the batch that shows whether two runs saw the same data."""
-        self._last = {**self._last, "final_step": step, "final_loss": metrics["loss"]}
+        self._last["final_step"], self._last["final_loss"] = step, metrics["loss"]
         if step % self.every == 0:
-            self._write("step", phase="train", step=step, **metrics, batch=batch_digest(batch))
+            seconds, digest = round(time.monotonic() - self._began, 6), batch_digest(batch)
+            head = {"kind": "step", "t": seconds, "phase": "train", "step": step}
+            self._add(dump_json({**head, **metrics, "batch": digest}))
 
     @hookimpl
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -27,14 +27,14 @@ Kind = tuple[tuple[int, ...], np.dtype]  # an array's shape and type
 class Inputs:
     """Arrays that a graph reads, side by side in the GPU's memory, so that one copy brings all of them.
 
-    The host has them twice: one set is filled while the other may still be on its way.
+    The host has them several times: one set is filled while the others may still be on their way.
     """
 
-    def __init__(self, kinds: Mapping[Hashable, Kind]):
+    def __init__(self, kinds: Mapping[Hashable, Kind], sets: int = 2):
         sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in kinds.items()}
         room = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
         self._device = torch.zeros(room, dtype=torch.uint8, device="cuda")
-        self._hosts = [_Host({}, torch.zeros(room, dtype=torch.uint8, pin_memory=True)) for _ in range(2)]
+        self._hosts = [_Host({}, torch.zeros(room, dtype=torch.uint8, pin_memory=True)) for _ in range(sets)]
         self.tensors: dict[Hashable, Tensor] = {}
         start = 0
         for key, (shape, dtype) in kinds.items():
@@ -60,8 +60,8 @@ class Inputs:
     @contextlib.contextmanager
     def _next(self) -> Iterator[_Host]:
         """The memory to fill, which is sent then."""
-        self._hosts.reverse()
-        host = self._hosts[0]
+        host = self._hosts.pop(0)  # the one that was sent first
+        self._hosts.append(host)
         host.sent.synchronize()
         yield host
         self._device.copy_(host.memory, non_blocking=True)
@@ -78,15 +78,15 @@ class _Host:
 
 
 class Results:
-    """A few numbers of each step, on their way from the GPU; of two steps at a time at most."""
+    """A few numbers of each step, on their way from the GPU; of so many steps at a time at most."""
 
-    def __init__(self, size: int, dtype: torch.dtype = torch.float32):
-        self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(2)]
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32, steps: int = 2):
+        self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Begins to copy them; what it returns waits until they are there."""
-        self._hosts.reverse()
-        host, there = self._hosts[0], torch.cuda.Event()
+        host, there = self._hosts.pop(0), torch.cuda.Event()
+        self._hosts.append(host)
         host.copy_(numbers, non_blocking=True)
         there.record()
 

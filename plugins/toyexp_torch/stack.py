@@ -7,9 +7,10 @@ training step and the held-out loss is what `TorchSession` does, and no run is m
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from toyexp_torch.stack_resident import StackedResident
 from toyexp_torch.stack_step import How, StackedStep, StackedUpdate
 
 CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
+AT_ONCE, BYTES = 8, 1 << 25  # steps that a GPU is given at once, and what they may read
+
+OneStep = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a step's micro-batches, and each group's numbers
 
 
 class _Answers:
@@ -50,11 +54,11 @@ class _Answers:
 
 @dataclass(eq=False)
 class _Asked:
-    """What a run has asked for: a step of its micro-batches with each group's numbers, or their losses."""
+    """What a run has asked for: steps, or losses on micro-batches."""
 
     row: int
-    micros: Sequence[Batch]
-    numbers: Sequence[np.ndarray] = field(default_factory=tuple)
+    steps: Sequence[OneStep] = ()
+    micros: Sequence[Batch] = ()
     answer: Callable[[], Any] | None = None  # None until it is begun
 
     def answered(self, begin: Callable[[], None]) -> Any:
@@ -80,7 +84,7 @@ class Stack:
         self.sessions = [StackedSession(plan, wanted, self, row) for row, plan in enumerate(plans)]
         self._asked: dict[int, _Asked] = {}  # steps, by row
         self._held_out: dict[int, _Asked] = {}  # losses
-        self._begun: list[_Answers] = []  # steps whose numbers are on their way from a GPU
+        self._begun: list[tuple[int, _Answers]] = []  # steps whose numbers are on their way from a GPU, and how many
         self._places: dict[int, int] = {}  # of the rows in the program
         self._step: StackedStep | None = None
         self._resident: StackedResident | None = None  # the same on a GPU
@@ -104,10 +108,18 @@ class Stack:
         """Why a GPU's kernels are launched one by one; empty where they are not, or nobody knows yet."""
         return self._resident.refused if self._resident else "" if self._capture else "engine.capture=false"
 
-    def ask(self, row: int, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        """Notes that a run wants a step, and gives what waits for it; its step before this one is begun first."""
+    @cached_property
+    def steps_at_once(self) -> int:
+        """How many steps are best begun together, since each run's host then works on several of them."""
+        plan = self._plans[0]
+        row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
+        room = BYTES // max(len(self._plans) * plan.accumulate * plan.rows * row, 1)
+        return max(min(AT_ONCE, room), 1) if self.runs_ahead else 1
+
+    def ask(self, row: int, steps: Sequence[OneStep]) -> Callable[[], Sequence[StepMetrics]]:
+        """Notes that a run wants steps, and gives what waits for them; those before are begun first."""
         self.settle(row)
-        asked = self._asked[row] = _Asked(row, micros, numbers)
+        asked = self._asked[row] = _Asked(row, steps)
         return partial(asked.answered, self.take)
 
     def ask_losses(self, row: int, micros: Sequence[Batch]) -> Callable[[], float]:
@@ -115,11 +127,11 @@ class Stack:
         self.settle(row)
         if row in self._held_out:
             self._evaluate()
-        asked = self._held_out[row] = _Asked(row, micros)
+        asked = self._held_out[row] = _Asked(row, micros=micros)
         return partial(asked.answered, self._evaluate)
 
     def settle(self, row: int) -> None:
-        """Begins the step that a run has asked for, if it has."""
+        """Begins the steps that a run has asked for, if it has."""
         if row in self._asked:
             self.take()
 
@@ -136,7 +148,7 @@ class Stack:
                 torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Begins one step of all runs that have asked for one; where it fails, it fails for each of them."""
+        """Begins the steps that runs have asked for; where one fails, it fails for each of them."""
         if not self._asked:
             return
         together, self._asked = self._asked, {}
@@ -157,29 +169,41 @@ class Stack:
             one.answer = _one_of(answers, place)
 
     def _taken(self, asked: Sequence[_Asked]) -> _Answers:
-        self._prepare([one.row for one in asked])
+        """The metrics of each run's steps, one after another: a run that wants fewer rests in the end."""
+        count = max(len(one.steps) for one in asked)
+        while self._begun and count + sum(n for n, _ in self._begun) > 2 * self.steps_at_once:
+            self._begun.pop(0)[1].settle()  # whose numbers would be overwritten
+        going = [[one for one in asked if i < len(one.steps)] for i in range(count)]
+        waits = [self._one_taken({one.row: one.steps[i] for one in those}) for i, those in enumerate(going)]
+
+        def wait() -> Sequence[Sequence[StepMetrics]]:
+            found = [each() for each in waits]
+            return [[metrics[one.row] for metrics in found[: len(one.steps)]] for one in asked]
+
+        answers = _Answers(wait)
+        self._begun.append((count, answers))
+        return answers
+
+    def _one_taken(self, steps: Mapping[int, OneStep]) -> Callable[[], Mapping[int, StepMetrics]]:
+        """Begins a step of the runs in these rows."""
+        self._prepare([*steps])
         if self._resident is None:
             assert self._step is not None
-            micros = [self._there([one.micros[i] for one in asked]) for i in range(self._plans[0].accumulate)]
+            micros = [self._there([own[i] for own, _ in steps.values()]) for i in range(self._plans[0].accumulate)]
             exact = torch.float64 if self._device.type == "cpu" else self._dtype
-            vectors = zip(*(one.numbers for one in asked), strict=True)
+            vectors = zip(*(numbers for _, numbers in steps.values()), strict=True)
             numbers = [torch.from_numpy(np.stack(group)).to(self._device, exact) for group in vectors]
-            metrics = self._step(micros, numbers).T.tolist()
-            return _Answers(lambda: [StepMetrics(*each) for each in metrics])
-        if len(self._begun) > 1:  # a third one would overwrite the numbers of the first
-            self._begun.pop(0).settle()
-        places = [self._places[one.row] for one in asked]
-        fetched = self._resident.launch(
-            {place: (one.micros, one.numbers) for place, one in zip(places, asked, strict=True)}
-        )
-        count = len(self._places)
+            found = self._step(micros, numbers).T.tolist()
+            metrics = {row: StepMetrics(*each) for row, each in zip(steps, found, strict=True)}
+            return lambda: metrics
+        places, count = {row: self._places[row] for row in steps}, len(self._places)
+        fetched = self._resident.launch({places[row]: own for row, own in steps.items()})
 
-        def wait() -> Sequence[StepMetrics]:
+        def wait() -> Mapping[int, StepMetrics]:
             found = fetched()
-            return [StepMetrics(found[place], found[count + place]) for place in places]
+            return {row: StepMetrics(found[place], found[count + place]) for row, place in places.items()}
 
-        self._begun.append(_Answers(wait))
-        return self._begun[-1]
+        return wait
 
     def _losses(self, asked: Sequence[_Asked]) -> _Answers:
         """The sums of losses, batch by batch: a run with fewer of them than others has none in the end."""
@@ -218,7 +242,9 @@ class Stack:
         step = StackedStep(plans, rows, self.flat, self.grad, self._where, self.update, frozen, self._how)
         if on_gpu:
             sizes = self.update.sizes()
-            self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture)
+            self._resident = StackedResident(
+                step, plans[0], sizes, len(rows), self._dtype, self._capture, 2 * self.steps_at_once
+            )
         self._step, self._places = step, {row: place for place, row in enumerate(rows)}
 
     def _there(self, micros: Sequence[Batch]) -> dict[str, Tensor]:
@@ -333,7 +359,17 @@ class StackedSession(TorchSession):
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
         """See Session."""
-        return self.stack.ask(self.row, micros, numbers)
+        wait = self.stack.ask(self.row, [(micros, numbers)])
+        return lambda: wait()[0]
+
+    @property
+    def steps_at_once(self) -> int:
+        """See Session."""
+        return self.stack.steps_at_once
+
+    def do_launch_several(self, steps: Sequence[OneStep]) -> Callable[[], Sequence[StepMetrics]]:
+        """See Session."""
+        return self.stack.ask(self.row, steps)
 
     def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
         """See Session."""

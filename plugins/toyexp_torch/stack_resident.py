@@ -18,13 +18,14 @@ Asked = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batches, a
 class StackedResident:
     """What `step` computes of `count` runs; each is known by its place among them.
 
-    The graphs are of all runs at any time. One that asks for nothing is idle: it reads what it has read before, and
-    keeps all that it has.
+    As many steps as `under_way` may be launched before the first is waited for. The graphs are of all runs at any
+    time. One that asks for nothing is idle: it reads what it has read before, and keeps all that it has.
     """
 
     def __init__(
-        self, step: StackedStep, plan: Plan, sizes: Sequence[int], count: int, dtype: torch.dtype, capture: bool
-    ):
+        self, step: StackedStep, plan: Plan, sizes: Sequence[int], count: int, dtype: torch.dtype, capture: bool,
+        under_way: int = 2,
+    ):  # fmt: skip
         self._step, self._plan, self._count, self._dtype = step, plan, count, dtype
         off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # one after the other, graphs can share their memory
@@ -39,8 +40,8 @@ class StackedResident:
         self._losses = Captured("a held-out loss", self._losses_there, self._losses_there, pool, off)
         kinds: dict[Hashable, Kind] = {(i, n): kind for i in range(plan.accumulate) for n, kind in of_all.items()}
         kinds |= {i: ((count * size,), np.dtype(np.float64)) for i, size in enumerate(sizes)}
-        self._inputs = Inputs({**kinds, "idle": ((count,), np.dtype(np.float32))})
-        self._results = Results(2 * count, dtype)
+        self._inputs = Inputs({**kinds, "idle": ((count,), np.dtype(np.float32))}, under_way)
+        self._results = Results(2 * count, dtype, under_way)
         self._latest: list[Asked] = [([blank] * plan.accumulate, [np.zeros(size) for size in sizes])] * count
         micros = [{n: self._inputs.tensors[i, n] for n in plan.inputs} for i in range(plan.accumulate)]
         self._micros = [self._by_run(micro) for micro in micros]

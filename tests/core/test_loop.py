@@ -47,6 +47,16 @@ class Queued(Scripted):
         return lambda: self.do_step(micros, numbers)
 
 
+class Several(Queued):
+    """Is best given four steps at a time."""
+
+    steps_at_once = 4
+
+    def do_launch_several(self, steps):
+        self.heard.append(f"several {len(steps)}")
+        return super().do_launch_several(steps)
+
+
 class Launched(Queued):
     """Takes a step when it is waited for, and has no second one launched before."""
 
@@ -684,6 +694,83 @@ def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stag
         with pytest.raises(PluginFailed, match=r"at step 5: the batch has no"):
             it.train()
         assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (4, 4, 4)
+
+
+def together(*runs):
+    """How each ends that is driven together with the others."""
+    return drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+
+
+def several(stage, steps, looked_at=(), recorder=None, **how):
+    return stage(steps, recorder=recorder or Recorder(looked_at=looked_at), kind=Several, **how)
+
+
+def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoever_looks(stage):
+    script = [StepMetrics(3.0 - i / 10, 0.5) for i in range(11)]
+    alone = stage(11, recorder=Recorder(looked_at=()), script=script, eval_every=6)
+    alone.train()
+    it = several(stage, 11, script=script, eval_every=6)
+    (end,) = together(it)
+    assert told(it, "several") == ["several 4", "several 2", "several 4"]
+    assert it.session.digests == alone.session.digests
+    np.testing.assert_array_equal(it.session.hps, alone.session.hps)
+    assert told(it, "lr", "on_step", "on_eval", "after")[-1] == "after 11" and it.recorder.evals() == [0, 6, 11]
+    ours, theirs = ([{**m, "wall_us": 0} for m in run.recorder.metrics] for run in (it, alone))
+    assert ours == theirs and end.tokens == alone.training.outcome.tokens
+    assert end.training_seconds == pytest.approx(sum(m.get("wall_us", 0) for m in it.recorder.metrics) / 1e6)
+    looks = several(stage, 9, looked_at=(3,))
+    together(looks)
+    assert told(looks, "several", "after")[:3] == ["several 3", "after 3", "several 4"]
+
+
+def test_of_loops_that_want_several_steps_each_has_as_many_as_the_others_want(stage):
+    """So that none computes while another one waits; what was made ready is not made again."""
+    one, two = several(stage, 9, eval_every=3), several(stage, 9)
+    ends = together(one, two)
+    assert [end.steps for end in ends] == [9, 9] and one.recorder.evals() == [0, 3, 6, 9]
+    assert {*told(two, "several")} >= {"several 3"} and len(two.session.digests) == len(told(two, "lr")) == 9
+    assert two.session.digests == [batch_digest({"tokens": two.training.batches.batch(k)["tokens"]}) for k in range(9)]
+
+
+def test_what_goes_wrong_among_several_steps_ends_the_run_where_it_does_alone(stage):
+    it = several(stage, 50, script=[GOOD, GOOD, BAD])
+    (error,) = together(it)
+    assert "step 3 (batch 2, digest" in str(error) and told(it, "on_step")[-1] == "on_step 3"
+    assert not any(last for _, _, last in it.saver.told)
+
+    @dataclass(eq=False)
+    class Fails(Recorder):
+        @hookimpl
+        def on_step(self, step, metrics):
+            self.heard.append(f"on_step {step}")
+            if step == 3:
+                raise ValueError("boom")
+
+    it = several(stage, 50, recorder=Fails(looked_at=()))
+    (error,) = together(it)
+    assert "callbacks.recorder failed at step 3: ValueError: boom" in str(error)
+    taken = len(it.session.hps)  # all that was launched, which is what the session has
+    assert taken == it.training.outcome.steps == it.saver.told[-1][0] and told(it, "on_step")[-1] == f"on_step {taken}"
+
+    it = several(stage, 50)
+    whole = it.training.batches
+
+    class Torn(type(whole)):
+        def block(self, first, count):
+            return {name: values.astype(np.float16) for name, values in super().block(first, count).items()}
+
+        def batch(self, k):
+            return super().batch(k) if k < 6 else {"tokens": np.zeros((1, 1), np.int32)}
+
+    whole.__class__ = Torn
+    (error,) = together(it)
+    assert "at step 7: the batch has no" in str(error)
+    assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (6, 6, 6)
+
+    it = several(stage, 50)
+    it.training.stopped = lambda: "on_step 5" in it.recorder.heard
+    (end,) = together(it)
+    assert (end.reason, end.steps) == ("interrupted", len(it.session.hps)) and end.steps <= 12
 
 
 def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():

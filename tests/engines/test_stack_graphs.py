@@ -18,7 +18,7 @@ from toyexp_torch import stack, stack_resident
 class Inputs:
     """Arrays that one copy brings, in the CPU's memory."""
 
-    def __init__(self, kinds):
+    def __init__(self, kinds, sets=2):
         self._arrays = {key: np.zeros(shape, dtype) for key, (shape, dtype) in kinds.items()}
         self.tensors = {key: torch.from_numpy(array) for key, array in self._arrays.items()}
 
@@ -33,14 +33,14 @@ class Inputs:
 
 
 class Results:
-    """Two places for numbers on their way, which a third overwrites."""
+    """Places for the numbers of so many steps on their way, of which one more overwrites the first."""
 
-    def __init__(self, size, dtype):
-        self._hosts = [torch.full((size,), torch.nan, dtype=dtype) for _ in range(2)]
+    def __init__(self, size, dtype, steps=2):
+        self._hosts = [torch.full((size,), torch.nan, dtype=dtype) for _ in range(steps)]
 
     def fetch(self, numbers):
-        self._hosts.reverse()
-        host = self._hosts[0].copy_(numbers)
+        host = self._hosts.pop(0).copy_(numbers)
+        self._hosts.append(host)
         return host.tolist
 
 

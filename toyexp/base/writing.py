@@ -103,7 +103,9 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
     if indent is None:
         try:
-            return LINE.encode({**fields})  # as it is, which it nearly always can be
+            return LINE.encode(
+                fields if type(fields) is dict else {**fields}
+            )  # as it is, which it nearly always can be
         except ValueError:  # of a number that is not finite
             pass
     return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_plain)
@@ -118,7 +120,21 @@ def _plain(value: object) -> Any:
     return _finite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-LINE = json.JSONEncoder(allow_nan=False, default=_plain)
+class _Lines(json.JSONEncoder):
+    """An encoder that is made once: for each line anew it takes as long as the line itself."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_nan=False, default=_plain, check_circular=False)
+        words = (json.encoder.encode_basestring_ascii, None, self.key_separator, self.item_separator)
+        make = getattr(json.encoder, "c_make_encoder", None)
+        self._parts = make and make(None, self.default, *words, self.sort_keys, self.skipkeys, self.allow_nan)
+
+    def encode(self, o: Any) -> str:
+        """See json."""
+        return "".join(self._parts(o, 0)) if self._parts else super().encode(o)
+
+
+LINE = _Lines()
 
 
 def _finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,28 +24,42 @@ def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
 class Ready(dict[str, np.ndarray]):
     """A batch that was checked and cut for a plan before its step's turn came."""
 
-    def __init__(self, arrays: Batch, plan: Plan, micros: Sequence[Batch]):
-        super().__init__(arrays)
-        self.plan, self.micros = plan, micros
+    plan: Plan
+    micros: Sequence[Batch]
 
 
 def readied(plan: Plan, block: Batch, count: int) -> list[Ready]:
     """The batches of `count` steps, whose rows stand one after another in `block`; BadBatch where one is none."""
-    whole, total = cut(plan, block)
+    whole, total = _whole(plan, block)
     each, size = plan.rows * plan.accumulate, plan.accumulate
-    if len(whole) != count * size:
+    if len(block["targets"]) != count * each:
         raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * each}")
-    batches = [{name: array[i * each : (i + 1) * each] for name, array in block.items()} for i in range(count)]
+    batches = _parts_of(block, each, Ready)
     if (block["weights"] == 1).all():  # each weighs the same
         scaled = (block["weights"] / (total / count)).astype(np.float32)
-        micros = [{**m, "weights": scaled[i * plan.rows : (i + 1) * plan.rows]} for i, m in enumerate(whole)]
+        micros = _parts_of({**whole, "weights": scaled}, plan.rows)
     else:
         micros = [dict(micro) for batch in batches for micro in micro_batches(plan, batch)]
-    return [Ready(batch, plan, micros[i * size : (i + 1) * size]) for i, batch in enumerate(batches)]
+    for i, batch in enumerate(batches):
+        batch.plan, batch.micros = plan, micros[i * size : (i + 1) * size]
+    return batches
 
 
 def cut(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
     """The micro-batches of a batch that is as the plan wants it, and what its targets weigh in all."""
+    whole, total = _whole(plan, batch)
+    return [whole] if len(whole["targets"]) == plan.rows else _parts_of(whole, plan.rows), total
+
+
+def _parts_of(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
+    """So many rows at a time."""
+    places = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
+    parts = ([array[here] for here in places] for array in batch.values())
+    return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
+
+
+def _whole(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
+    """A batch with all that the plan has in it, and what its targets weigh in all; BadBatch for one that is none."""
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
         raise BadBatch("a batch is a mapping of names to numpy's arrays, and this is none")
     for name, spec in plan.inputs.items():
@@ -59,9 +74,7 @@ def cut(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
         raise BadBatch("batch['weights'] holds numbers that are NaN or infinite")
     if count % rows:
         raise BadBatch(f"a batch of {count} rows does not divide into micro-batches of {rows}")
-    if count == rows:
-        return [batch], total
-    return [{k: v[i : i + rows] for k, v in batch.items()} for i in range(0, count, rows)], total
+    return batch, total
 
 
 def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:

@@ -128,6 +128,25 @@ class Session(ABC):
 
         Where `runs_ahead`, a second step may be launched before the first is waited for; they are taken in order.
         """
+        micros, numbers = self._step_of(batch, numbers)
+        self._prepare_state()
+        self.version += 1
+        return self.do_launch(micros, numbers)
+
+    @final
+    def launch_several(
+        self, steps: Sequence[tuple[Batch, Sequence[np.ndarray]]]
+    ) -> Callable[[], Sequence[StepMetrics]]:
+        """Begins several such steps, one behind the other, at most `steps_at_once`; what it returns waits for all."""
+        found = [self._step_of(batch, numbers) for batch, numbers in steps]
+        self._prepare_state()
+        self.version += len(found)
+        return self.do_launch_several(found)
+
+    def _step_of(
+        self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray
+    ) -> tuple[Sequence[Batch], Sequence[np.ndarray]]:
+        """What a step is of: its micro-batches, and each group's numbers."""
         self._require_training("step()")
         numbers = _for_groups(self.plan, numbers)
         if isinstance(batch, Ready) and batch.plan is self.plan:
@@ -138,9 +157,7 @@ class Session(ABC):
             raise BadBatch(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
-        self._prepare_state()
-        self.version += 1
-        return self.do_launch(micros, numbers)
+        return micros, numbers
 
     def all_launched(self) -> None:  # noqa: B027 (most engines have no stacks)
         """Every run of a stack has launched its step, which can begin then."""
@@ -318,10 +335,22 @@ class Session(ABC):
         metrics = self.do_step(micros, numbers)
         return lambda: metrics
 
+    def do_launch_several(
+        self, steps: Sequence[tuple[Sequence[Batch], Sequence[np.ndarray]]]
+    ) -> Callable[[], Sequence[StepMetrics]]:
+        """Begins several; an engine that has more than one of `steps_at_once`."""
+        waits = [self.do_launch(micros, numbers) for micros, numbers in steps]
+        return lambda: [wait() for wait in waits]
+
     @property
     def runs_ahead(self) -> bool:
         """Whether the host is free while a step is taken, so that the next one can be launched behind it."""
         return False
+
+    @property
+    def steps_at_once(self) -> int:
+        """How many steps it is best given at a time, where nobody looks at the run in between."""
+        return 1
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:

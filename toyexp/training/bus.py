@@ -7,6 +7,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,9 +29,6 @@ log = logging.getLogger("toyexp")
 
 QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised at once
 OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
-
-
-Call = tuple[Callable[..., Any], Sequence[str]]  # a function, and the names of what it takes
 
 
 class _Manager(pluggy.PluginManager):
@@ -89,16 +87,18 @@ class Bus:
         answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
         self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
-        self._of_lr, self._of_steps = self._calls("lr"), self._calls("on_step")
+        self._of_lr = self._calls("lr", "run", "step", "steps")
+        self._of_steps = self._calls("on_step", "run", "step", "metrics", "batch")
+        self._looking = [c.looks for c in callbacks.values() if not _never_looks(c)]
 
     def lr(self, run: Run, step: int) -> float:
         """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
 
         Raises RunFailed for an answer that is no finite number from 0.
         """
-        answer, arguments = None, {"run": run, "step": step, "steps": run.steps}
-        for function, names in self._of_lr:
-            answer = function(*[arguments[name] for name in names])
+        answer, steps = None, run.steps
+        for call in self._of_lr:
+            answer = call(run, step, steps)
             if answer is not None:
                 break
         if answer is None:
@@ -110,20 +110,18 @@ class Bus:
 
     def tell_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """Tells that a step was taken."""
-        arguments = {"run": run, "step": step, "metrics": metrics, "batch": batch}
-        for function, names in self._of_steps:
-            function(*[arguments[name] for name in names])
+        for call in self._of_steps:
+            call(run, step, metrics, batch)
 
-    def _calls(self, hook: str) -> Sequence[Call]:
-        """A hook's functions in the order of the calls: at every step a call through pluggy takes half of the time.
+    def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
+        """A hook's functions in the order of the calls, each of which takes what is `given` to all, in this order.
 
-        One that wraps the others leaves all to pluggy.
+        At every step a call through pluggy takes half of the time; one that wraps the others leaves all to pluggy.
         """
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
-            names = getattr(self.hook, hook).spec.argnames
-            return [(lambda *values: getattr(self.hook, hook)(**dict(zip(names, values, strict=True))), names)]
-        return [(impl.function, impl.argnames) for impl in reversed(impls)]
+            return [lambda *values: getattr(self.hook, hook)(**dict(zip(given, values, strict=True)))]
+        return [_taking(impl.function, [given.index(name) for name in impl.argnames]) for impl in reversed(impls)]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
         """What the optimiser's numbers are multiplied by at the 0-based `step`.
@@ -151,7 +149,7 @@ class Bus:
 
     def looks(self, step: int) -> bool:
         """Whether a callback needs the run as it stands after `step`."""
-        return any(callback.looks(step) for callback in self._callbacks)
+        return any(looks(step) for looks in self._looking)
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
         """The function with what it raises told as its callback's.
@@ -237,6 +235,20 @@ class Bus:
             except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
                 raised.append(second)
+
+
+def _taking(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """The function, called with more than it takes: with what stands in these places."""
+    if len(places) < 2:
+        return lambda *given: function(*[given[place] for place in places])
+    chosen = itemgetter(*places)
+    return lambda *given: function(*chosen(given))
+
+
+def _never_looks(callback: Callback) -> bool:
+    """Whether a callback has no `looks` of its own and looks at no step for what it hears of, whichever that is."""
+    own = getattr(callback.looks, "__func__", None)
+    return own in (Callback.looks, Schedule.looks) and not callback.looks(1)
 
 
 def _scales_lr_alone(callback: object) -> bool:

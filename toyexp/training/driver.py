@@ -34,14 +34,26 @@ class Realize:
 
 @dataclass(frozen=True)
 class Step:
-    """Asks for one training step to begin; the answer waits for its StepMetrics when it is called."""
+    """Asks for one training step to begin; the answer waits for its StepMetrics when it is called.
+
+    Whoever can take several at once may begin the first of those `behind` it too, and answers with `Begun`.
+    """
 
     batch: Batch
     numbers: Sequence[np.ndarray]  # of `plan.numbers`
+    behind: Sequence[tuple[Batch, Sequence[np.ndarray]]] = ()
 
     def answer(self, session: Session) -> Callable[[], StepMetrics]:
         """Launches it."""
         return session.launch(self.batch, self.numbers)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """So many steps are under way, and what waits for all of them."""
+
+    count: int
+    wait: Callable[[], Sequence[StepMetrics]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,8 @@ def drive_together(
 
     `begun` has loops go on that were begun already. A round is a step of each loop that goes on: all are launched
     before the first is waited for, so that sessions of a stack take them as one; so are the evaluations that loops ask
-    for in a round. What a loop raises ends no other, but for what is no Exception, such as a second signal.
+    for in a round. Of loops that ask for several steps, each has as many taken as every other one asks for. What a loop
+    raises ends no other, but for what is no Exception, such as a second signal.
     """
     ends: dict[int, T | Exception] = {}
 
@@ -128,7 +141,8 @@ def drive_together(
         while evals := {i: _launched(r, sessions[i]) for i, r in requests.items() if isinstance(r, Evaluate)}:
             requests = {i: r for i, r in requests.items() if i not in evals}
             requests |= asked({i: _sent(loops[i], wait) for i, wait in evals.items()})
-        going = {i: _answered(loops[i], requests[i], sessions[i]) for i in sorted(requests)}
+        behind = min((len(request.behind) for request in requests.values() if isinstance(request, Step)), default=0)
+        going = {i: _answered(loops[i], requests[i], sessions[i], behind) for i in sorted(requests)}
         for i, request in requests.items():
             if isinstance(request, Step):  # a device has work then while the loops look at the step before
                 sessions[i].all_launched()
@@ -140,8 +154,11 @@ GoOn = Callable[
 ]  # has a loop go on to what it asks for next; StopIteration where it ends
 
 
-def _answered(loop: Asks[Any], request: Step | Evaluate | Rest, session: Session) -> GoOn:
-    """Answers a request; what it gives hands the answer to the loop."""
+def _answered(loop: Asks[Any], request: Step | Evaluate | Rest, session: Session, behind: int = 0) -> GoOn:
+    """Answers a request, a step with so many of those behind it; what it gives hands the answer to the loop."""
+    if behind and isinstance(request, Step):
+        steps = [(request.batch, request.numbers), *request.behind[:behind]]
+        return _sent(loop, lambda: Begun(len(steps), session.launch_several(steps)))
     return _sent(loop, lambda: request.answer(session))
 
 

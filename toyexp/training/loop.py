@@ -19,12 +19,13 @@ from toyexp.base.blame import OnError, batches_of, blamed
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.contract.batch import Batch, batch_digest
 from toyexp.contract.dataset import Batches
+from toyexp.contract.micro_batches import Ready
 from toyexp.contract.run import Run
 from toyexp.contract.session import StepMetrics
 from toyexp.training.ahead import Ahead
 from toyexp.training.bad_numbers import gave_up
 from toyexp.training.bus import Bus
-from toyexp.training.driver import Asks, Evaluate, Step, drive
+from toyexp.training.driver import Asks, Begun, Evaluate, Step, drive
 from toyexp.training.outcome import Outcome, Saver
 
 log = logging.getLogger("toyexp")
@@ -55,6 +56,7 @@ class Training:
         """
         outcome, began = self.outcome, time.perf_counter()
         before, self._whole = outcome.seconds, True
+        self._ready: list[_Next] = []  # the next steps, as far as they were made
         self._under_way: list[_Launched] = []
         self._ended_at = began  # the step before
         self._blames = {kind: OnError(partial(self._told, kind)) for kind in ("data", "optim", "engine")}
@@ -118,12 +120,13 @@ class Training:
             raise error
 
     def _launch_steps(self) -> Asks[None]:
-        """Launches the next step; the one behind it too where the session can and nobody looks in between."""
-        step = self.outcome.steps
+        """Launches the next step; what comes behind it too where the session can and nobody looks in between."""
         if not self._under_way:
-            yield from self._launch(step)
-        if self.run.session.runs_ahead and not self._looked_at(step + 1):
-            yield from self._launch(step + 1)
+            yield from self._launch(self.outcome.steps)
+        if self.run.session.runs_ahead and len(self._under_way) == 1:
+            behind = self.outcome.steps + len(self._under_way[0].steps)
+            if not self._looked_at(behind):
+                yield from self._launch(behind)
 
     def _looked_at(self, step: int) -> bool:
         """Whether someone needs the run as it stands after `step`."""
@@ -131,7 +134,27 @@ class Training:
         return ends or self._is_due(step) or self.saver.wants(step) or self.bus.looks(step)
 
     def _launch(self, step: int) -> Asks[None]:
-        run, began = self.run, time.perf_counter()
+        """Launches a step, and as many behind it as the session takes at once and nobody looks at."""
+        began, ready, most = time.perf_counter(), self._ready, self.run.session.steps_at_once
+        if not ready:
+            ready.append(self._made(step))
+        count = 1
+        while count < most and not self._looked_at(step + count) and self._is_made(step + count):
+            count += 1
+        self.bus.step = step + 1
+        with self._blamed("engine"):
+            try:
+                answer = yield Step(ready[0].batch, ready[0].numbers, [(r.batch, r.numbers) for r in ready[1:count]])
+            except Exception as error:
+                self._whole = isinstance(error, BadBatch)  # which is found before anything changes
+                raise
+        begun = answer if isinstance(answer, Begun) else Begun(1, lambda: [answer()])
+        self._under_way.append(_Launched(ready[: begun.count], began, begun.wait))
+        del ready[: begun.count]
+
+    def _made(self, step: int) -> _Next:
+        """What a step takes."""
+        run = self.run
         self.bus.step = step + 1
         lr = self.bus.lr(run, step)
         factors = self.bus.factors(run, step)
@@ -139,34 +162,45 @@ class Training:
             numbers = run.plan.numbers(step, lr, factors)
         with self._blamed("data"):
             batch = self._ahead.batch(step)
-        with self._blamed("engine"):
-            try:
-                metrics = yield Step(batch, numbers)
-            except Exception as error:
-                self._whole = isinstance(error, BadBatch)  # which is found before anything changes
-                raise
-        self._under_way.append(_Launched(batch, lr, factors, began, metrics))
+        return _Next(step, batch, lr, factors, numbers)
+
+    def _is_made(self, step: int) -> bool:
+        """Whether a step behind others is ready. What is wrong with it is told when its turn comes."""
+        if self._ready[-1].step >= step:
+            return True
+        try:
+            made = self._made(step)
+        except Exception:
+            return False
+        if isinstance(made.batch, Ready):  # another one may be refused
+            self._ready.append(made)
+        return isinstance(made.batch, Ready)
 
     def _taken(self) -> tuple[dict[str, float], Batch]:
-        """Waits for the first of the steps that are under way."""
-        outcome, launched = self.outcome, self._under_way.pop(0)
+        """The first of the steps that are under way; waits for those that were launched together."""
+        outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
-        self._whole = False
-        with self._blamed("engine"):
-            loss, grad_norm = launched.metrics()
-        self._whole = True
-        ended = time.perf_counter()
-        seconds, self._ended_at = ended - max(launched.began, self._ended_at), ended
-        count = int(np.count_nonzero(launched.batch["weights"]))
+        if not launched.found:
+            self._whole = False
+            with self._blamed("engine"):
+                launched.found = [*launched.wait()]
+            self._whole = True
+            ended = time.perf_counter()
+            launched.seconds = (ended - max(launched.began, self._ended_at)) / len(launched.steps)
+            self._ended_at = ended
+        step, (loss, grad_norm) = launched.steps.pop(0), launched.found.pop(0)
+        if not launched.steps:
+            self._under_way.pop(0)
+        count = int(np.count_nonzero(step.batch["weights"]))
         outcome.steps, outcome.train_loss = outcome.steps + 1, loss
         outcome.tokens += count
-        outcome.training_seconds += seconds
-        metrics = {"loss": loss, "lr": launched.lr, "grad_norm": grad_norm, "tokens": count}
+        outcome.training_seconds += launched.seconds
+        metrics = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": count}
         scaled = {}
-        if launched.factors:
-            scaled = {f"{name}_factor": factor for name, factor in launched.factors.items()}
-            scaled |= self.run.plan.scaled(launched.factors)
-        return {**scaled, **metrics, "wall_us": seconds * 1e6}, launched.batch
+        if step.factors:
+            scaled = {f"{name}_factor": factor for name, factor in step.factors.items()}
+            scaled |= self.run.plan.scaled(step.factors)
+        return {**scaled, **metrics, "wall_us": launched.seconds * 1e6}, step.batch
 
     def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
         self.bus.tell_step(self.run, self.outcome.steps, metrics, batch)
@@ -239,14 +273,25 @@ class Training:
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step that is under way."""
+class _Next:
+    """What a step takes."""
 
+    step: int  # from 0
     batch: Batch
     lr: float
     factors: Mapping[str, float]  # of the optimiser's other numbers
+    numbers: Sequence[np.ndarray]
+
+
+@dataclass
+class _Launched:
+    """Steps that are under way together, those that were told of left out."""
+
+    steps: list[_Next]
     began: float
-    metrics: Callable[[], StepMetrics]  # waits for it
+    wait: Callable[[], Sequence[StepMetrics]]  # for all of them
+    found: list[StepMetrics] = field(default_factory=list)  # of each, once they were waited for
+    seconds: float = 0.0  # each has taken
 
 
 class _Stopped(BaseException):

@@ -119,9 +119,14 @@ class Watch(Callback):
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """The same for the held-out loss."""
-        if math.isfinite(metrics["loss"]) and self._held_out.see(metrics["loss"], self.rise, EVALS):
-            self._diverging(run, step, "held-out loss", metrics["loss"], self._held_out)
+        """The same for the held-out loss; the last one is told where the run ends worse than it began."""
+        loss, climb = metrics["loss"], self._held_out
+        if not math.isfinite(loss):
+            return
+        told = climb.see(loss, self.rise, EVALS)
+        assert climb.first is not None
+        if told or (step == run.steps and climb.high == 1 and loss > climb.first * (1 + self.rise)):
+            self._diverging(run, step, "held-out loss", loss, climb)
 
     def _diverging(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:
         text = f"step {step}: the {what} has climbed from {climb.best:.4f} to {loss:.4f}; {run.remedy}"

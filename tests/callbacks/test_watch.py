@@ -20,6 +20,7 @@ class Told:
     """A run that notes what it is warned of."""
 
     remedy = "try a lower lr"
+    steps = 10_000
 
     def __init__(self, watch=None):
         self.watch, self.warnings, self.step = watch or Watch(), [], 0
@@ -109,6 +110,16 @@ def test_the_held_out_loss_needs_two_high_looks():
         and "the held-out loss has climbed from 4.0000 to 6.0000" in (run.warnings[0]["text"])
     )
     assert Told().evaluate(7.0, 4.0, *[4.2] * 10).warnings == [], "a model that begins to learn by heart converges"
+
+
+def test_a_run_that_ends_worse_than_it_began_is_told_by_its_last_look():
+    for losses, warned in (((7.0, 84.0), 1), ((7.0, 6.0, 9.0), 1), ((7.0, 4.0, 6.0), 0), ((7.0, 84.0, 84.0), 1)):
+        run = Told()
+        run.evaluate(*losses[:-1])
+        run.step = run.steps
+        run.evaluate(losses[-1])
+        assert len(run.warnings) == warned, losses
+    assert "held-out loss has climbed from 7.0000 to 84.0000" in run.warnings[0]["text"]
 
 
 def test_numbers_that_are_none_are_left_to_the_run():

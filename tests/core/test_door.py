@@ -67,6 +67,8 @@ def test_the_history_is_that_of_the_events(trained):
     np.testing.assert_array_equal(history.step, range(1, 9))
     for name in ("loss", "lr", "grad_norm"):
         np.testing.assert_array_equal(history[name], [event[name] for event in steps])
+    with pytest.raises(KeyError, match="accuracy: there is step, loss, lr"):
+        history["accuracy"]
     np.testing.assert_array_equal(history.tokens, 2 * 16 * np.arange(1, 9))
     np.testing.assert_array_equal(history.seconds, [event["t"] for event in steps])
     np.testing.assert_array_equal(history.held_out["step"], [0, 4, 8])
@@ -235,6 +237,8 @@ def test_an_adapter_is_trained_on_a_base_and_put_on_it_afterwards(here):
     ({"steps": "six"}, ["steps=six"]),
     ({"steps": 0}, ["steps=0", "from 1"]),
     ({"model": Llama}, ["model", "Llama()"]),
+    ({"model": "nano"}, ["model=nano", "a preset: toyexp.run('model=nano')"]),
+    ({"data": "a book\n" * 9000}, ["a book", "...", "toyexp_data.text.Text(path='book.txt')"]),
     ({"engine": 3}, ["engine", "3", "ggml"]),
     ({"engine": "gml"}, ["engine=gml", "did you mean ggml?"]),
     ({"callbacks": "plots"}, ["['default', 'plots']"]),

@@ -82,7 +82,8 @@ class History(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in ("step", *NAMES):
-            raise KeyError(name)
+            held_out = "; history.held_out has the rest" if name in self.held_out else ""
+            raise KeyError(f"{name}: there is {', '.join(self)}{held_out}")
         return np.asarray(getattr(self, name))
 
     def __iter__(self) -> Iterator[str]:

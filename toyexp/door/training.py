@@ -15,6 +15,7 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.memory import running_out
 from toyexp.base.terminal import status
 from toyexp.commands.line import carry_out
+from toyexp.config.shipped import CONF
 from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
@@ -136,7 +137,14 @@ def _built(
 def _part(kind: str, value: Any, registry: Registry) -> Any:
     """The object that is given, or the one of that name with its defaults."""
     if isinstance(value, str):
-        return registry.get(kind, value)()
+        if value in registry.offers[kind]:
+            return registry.get(kind, value)()
+        shown, hint = printable(value), ""
+        if (CONF / kind / f"{shown}.yaml").is_file():
+            hint = f"; that is a preset: toyexp.run('{kind}={shown}'), or an object with its sizes"
+        elif kind == "data" and (text := registry.offers[kind].get("text")):
+            hint = f"; a text of yours: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
+        raise UserError(f"train {registry.missing(kind, shown, registry.offers[kind])}{hint}")
     if not isinstance(value, KINDS[kind]):
         what = f"the class {value.__name__}; give an object of it: {value.__name__}()" if isinstance(value, type) else (
             f"{printable(repr(value))}, no {KINDS[kind].__name__}; {choose('', registry.offers[kind])}"

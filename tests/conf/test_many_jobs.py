@@ -1,6 +1,7 @@
 """A sweep of thousands of jobs takes down each change at once, and writes what grows with their number seldom."""
 
 import json
+import math
 import os
 import statistics
 import time
@@ -27,6 +28,21 @@ def ended(job):
 
 def on_disk(folder):
     return [job["status"] for job in json.loads((folder / "s/sweep.json").read_text())["jobs"]]
+
+
+def test_a_job_has_a_line_in_sweep_json_and_all_of_it_comes_back(tmp_path):
+    folder = many(tmp_path, 3)
+    ended(folder.jobs[1])
+    folder.jobs[1].result |= {"train_loss": math.nan, "eval_scores": {"accuracy": 0.5}}
+    folder.jobs[2].error = 'says "no"\nand é \udce9'  # as a path that is no text
+    folder.save()
+    lines = (tmp_path / "s/sweep.json").read_text().splitlines()
+    assert sum('"overrides"' in line for line in lines) == 3
+    folder.close()
+    again = SweepDir.open(tmp_path / "s")
+    folder.jobs[1].result["train_loss"] = None
+    assert again.jobs == folder.jobs and again.asked == ASKED
+    again.close()
 
 
 def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_path):

@@ -45,6 +45,17 @@ def test_points_stand_by_their_mean_with_the_deviation_of_a_sample():
     assert found.best is found.points[0] and found.seeds
 
 
+def test_a_score_that_rises_orders_the_seeds_of_a_point_too_and_what_has_none_comes_last():
+    accuracies = [("lr=1", 0.3), ("lr=1", 0.9), ("lr=1", 0.6), ("lr=2", 0.7), ("lr=2", 0.8), ("lr=3", None)]
+    jobs = [job(i, f"{lr} seed={i}", eval_loss=float(i), eval_scores={"accuracy": score})
+            for i, (lr, score) in enumerate(accuracies)]  # fmt: skip
+    jobs.insert(2, job(6, "lr=1 seed=6", Status.FAILED, eval_scores={"accuracy": 1.0}))
+    found = ranked(jobs, ["sweep.metric=accuracy"])
+    assert [[one.number for one in point.jobs] for point in found.points] == [[4, 3], [1, 2, 0, 6], [5]]
+    assert found.best and found.best.mean == pytest.approx(0.75) and found.column == "held-out accuracy"
+    assert [one.number for one, _ in found.jobs()] == [4, 3, 1, 2, 0, 5, 6]
+
+
 def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back():
     jobs = [job(i, f"lr={i}", eval_loss=loss, train_loss=9 - i, eval_scores={"accuracy": score})
             for i, (loss, score) in enumerate([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5)])]  # fmt: skip

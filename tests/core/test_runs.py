@@ -61,6 +61,9 @@ def test_a_run_on_auto_is_of_the_engine_that_it_took(here, capsys):
     place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))
     assert "- engine: auto" in place.read_text() and "ggml)" in repr(toyexp.open(place.parent))
     assert len(listed(capsys, "engine=ggml")) == 9
+    place.write_text(place.read_text().replace("name: ggml", "name: auto"))
+    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    assert [len(point["runs"]) for point in told["points"]] == [2] * 4 and "engine" not in told["differ"]
 
 
 def test_a_run_that_a_process_writes_runs(here, capsys):

@@ -16,11 +16,11 @@ from toyexp.commands.runs import as_csv, one_form, told
 from toyexp.commands.width import aligned, fits, without, wrapped
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered
-from toyexp.runs.comparison import Comparison, Entry, last_words, over_seeds
+from toyexp.runs.comparison import Comparison, Entry, last_words
 from toyexp.runs.found import look, metric_of, named
 from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title
-from toyexp.sweep.ranking import TRAIN, Point
+from toyexp.sweep.ranking import TRAIN, Point, mean
 
 HELP = """\
 usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json]
@@ -95,10 +95,10 @@ class Compared(Answer):
         cells = [first.settings.get(key, "-") for key in found.keys] or [first.run.name]
         steps = sorted({run.steps for run in done if run.steps is not None})
         of = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-        others = [over_seeds(run.value(name) for run in done)[0] for name in scores]
+        others = [mean(run.value(name) for run in done) for name in scores]
         if found.ranking.column != TRAIN:
-            others.append(over_seeds(run.train_loss for run in done)[0])
-        speed = over_seeds(run.speed for run in done)[0]
+            others.append(mean(run.train_loss for run in done))
+        speed = mean(run.speed for run in done)
         known = len(point.values) + point.repeats
         counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
         mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,7 +53,7 @@ class Comparison:
     @classmethod
     def of(cls, runs: Iterable[Run], metric: str = "loss") -> Comparison:
         """Compares them by a held-out score, or by the training loss where no run has it."""
-        entries = [Entry(number, run, settings(run.path)) for number, run in enumerate(runs)]
+        entries = [Entry(number, run, _settings(run)) for number, run in enumerate(runs)]
         differ = differing([entry.settings for entry in entries])
         keys, along = led([key for key in differ if key not in OF_ONE_CHOICE], entries)
         every = [*keys, *(key for some in along.values() for key in some)]
@@ -141,10 +140,10 @@ def last_words(keys: Sequence[str]) -> list[str]:
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
 
-def over_seeds(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation (over n-1) of what there is."""
-    known = [value for value in values if value is not None]
-    return (statistics.fmean(known) if known else None), (statistics.stdev(known) if len(known) > 1 else None)
+def _settings(run: Run) -> dict[str, str]:
+    """As config.yaml has them, but for engine=auto, in place of which stands what it took."""
+    found = settings(run.path)
+    return {**found, "engine": run.engine} if found.get("engine") == "auto" and run.engine else found
 
 
 def seed_of(entry: Entry) -> object:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import LOCK, SWEEP, require_empty
-from toyexp.base.terminal import on_terminal, say
+from toyexp.base.terminal import on_terminal, say, status
 from toyexp.base.words import columns, duration, short
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.sweep.journal import Journal, Seldom
@@ -150,6 +150,7 @@ class SweepDir:
             folder.close()
             raise
         try:
+            status("writing down the jobs")
             folder.save()
         except BaseException:  # interrupted while many jobs are written down
             folder.close()
@@ -204,7 +205,7 @@ class SweepDir:
                 begin = any(job.status == Status.RUNNING for job in jobs)
                 end = max((job.number + 1 for job in jobs), default=0)
                 told = {job.number: job for job in (*self.jobs[self._known : end], *jobs)}  # no number is left out
-                self._journal.add(map(asdict, told.values()), flush=begin)
+                self._journal.add(map(vars, told.values()), flush=begin)
                 self._known = max(self._known, end)
             if (wait := self._whole.ask(len(self.jobs))) and self._later is None:
                 self._later = threading.Timer(wait, self._catch_up)
@@ -225,11 +226,11 @@ class SweepDir:
                 self.save()
 
     def _write(self) -> None:
-        state = {"format": FORMAT, **self.asked, "jobs": [asdict(job) for job in self.jobs]}
+        jobs = self.jobs[:]
         ranking = self.ranking()
         table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
-            SWEEP: lambda: dump_json(state, indent=1) + "\n",
+            SWEEP: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
             "summary.csv": lambda: _csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
@@ -238,7 +239,7 @@ class SweepDir:
                 with in_one_piece(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP:
-                    self._known = len(state["jobs"])
+                    self._known = len(jobs)
                     self._journal.clear()
 
     @contextlib.contextmanager
@@ -250,6 +251,12 @@ class SweepDir:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
             self._told = True
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
+
+
+def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
+    """A sweep.json in which each job has a line: there may be 100,000, with which JSON with indents takes its time."""
+    lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
+    return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
 
 
 def _locked(path: Path) -> int:

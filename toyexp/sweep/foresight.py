@@ -186,13 +186,13 @@ class Foresight:
         free = [0.0] * workers
         for number in sorted(seconds):  # each begins when one before it ends
             heapq.heapreplace(free, free[0] + seconds[number])
-        varied: dict[str, list[str]] = {}
+        varied: dict[str, dict[str, None]] = {}  # of each key its values, in their order
         for job in sorted((job for shape in shapes for job in shape.jobs), key=lambda job: job.number):
             for key, _, value in (word.partition("=") for word in job.overrides):
-                values = varied.setdefault(key, [])
-                values += [] if value in values else [value]
+                varied.setdefault(key, {})[value] = None
         return {
-            "directory": str(root), "settings": self.asked["settings"], "varied": varied, "search": self.search,
+            "directory": str(root), "settings": self.asked["settings"],
+            "varied": {key: list(values) for key, values in varied.items()}, "search": self.search,
             "jobs": len(seconds),
             "launcher": self.settings.launcher, "at_once": workers, "cores": self.cores, "shapes": entries,
             "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,

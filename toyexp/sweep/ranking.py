@@ -27,6 +27,12 @@ class Scored(Protocol):
 J = TypeVar("J", bound=Scored)
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of what there is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
 @dataclass
 class Point(Generic[J]):
     """The jobs of one choice of values."""
@@ -39,7 +45,7 @@ class Point(Generic[J]):
     @cached_property
     def mean(self) -> float:
         """Over the seeds; NaN where none has completed."""
-        return statistics.fmean(self.values) if self.values else math.nan
+        return math.nan if (found := mean(self.values)) is None else found
 
     @cached_property
     def deviation(self) -> float | None:

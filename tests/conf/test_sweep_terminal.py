@@ -8,8 +8,9 @@ import sys
 import threading
 
 from toyexp.sweep.board import MOST, Board
-from toyexp.sweep.directory import Job, Status, SweepDir, outcome, print_table
+from toyexp.sweep.directory import Job, Status, SweepDir
 from toyexp.sweep.ranking import ranked
+from toyexp.sweep.shown import outcome, print_table
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=5", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
@@ -88,6 +89,22 @@ def test_a_table_that_is_too_wide_names_runs_below_the_directory(tmp_path, monke
         assert first.endswith(f"  {shown}") and second.split()[:2] == ["0", "lr=0"]
         assert len(first) < int(columns)
     folder.close()
+
+
+def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
+    jobs = [job(number, 2.0 + number) for number in range(3)]
+    for one in jobs:
+        one.overrides += ["optim.weight_decay=0.1", "optim.beta2=0.95", "model.d_ff=64"]
+    jobs[2].status, jobs[2].error = Status.PRUNED, "sweep.prune=asha: the held-out loss 4.0 after step 20 is bad"
+    print_table(jobs, None)
+    assert "optim.beta2=0.95" in (whole := capsys.readouterr().out) and "is bad" in whole  # of a pipe all of it
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "86")
+    print_table(jobs, None)
+    _, heads, first, _, last = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["job", "overrides", "steps", "held-out", "loss", "run"] and first.endswith("best")
+    assert "lr=2 weight_decay=0.1 beta2=0.95 d_ff=64 " in last and last.endswith("4.0000  pruned")
+    assert max(map(len, (heads, first, last))) < 86
 
 
 def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsys):

@@ -29,7 +29,8 @@ from toyexp.contract.plugins import load
 from toyexp.contract.recipe import start
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep.directory import Job, Status, SweepDir, print_table
+from toyexp.sweep.directory import Job, Status, SweepDir
+from toyexp.sweep.shown import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.training.resume import load as load_run

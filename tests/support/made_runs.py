@@ -33,8 +33,11 @@ def config(**settings):
     return told
 
 
-def made(path, reason="completed", until=None, held_out=None, samples=False, scores=None, **settings):
-    """Writes one run below `path`; `until` is the step at which it stopped, `held_out` its last held-out loss."""
+def made(path, reason="completed", until=None, held_out=None, samples=False, scores=None, spike=None, **settings):
+    """Writes one run below `path`; `until` is the step at which it stopped, `held_out` its last held-out loss.
+
+    `spike` is the loss of step 140 alone.
+    """
     path, told = Path(path), config(**settings)
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(runnable(told))
@@ -52,6 +55,7 @@ def made(path, reason="completed", until=None, held_out=None, samples=False, sco
     last = None
     for step in range(1, steps + 1):
         loss = floor + 4.5 * math.exp(-12 * step * lr / 0.003 / told["steps"]) + 0.1 * float(draw.normal())
+        loss = spike if spike and step == 140 else loss
         lines.append({"kind": "step", "t": step * 0.01, "phase": "train", "step": step, "loss": loss, "lr": lr,
                       "grad_norm": 1 + float(draw.random()), "tokens": 128, "wall_us": 8000 + int(draw.integers(2000)),
                       "batch": "0011223344556677"})  # fmt: skip
@@ -81,7 +85,7 @@ def made_sweep(here):
     every = [(r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 0.1) for s in range(4)]
     for number, (recipe, lr, seed) in enumerate(every):
         made(Path(here) / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
-             scores={"accuracy": number / 30})  # fmt: skip
+             scores={"accuracy": number / 30}, spike=30.0 if number == 0 else None)  # fmt: skip
     made(
         Path(here) / "runs/killed", reason=None, until=40, seed=7, steps=300, data__name="<img src=x onerror=alert(1)>"
     )

@@ -29,6 +29,12 @@ def typed(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def last_words(keys: Sequence[str]) -> list[str]:
+    """Names of settings without their parts, `beta2` of optim.beta2, where no other one is called so."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
+
+
 def counted(n: int, what: str = "thread") -> str:
     """`1 thread`, `2 threads`."""
     return f"{n} {what}{'' if n == 1 else 's'}"

@@ -10,13 +10,13 @@ from typing import Any
 from toyexp.base.drawing import picture_at
 from toyexp.base.errors import UserError, choose, for_terminal
 from toyexp.base.terminal import say
-from toyexp.base.words import count, counted, in_bytes, short
+from toyexp.base.words import count, counted, in_bytes, last_words, short
 from toyexp.commands.options import Answer
 from toyexp.commands.runs import as_csv, one_form, told
 from toyexp.commands.width import aligned, fits, without, wrapped
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import divided, filtered
-from toyexp.runs.comparison import Comparison, Entry, last_words
+from toyexp.runs.comparison import Comparison, Entry
 from toyexp.runs.found import look, metric_of, named
 from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title

@@ -134,12 +134,6 @@ def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[
     return list(leaders.values()), along
 
 
-def last_words(keys: Sequence[str]) -> list[str]:
-    """Names of settings without their parts, `beta2` of optim.beta2, where no other one is called so."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
-
-
 def _settings(run: Run) -> dict[str, str]:
     """As config.yaml has them, but for engine=auto, in place of which stands what it took."""
     found = settings(run.path)

@@ -26,9 +26,9 @@ from toyexp.base.drawing import (
     whole_steps,
 )
 from toyexp.base.errors import UserError
-from toyexp.base.words import counted
+from toyexp.base.words import counted, last_words
 from toyexp.runs import plot_search
-from toyexp.runs.comparison import PARTS, Comparison, Entry, last_words, seed_of
+from toyexp.runs.comparison import PARTS, Comparison, Entry, seed_of
 from toyexp.runs.events import Curve, History, means
 from toyexp.runs.found import DONE
 from toyexp.runs.plot_search import Search

@@ -17,9 +17,10 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.base.packages import needed
+from toyexp.base.words import last_words
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.contract.model import lower_is_better
-from toyexp.runs.comparison import Comparison, Entry, last_words
+from toyexp.runs.comparison import Comparison, Entry
 from toyexp.runs.events import Curve, History, means, thinned
 from toyexp.runs.found import DONE
 from toyexp.training.checkpoint import Damaged, conforms, read_json
@@ -132,7 +133,7 @@ class Report:
                 for point in ranking.points
             ],
             "runs": [self._run(entry, place_of[id(entry)], every, most) for entry in entries],
-            "most": most,
+            "most": most, "unit": _unit(entries),
         }  # fmt: skip
 
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
@@ -259,9 +260,11 @@ def _environment(entry: Entry) -> dict[str, str]:
     """Where a run was done, and with what."""
     facts = entry.facts
     host, git, backend, model = (facts.get(name) or {} for name in ("host", "git", "backend", "model"))
-    names = ("kind", "framework", "device")  # "ggml", "ggml 0.15.3", "CPU": a word that comes twice is told once
+    names = [str(backend[key]) for key in ("kind", "framework", "device") if backend.get(key)]
+    # "ggml", "ggml 0.15.3", "CPU": what another one says too is left out
+    engine = [name for name in names if not any(name != other and name in other for other in names)]
     told = {
-        "engine": " ".join(dict.fromkeys(" ".join(str(backend[k]) for k in names if backend.get(k)).split())),
+        "engine": " ".join(dict.fromkeys(engine)),
         "threads": backend.get("threads"),
         "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
         "Python": host.get("python"),
@@ -269,6 +272,12 @@ def _environment(entry: Entry) -> dict[str, str]:
         "parameters": f"{many:,}" if isinstance(many := model.get("parameters"), int) else None,
     }
     return {key: str(value)[:200] for key, value in told.items() if value}
+
+
+def _unit(entries: Iterable[Entry]) -> str:
+    """What their steps count."""
+    images = {"train_images" in (entry.facts.get("data") or {}) for entry in entries}
+    return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
 
 def _label(entry: Entry, comparison: Comparison) -> str:

@@ -7,9 +7,7 @@ import csv
 import io
 import logging
 import os
-import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +18,8 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.ownership import LOCK, SWEEP, require_empty
-from toyexp.base.terminal import on_terminal, say, status
-from toyexp.base.words import columns, duration, short
+from toyexp.base.terminal import say, status
+from toyexp.base.words import short
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.sweep.journal import Journal, Seldom
 from toyexp.sweep.ranking import Ranking, ranked
@@ -375,49 +373,6 @@ def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]
                       str(len(point.values)), _number(point.mean if point.values else None, ".6f", ""),
                       _number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
-
-
-def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """The same for the person who watches: one line a job, the best first, and why where it is not completed.
-
-    Where a terminal is too narrow for whole paths, runs stand by their names below the sweep's directory.
-    """
-    names = scores(jobs)
-    heads = ["steps", "train loss", "held-out loss", *(f"held-out {name}" for name in names)]
-    ranking = folder.ranking() if folder else ranked(jobs)
-
-    def lines(whole: bool) -> list[str]:
-        table: list[tuple[str, ...]] = [("job", "overrides", *heads, "run")]
-        for job, _ in ranking.jobs():
-            why = job.error or ""
-            end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
-            if job.status == Status.COMPLETED:
-                end = (short(folder.run(job)) if whole else job.directory) if folder and job.directory else ""
-                end += "  best" if ranking.best and job is ranking.best.jobs[0] else ""
-            table.append((str(job.number), job.label, *numbers(job, names, "-"), end))
-        return list(columns(table, right={0, *range(2, len(table[0]) - 1)}))
-
-    width = shutil.get_terminal_size().columns if on_terminal() else sys.maxsize
-    shown, done = lines(whole=True), sum(job.status == Status.COMPLETED for job in jobs)  # which stand first
-    say("")
-    for line in shown if max(map(len, shown[: done + 1])) < width else lines(whole=False):
-        say(line)
-    if ranking.seeds:
-        say(f"\n{SPREAD}")
-        for line in columns(ranking.table(), right={1}):
-            say(line)
-
-
-def outcome(job: Job) -> str:
-    """A line of a job that completed, or was pruned."""
-    if job.status == Status.PRUNED:
-        return f"pruned: {job.error}"
-    names = scores([job])
-    heads = ("train loss", "held-out loss", *(f"held-out {name}" for name in names))
-    steps, *values = numbers(job, names, "-")
-    told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
-    seconds = job.result.get("seconds")
-    return "  ".join([f"completed after {steps} steps", *told, *([] if seconds is None else [duration(seconds)])])
 
 
 def scores(jobs: Sequence[Job]) -> list[str]:

@@ -21,13 +21,14 @@ from toyexp.base.terminal import in_notebook, on_terminal, say, silent, status
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
-from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, outcome, print_table
+from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.places import Places
 from toyexp.sweep.process import Order, Stop, of_cores, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
+from toyexp.sweep.shown import outcome, print_table
 from toyexp.training.checkpoint import result_of
 from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result

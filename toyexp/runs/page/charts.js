@@ -79,8 +79,8 @@ function height(traces, raw) {
   if (state.score !== "loss" || part(ys, 1) - low <= 1.4 * (high - low)) high = part(ys, 1);
   if (raws.length) [low, high] = [Math.min(low, part(raws, 0.01)), Math.max(high, part(raws, 0.98))];
   const whole = raws.length ? [Math.min(low, part(raws, 0)), Math.max(part(ys, 1), part(raws, 1))] : [low, part(ys, 1)];
-  state.cut = whole[0] < low || whole[1] > high;
-  if (state.outliers) [low, high] = whole;
+  state.cut = whole[1] - whole[0] > 1.25 * (high - low);
+  if (state.outliers || !state.cut) [low, high] = whole;
   const room = 0.04 * (high - low) || 0.1;
   return [low - room, high + room];
 }

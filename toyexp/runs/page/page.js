@@ -275,8 +275,9 @@ function themed(theme) {
 
 function controls() {
   choice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", () => { state.tall = null; drawMain(); });
-  choice("over", [["step", "steps"], ["tokens", "tokens"], ["seconds", "time"]], "over", unzoomed);
-  choice("rows", [["points", "points"], ["runs", "runs"]], "rows", () => { state.sort = null; drawTable(); });
+  choice("over", [["step", "steps"], ["tokens", data.unit], ["seconds", "time"]], "over", unzoomed);
+  const rows = data.points.length < data.runs.length ? [["points", "points"], ["runs", "runs"]] : [];
+  choice("rows", rows, "rows", () => { state.sort = null; drawTable(); });
   for (const name of ["xlog", "ylog", "raw", "held", "bands", "outliers"]) {
     by(name).checked = state[name];
     by(name).addEventListener("change", () => {
@@ -305,6 +306,7 @@ async function begin() {
   themed(asked.matches ? "dark" : "light");
   if (!window.DecompressionStream) throw new Error("this page needs a browser of 2023 or later");
   data = prepare(JSON.parse(await unpacked("data")));
+  AXES.tokens = by("unit").textContent = data.unit;
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
   by("opening").remove();

@@ -1,5 +1,4 @@
 import math
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -7,6 +6,7 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+from drawings import words_of
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -66,19 +66,15 @@ def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     assert steps[kept.argmax()] == 31_234 and steps[kept.argmin()] == 77_777
 
 
-def words_of(picture):
-    """The texts of an SVG of matplotlib's, which stand in it as comments beside their outlines."""
-    return re.findall(r"<!-- (.*?) -->", picture.decode())
-
-
-def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_run_makes_the_same_bytes():
+def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_run_makes_the_same_bytes(tmp_path):
     steps = list(range(1, 101))
     losses = [5 - step / 50 for step in steps]
     of = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
     held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
     curves = Curves("name $x_1$", "below", "image", of, held_out, [40], 50, (100, "stopped early"))
     pictures = drawn(curves)
-    words = words_of(pictures[".svg"])
+    (tmp_path / "a.svg").write_bytes(pictures[".svg"])
+    words = words_of(tmp_path / "a.svg")
     for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
                  "loss (nats per image)", "held-out accuracy (%)", "gradient norm", "learning rate",
                  "step"):  # fmt: skip
@@ -132,7 +128,7 @@ def test_a_picture_on_the_way_that_cannot_be_written_is_told_once_and_the_run_go
 def test_a_run_that_a_callback_has_ended_says_which_and_why(train):
     run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=2",
                 "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
-    words = " ".join(words_of((run.dir / "plots" / "curves.svg").read_bytes()))
+    words = " ".join(words_of(run.dir / "plots" / "curves.svg"))
     assert f"early_stop: 2 evals without a held-out loss below {run.of('eval')[0]['loss'] - 100:.4f}" in words, words
     assert f", step {run.result['steps']}" in words and run.result["steps"] < 12
 

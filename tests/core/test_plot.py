@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from drawings import words_of
 from made_runs import made
 from matplotlib.image import imread
 
@@ -20,11 +21,6 @@ from toyexp.runs.plot import Line, sheet
 
 SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=2", "steps=4", "lr=5,1e-2", "seed=0,1", "sweep.isolate=false", "sweep.report=false"]  # fmt: skip
-
-
-def words_of(path):
-    """The texts of an SVG of matplotlib's, which stand in it as comments beside their outlines."""
-    return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 
 def drawn(capsys, *words):

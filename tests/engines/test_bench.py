@@ -12,13 +12,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from drawings import words_of
 from tiny import batches
 
 from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
+from toyexp.base.words import count
 from toyexp.commands import bench_peak
 from toyexp.commands import bench_stepper as stepper
 from toyexp.commands.bench import Report, Work, read, step_flops, take_turns
+from toyexp.commands.bench_plot import sheet
 from toyexp.commands.bench_stepper import (
     BASELINES,
     FIGURES,
@@ -71,9 +74,20 @@ def test_the_table_has_a_line_for_every_engine(capsys):
     assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 thread")
 
 
-def test_the_json_holds_numbers_that_fit_together(capsys):
-    report = json.loads(bench(capsys, "--rounds=3", "--steps=2", "--json"))
+def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_path):
+    told = bench(capsys, "--rounds=3", "--steps=2", "--json", f"--plot={tmp_path / 'speed.svg'}")
+    report = json.loads(told)
     cpu, ggml = report["engines"]
+    words = words_of(tmp_path / "speed.svg")
+    assert {"tokens a second", "cpu", "ggml", f"{ggml['ratio']:.2f} times cpu"} <= {*words}
+    assert any("bars end at the median of 3 rounds" in word for word in words)
+    for engine in (cpu, ggml):
+        ms = f"{1e3 * engine['seconds_per_step']:.3g} ms a step"
+        assert f"{count(engine['tokens_per_second'])} tokens/s, {ms}" in words
+    bars = sheet([cpu, ggml], "tokens", "", []).panels[0]
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx([e["tokens_per_second"] for e in (cpu, ggml)])
+    low, high = sorted(bars.lines[1].get_xdata())
+    assert (low, high) == pytest.approx([16 / seconds for seconds in reversed(cpu["quartiles"])])
     assert (cpu["name"], ggml["name"]) == ("cpu", "ggml")
     assert report["tokens_per_step"] == 2 * 8
     for engine in (cpu, ggml):
@@ -88,6 +102,13 @@ def test_the_json_holds_numbers_that_fit_together(capsys):
     assert ggml["ratio"] == pytest.approx(cpu["seconds_per_step"] / ggml["seconds_per_step"])
     assert ggml["peak_rss_bytes"] < cpu["peak_rss_bytes"] - 50e6  # its process has no torch in it
     assert cpu["device_bytes"] is None and 0 < ggml["device_bytes"] < ggml["peak_rss_bytes"]
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("toyexp.commands.bench.measure", None)
+    for name, told in (("speed.gif", "draws .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
+        assert main(["bench", *TINY, "--plot", str(tmp_path / name)]) == 2
+        assert told in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
 def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, monkeypatch):

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from drawings import words_of
 
 from toyexp.commands.line import main
+from toyexp.commands.parity_plot import sheet
 
 TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16",
         "engine.threads=1", "lr=1e-3"]  # fmt: skip
@@ -90,6 +92,39 @@ def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
     assert main(run) == 0
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert report["losses"] == [e["loss"] for e in events if e["kind"] == "step"]
+
+
+def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp_path, capsys):
+    """Of an engine that is wrong too, with the exit code as without it."""
+    engines = "engine=ggml,metal:emulate=true,wrong:mistake=gradient"
+    words = ["steps=3", engines, "plugins=[wrong_engine]", "--gradient", "5e-4"]
+    code, (out, err) = parity(capsys, *words, "--json", "--plot", "parity.svg")
+    report = json.loads(out)
+    assert (code, err) == (1, "")
+    words = words_of(tmp_path / "parity.svg")
+    assert "metal:emulate=true and wrong:mistake=gradient against ggml" in words
+    for engine in (*report["engines"], {"engine": "ggml", "losses": report["losses"]}):
+        assert f"{engine['engine']}, at the end {engine['losses'][-1]:.5g}" in words
+    assert "tolerance of float32, 0.001" in words and "difference from ggml" in words
+    names = {tensor["name"] for tensor in report["engines"][0]["tensors"]}
+    listed = [word for word in words if word in names]
+    assert {*listed} == names and listed[0] == "blk.1.ffn_up.weight", "the one that is furthest off comes first"
+    at = sheet(report, "", []).panels[2].lines
+    worst = next(t["gradient"] for t in report["engines"][1]["tensors"] if t["name"] == listed[0])
+    assert at[1].get_xdata()[0] == pytest.approx(worst) and at[2].get_xdata()[0] == 5e-4 < worst
+
+
+def test_what_a_picture_cannot_show_is_told_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("toyexp.commands.parity.compare", None)
+    (tmp_path / "theirs.png").write_bytes(b"theirs")
+    for words, told in (
+        (["--plot", "a.txt"], "--plot a.txt: draws .png, .svg, .pdf"),
+        (["--plot", "theirs.png"], "theirs.png: is there already"),
+        (["--plot", "a.png", "experiment=parity_all"], "this one sweeps over recipe, model; leave it out"),
+    ):
+        code, (_, err) = parity(capsys, *words)
+        assert code == 2 and told in err and err.count("\n") == 1, err
+    assert (tmp_path / "theirs.png").read_bytes() == b"theirs"
 
 
 def test_a_note_stands_below_the_engine_that_it_is_of(monkeypatch, capsys):

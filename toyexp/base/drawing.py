@@ -106,12 +106,12 @@ class Sheet:
             self.figure.align_ylabels()
         for axes in self.panels:
             plain(axes)
-        lines = textwrap.wrap(below, 124)[:2]
+        lines = textwrap.wrap(below, 112)[:2]
         # The title keeps the place for what stands below it, which is set in other letters.
         self.figure.suptitle(cut(title, IN_A_TITLE) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
                              fontweight="bold", color=INK)  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        self.figure.text(0.01, 1, cut("\n".join(lines), 250), transform=place, va="top", fontsize=SMALL, color=GREY)
+        self.figure.text(0.01, 1, cut("\n".join(lines), 230), transform=place, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """The picture in several formats, by their endings; what is the same is so to the byte."""
@@ -183,10 +183,10 @@ def write_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Values, texts and colours behind the ends of lines, moved apart where they would lie over one another."""
     axes.get_ylim()  # its limits are worked out when they are asked for, and places go by them
     known = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
-    height = axes.get_position().height * axes.figure.get_figheight() * 72
+    height = axes.bbox.height * 72 / axes.figure.dpi
     apart = 1.25 * LABEL / height  # of the height of the axes
     places = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in known]
-    for i in range(1, len(places)):
+    for i in (i for _ in places for i in range(1, len(places))):  # to move two may bring others together
         missing = apart - (places[i] - places[i - 1])
         if missing > 0:
             places[i - 1], places[i] = places[i - 1] - missing / 2, places[i] + missing / 2

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 import toyexp
+from toyexp.base.drawing import picture_at
 from toyexp.base.errors import ToldOtherwise, UserError
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
-from toyexp.base.words import columns, count
+from toyexp.base.words import columns, count, in_bytes
 from toyexp.commands.bench_apart import Apart
 from toyexp.commands.bench_peak import Peak, peak_of
+from toyexp.commands.bench_plot import sheet
 from toyexp.commands.bench_stepper import (
     FIGURES,
     EngineStepper,
@@ -67,6 +69,8 @@ options
   --no-peak       leave out the share of the peak, which takes its time to find
   --no-memory     leave out what needs a process for each: memory, and the wait
                   for the first step
+  --plot FILE     a picture of the speeds too, .svg, .png or .pdf
+                  (pip install 'toyexp[plots]')
   --json          everything as JSON
 
 ms/step is the median of the rounds, quartiles are between which their middle
@@ -93,6 +97,7 @@ class Options:
     no_peak: bool = False
     no_memory: bool = False
     json: bool = False
+    plot: str = ""  # where a picture is drawn; empty: nowhere
 
 
 LIMITS = {"--rounds": (1, 10**6), "--steps": (1, 10**6)}
@@ -111,8 +116,16 @@ def read(arguments: Arguments) -> Options:
 def run(arguments: Arguments) -> int:
     """Measures the engines, and shows what came out."""
     asked = read(arguments)
+    picture = picture_at("--plot", asked.plot) if asked.plot else None
     request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
-    return measure(request, labels, asked, (lambda line: None) if asked.json else tell).show(arguments)
+    watch: Callable[[str], None] = (lambda line: None) if asked.json else tell
+    report = measure(request, labels, asked, watch)
+    code, work = report.show(arguments), report.work
+    if picture:
+        name, size, of_a_step = (*work.model.split(", ", 2), "", "")[:3]
+        drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [of_a_step, work.data, work.machine])
+        watch(f"\nplot    {asked.plot}, {in_bytes(drawn.write(picture))}")
+    return code
 
 
 # -- what is found --------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.blame import sentences
+from toyexp.base.drawing import picture_at
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.terminal import tell
-from toyexp.base.words import columns
+from toyexp.base.words import columns, in_bytes
 from toyexp.base.writing import dump_json
 from toyexp.commands.options import options, require_settings
+from toyexp.commands.parity_plot import sheet
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
 from toyexp.contract.command import Arguments
@@ -262,6 +264,8 @@ def _ratio(difference: float, scale: float) -> float:
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     require_settings("parity", arguments.rest)
+    plot = arguments.values.get("--plot")
+    picture = picture_at("--plot", plot) if plot else None
     limits = options(Limits, arguments, dict.fromkeys(arguments.values, (0, math.inf)))
     as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
     request, labels = on_engines("parity", arguments, ALONE)
@@ -271,13 +275,23 @@ def run(arguments: Arguments) -> int:
     request = request.before(f"steps={STEPS}").plus(*fixed)
     watch: Callable[[str], None] = (lambda line: None) if as_json else tell
     reports: dict[str, Report] = {}
+    if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
+        raise UserError(
+            f"--plot {plot}: draws one experiment, and this one sweeps over {', '.join(several)}; leave it out"
+        )
     for varied in combinations(own):
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
-        reports[label] = report = compare(prepared_on(request.plus(*varied), labels), limits, watch)
+        runs = prepared_on(request.plus(*varied), labels)
+        reports[label] = report = compare(runs, limits, watch)
         for line in summary(report, every):
             watch(line)
+        if picture:
+            lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
+            told = [about.strip() for what, _, about in lines if what in ("model", "data", "recipe")]
+            drawn = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", told)
+            watch(f"plot    {plot}, {in_bytes(drawn.write(picture))}")
     within = sum(report.within for report in reports.values())
     if as_json:
         jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
@@ -320,6 +334,7 @@ weights differ where gradients are near 0, and only gradient tells whether the e
 options
 {_LIMITS}
   --all              list every tensor, not the {SHOWN} that differ most
+  --plot FILE        a picture of it too, .svg, .png or .pdf (pip install 'toyexp[plots]')
   --json             print the whole report as JSON
 
 The tolerances, by the coarser of what the two engines' products round to:

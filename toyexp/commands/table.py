@@ -72,11 +72,12 @@ OWN = (
     ),
     _shipped(
         "parity", "Whether several engines compute the same numbers, within tolerances.", "--all --json",
-        {"--loss": "1e-3", "--gradient": "1e-3", "--weights": "1e-3"}, "settings",
+        {"--loss": "1e-3", "--gradient": "1e-3", "--weights": "1e-3", "--plot": "parity.svg"}, "settings",
     ),
     _shipped(
         "bench", "Engines side by side on this machine: their speed, and their memory.",
-        "--baseline --no-peak --no-memory --json", {"--rounds": "7", "--steps": "100"}, "settings",
+        "--baseline --no-peak --no-memory --json", {"--rounds": "7", "--steps": "100", "--plot": "bench.svg"},
+        "settings",
     ),
     _shipped(
         "eval", "The held-out loss of a model in a file.", "--json",

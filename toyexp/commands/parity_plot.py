@@ -1,0 +1,127 @@
+"""What `toyexp parity` compared, as a picture to print: losses, how far apart they are, and the errors of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from toyexp.base.drawing import COLOURS, GREY, INK, LABEL, MARKS, RED, SMALL, Sheet, cut, plain, whole_steps
+
+ROWS = 30  # tensors that are shown
+ROW = 0.2  # inches
+
+
+def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
+    """The picture of a report as plain data."""
+    engines = report["engines"]
+    tensors = _worst(engines)
+    rows = (2.4, 2.0, 0.75 + ROW * len(tensors))
+    every = len(engines[0]["tensors"])
+    left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
+    found = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(1, 1, 2))
+    losses, differences, gradients, weights = found.panels
+    _losses(losses, report)
+    _differences(differences, report)
+    for axes, what, about in (
+        (gradients, "gradient", "gradient of the first batch, relative error"),
+        (weights, "weights", "weights at the end, of how far they moved"),
+    ):
+        _errors(axes, engines, tensors, what, about)
+    gradients.set_yticks(range(len(tensors)), [cut(name, 34) for name in tensors], fontsize=SMALL - 1)
+    weights.set_yticks(range(len(tensors)), [""] * len(tensors))
+    return found
+
+
+def _worst(engines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tensors that are furthest from the tolerances of any engine, the furthest first."""
+    found: dict[str, float] = {}
+    for engine in engines:
+        limits = engine["tolerances"]
+        for tensor in engine["tensors"]:
+            far = max(tensor[what] / limits[what] if limits[what] else math.inf for what in ("gradient", "weights"))
+            found[tensor["name"]] = max(found.get(tensor["name"], 0.0), far)
+    return sorted(found, key=lambda name: -found[name])[:ROWS]
+
+
+def _losses(axes: Any, report: Mapping[str, Any]) -> None:
+    """The loss of each engine, step by step."""
+    steps = range(1, len(report["losses"]) + 1)
+    axes.plot(steps, report["losses"], color=INK, linewidth=3, alpha=0.35, label=_named(report["reference"], report))
+    for number, engine in enumerate(report["engines"]):
+        colour, mark = _look(number)
+        axes.plot(steps, engine["losses"], color=colour, linewidth=1, marker=mark, markersize=3.5,
+                  markevery=(number % 3, max(len(steps) // 12, 1)), label=_named(engine["engine"], engine))  # fmt: skip
+    axes.set_ylabel("loss", color=INK, fontsize=LABEL)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelbottom=False)
+    axes.legend(loc="upper right", frameon=False, fontsize=SMALL, labelcolor="linecolor")
+
+
+def _named(engine: str, of: Mapping[str, Any]) -> str:
+    return f"{cut(engine, 40)}, at the end {of['losses'][-1]:.5g}"
+
+
+def _differences(axes: Any, report: Mapping[str, Any]) -> None:
+    """How far each loss is from the first engine's, which is what the tolerance is of."""
+    steps = range(1, len(report["losses"]) + 1)
+    each = [
+        [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
+        for engine in report["engines"]
+    ]
+    tolerances = {engine["rounds_to"]: engine["tolerances"]["loss"] for engine in report["engines"]}
+    floor = _logarithmic(axes, "y", [value for values in each for value in values], tolerances.values())
+    for number, values in enumerate(each):
+        colour, mark = _look(number)
+        shown = [max(value, floor) for value in values]
+        axes.plot(steps, shown, color=colour, linewidth=1, marker=mark, markersize=3.5, clip_on=False,
+                  markevery=(number % 3, max(len(steps) // 12, 1)))  # fmt: skip
+    for name, tolerance in tolerances.items():
+        axes.axhline(tolerance, color=RED, linewidth=1, linestyle="--")
+        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, tolerance), xycoords=("axes fraction", "data"),
+                      xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=SMALL,
+                      color=RED)  # fmt: skip
+    if any(value == 0 for values in each for value in values):
+        axes.annotate("at the bottom: equal to the bit", (0.01, max(tolerances.values())),
+                      xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
+                      fontsize=SMALL, color=GREY)  # fmt: skip
+    axes.set_ylabel(f"difference from {cut(report['reference'], 16)}", color=INK, fontsize=LABEL)
+    whole_steps(axes)
+
+
+def _errors(
+    axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], what: str, about: str
+) -> None:  # fmt: skip
+    """One error of each tensor, a mark for each engine, and the tolerance."""
+    plain(axes, "x")
+    each = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
+    tolerances = {engine["rounds_to"]: engine["tolerances"][what] for engine in engines}
+    floor = _logarithmic(axes, "x", [of[name] for of in each for name in tensors], tolerances.values())
+    highest = axes.get_xlim()[1]
+    for number, of in enumerate(each):
+        colour, mark = _look(number)
+        places = [min(max(of[name], floor), highest) for name in tensors]
+        axes.plot(places, range(len(tensors)), color=colour, marker=mark, markersize=4, linestyle="none", alpha=0.85,
+                  clip_on=False)  # fmt: skip
+    for tolerance in set(tolerances.values()):
+        axes.axvline(tolerance, color=RED, linewidth=1, linestyle="--")
+    axes.set_ylim(len(tensors) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(about, color=INK, fontsize=SMALL)
+
+
+def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:
+    """Makes an axis logarithmic, with room for errors and tolerances; returns its lower end, where 0 is drawn."""
+    known = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
+    low, high = min(known) / 4, max(known) * 4
+    if which == "y":
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+    return low
+
+
+def _look(number: int) -> tuple[str, str]:
+    return COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]

@@ -207,3 +207,16 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     assert len(err.splitlines()) == 2 and "job 3: callbacks.trouble failed" in err and "job 6: killed by SIGKILL" in err
     told = eval((run_of(1) / "told").read_text())
     assert told[2:] == ["yes", str(Path.cwd())] and told[1] in ("1", "2")
+
+
+def test_what_a_killed_sweep_left_of_its_own_cluster_is_removed_and_nothing_else(tmp_path):
+    from toyexp.sweep.on_ray import OWN, _clear
+
+    for name in ("killed", "runs", "foreign"):
+        (tmp_path / f"{OWN}{name}" / "session").mkdir(parents=True)
+    (tmp_path / f"{OWN}killed" / "run.lock").touch()  # which nobody holds any more
+    (tmp_path / f"{OWN}link").symlink_to(tmp_path / f"{OWN}runs")
+    held = lock(tmp_path / f"{OWN}runs")
+    _clear(tmp_path)
+    os.close(held)
+    assert sorted(path.name for path in tmp_path.glob(f"{OWN}*")) == [f"{OWN}{n}" for n in ("foreign", "link", "runs")]

@@ -45,6 +45,22 @@ def test_a_job_has_a_line_in_sweep_json_and_all_of_it_comes_back(tmp_path):
     again.close()
 
 
+def test_a_link_in_place_of_a_summary_is_left_alone_and_told_once(tmp_path, caplog):
+    folder = many(tmp_path, 2)
+    (tmp_path / "mine.csv").write_text("mine")
+    summary = tmp_path / "s/summary.csv"
+    summary.unlink()
+    summary.symlink_to(tmp_path / "mine.csv")
+    for job in folder.jobs:
+        ended(job)
+        folder.note([job])
+    folder.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"{summary}: not written (what stands there is a link, and not ours; move it away)")
+    assert summary.is_symlink() and summary.read_text() == "mine" and on_disk(tmp_path) == ["completed"] * 2
+    assert "0-x" in (tmp_path / "s/summary.md").read_text()
+
+
 def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_path):
     folder = many(tmp_path, 100)
     folder._whole._next = time.monotonic() + 1000  # no time for more

@@ -364,7 +364,10 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
         (["seed=1,2", "hydra/sweeper=optuna"], ["sweep.search=tpe sweep.trials=20"]),
         (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"], ["no eval comes before the last step"]),
-        ([LOG, "sweep.search=tpe", "sweep.trials=2000000000"], ["sweep.trials=2000000000: a sweep has at most 100000"]),
+        (
+            [LOG, "sweep.search=tpe", "sweep.trials=2000000000"],
+            ["sweep.trials=2000000000: must be at least 1 and at most 100000"],
+        ),
         (
             ["lr=1,2", "sweep.search=tpe", "sweep.trials=9", "sweep.repeats=60000"],
             ["sweep.trials=2 sweep.repeats=60000"],

@@ -51,7 +51,7 @@ OWN = {
 }
 
 MISHAP = """
-import os, signal
+import os, signal, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -93,6 +93,9 @@ class Mishap(Callback):
     @hookimpl
     def on_step(self, run, step):
         print(f"prints {run.seed}")
+        if Path("slow").exists() and step == 2:
+            Path("asleep").touch()
+            time.sleep(40)
         if run.seed == 1 and step == 5:
             raise ZeroDivisionError("on purpose")
         if run.seed == 3 and step == 17 and self.kills and not Path("mended").exists():
@@ -268,6 +271,31 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
         assert (run / "checkpoints" / f"step-{taken}").is_dir()
     assert main(["resume=stopped/0-scratch-llama", "plugins=[mishap]", f"steps={taken + 3}"]) == 0  # one by itself
     assert statuses("stopped") == ["completed", "interrupted", "waiting"]
+
+
+def test_a_second_ctrl_c_within_a_job_ends_all_that_train_with_it():
+    words = ["plugins=[mishap]", *QUICK, "steps=9", "eval_every=0", "seed=5,6,7", "callbacks=[events,mishap]"]
+    command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=3", "hydra.sweep.dir=twice"]
+    Path("slow").touch()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until = time.monotonic() + 120
+            while time.monotonic() < until and not Path("asleep").exists():
+                time.sleep(0.1)
+            told = time.monotonic()
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)  # two that come at once are one
+            _, err = process.communicate(timeout=120)
+            took = time.monotonic() - told
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            Path("slow").unlink()
+    assert process.returncode == 130 and err.count("\n") == 1, err
+    assert statuses("twice") == ["interrupted"] * 3
+    assert took < 35, "a sleep of 40 s was cut short in each of them"
 
 
 def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(capfd):

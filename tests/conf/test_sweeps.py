@@ -822,3 +822,11 @@ def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(give
 def test_how_a_process_ended_is_said_in_words():
     assert str(Ended(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; its last line: GGML_ASSERT failed"
     assert str(Ended(3)) == "ended with exit code 3"
+
+
+def test_more_jobs_at_once_than_a_machine_takes_are_as_many_as_it_takes_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("toyexp.sweep.runner.AT_ONCE", 1)
+    monkeypatch.setattr(Runner, "_process", lambda self, job: Ended(3, "not run"))
+    words = [*QUICK, "seed=0,1", "sweep.launcher=joblib", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
+    assert main(["-m", *words]) == 1
+    assert "sweep.jobs=2: 1 run at once" in capsys.readouterr().out

@@ -78,6 +78,7 @@ IDLE = {
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
     ),
+    "no rate": ("lr=0", ["lr=0: nothing will be learned"], "lr=1e-9"),
     "a momentum that is none": (
         "optim=sgd optim.momentum=0 callbacks=[default,linear] callbacks.linear.scales=momentum",
         ["callbacks.linear.scales=momentum: scales optim.momentum=0"],

@@ -16,6 +16,7 @@ from toyexp.training.settings import Settings
 PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 LAUNCHERS = ("serial", "joblib", "stacked", "submitit", "ray")
+MOST_JOBS = 100_000  # of a sweep
 SEARCHES = ("random", "tpe", "cmaes", "grid")
 PRUNERS = ("asha", "median")
 OF_A_SEARCH = ("trials", "metric", "repeats", "prune")
@@ -127,7 +128,7 @@ class Sweep:
     def _check_search(self) -> None:
         words = {"search": SEARCHES, "prune": PRUNERS}
         require_words("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
-        require_within("sweep", self, trials=f"[1,{MOST}]", repeats=f"[1,{MOST}]")
+        require_within("sweep", self, trials=f"[1,{MOST_JOBS}]", repeats=f"[1,{MOST_JOBS}]")
         if self.search is None:
             for name in (name for name in OF_A_SEARCH if changed(self, name)):
                 given = f"sweep.{name}={getattr(self, name)}"

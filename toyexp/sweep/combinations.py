@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
+from toyexp.config.top_level import MOST_JOBS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
     from toyexp.config.request import Request
 
-MOST_JOBS = 100_000
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
 TRIAL = "TOYEXP_TRIAL"  # and of one that a search may stop
 STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together

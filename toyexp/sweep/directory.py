@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import logging
 import os
@@ -126,7 +127,7 @@ class SweepDir:
     def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any], locked: int | None = None):
         self.path, self.jobs, self.asked = path, jobs, asked
         self._writing = threading.RLock()
-        self._told = False
+        self._told: set[str] = set()  # reasons
         self._known = len(jobs)  # of the first so many the files hold something
         self._journal, self._whole = Journal(path), Seldom(self._write)
         self._later: threading.Timer | None = None
@@ -232,8 +233,9 @@ class SweepDir:
             "summary.csv": lambda: _csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
-        with self._telling():
-            for name, content in files.items():
+        for name, content in files.items():
+            with self._telling(name):
+                _require_ours(self.path / name)
                 with in_one_piece(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP:
@@ -241,13 +243,14 @@ class SweepDir:
                     self._journal.clear()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, name: str = SWEEP) -> Iterator[None]:
+        """Tells of a file that cannot be written, and why, once for each reason."""
         try:
             yield
         except OSError as error:
-            if not self._told:
-                log.warning("%s: not written (%s); the sweep goes on", self.path / SWEEP, error.strerror)
-            self._told = True
+            if (why := str(error.strerror)) not in self._told:
+                log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
+            self._told.add(why)
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
 
 
@@ -255,6 +258,13 @@ def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
     """A sweep.json in which each job has a line: there may be 100,000, with which JSON with indents takes its time."""
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
     return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
+
+
+def _require_ours(path: Path) -> None:
+    """Raises OSError where something stands at `path` that is no file of ours."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        what = "a link" if path.is_symlink() else "no file"
+        raise FileExistsError(errno.EEXIST, f"what stands there is {what}, and not ours; move it away")
 
 
 def _locked(path: Path) -> int:

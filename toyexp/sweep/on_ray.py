@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.ownership import LOCK
 from toyexp.base.signals import ending
 from toyexp.base.threads import CORES
 from toyexp.base.words import counted, typed
@@ -27,7 +28,9 @@ from toyexp.sweep.directory import Ended
 from toyexp.sweep.gpus import visible
 from toyexp.sweep.process import NOT_STARTED, Order
 from toyexp.sweep.share import Share
+from toyexp.training.rundir import lock
 
+OWN = "toyexp-ray-"  # how directories of our own clusters are named
 ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
 LOOK = 5.0  # seconds between looks at the nodes of a cluster, which may grow
 STORE = 100 << 20  # bytes of memory for what tasks hand over, of which ours is next to nothing
@@ -209,8 +212,11 @@ def _start(cores: int, gpus: int, stack: contextlib.ExitStack) -> None:
     import ray
 
     # Sockets lie below it, whose paths have 107 characters at most: not where TMPDIR says.
-    own = tempfile.mkdtemp(prefix="toyexp-ray-", dir=os.environ.get("RAY_TMPDIR") or "/tmp")
+    place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    _clear(place)
+    own = tempfile.mkdtemp(prefix=OWN, dir=place)
     stack.callback(shutil.rmtree, own, ignore_errors=True)
+    stack.callback(os.close, lock(Path(own)))
     stack.callback(ray.shutdown)
     try:
         _init(
@@ -220,6 +226,15 @@ def _start(cores: int, gpus: int, stack: contextlib.ExitStack) -> None:
     except (Exception, SystemExit) as error:
         why = printable(last_line(error), 300)
         raise UserError(f"sweep.launcher=ray: no cluster can be started here ({why})") from None
+
+
+def _clear(place: Path) -> None:
+    """Removes what clusters of ours left behind whose sweep was killed, which nothing can tell it to do itself."""
+    for left in place.glob(f"{OWN}*"):
+        with contextlib.suppress(OSError, UserError):  # of somebody else, or of a sweep that runs
+            if (left / LOCK).is_file() and not left.is_symlink() and left.stat().st_uid == os.getuid():
+                os.close(lock(left))
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _connect(address: str, stack: contextlib.ExitStack) -> None:

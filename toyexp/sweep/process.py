@@ -34,6 +34,7 @@ from toyexp.training.rundir import lock
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
 LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
+AT_ONCE = 1000  # processes of jobs on one machine: each has a thread and four open files here
 NOT_STARTED = 126  # the exit code that shells have for it
 PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
 

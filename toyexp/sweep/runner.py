@@ -25,7 +25,7 @@ from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, S
 from toyexp.sweep.forking import PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.places import Places
-from toyexp.sweep.process import Order, Stop, of_cores, run_process, side_by_side
+from toyexp.sweep.process import AT_ONCE, Order, Stop, of_cores, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.sweep.shown import outcome, print_table
@@ -197,6 +197,9 @@ class Runner:
             self._limit = self._cluster.limit()
 
     def _advise(self, jobs: Sequence[Job]) -> None:
+        if self._settings.launcher == "joblib" and self._limit > AT_ONCE:
+            say(f"sweep.jobs={self._settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
+            self._limit = AT_ONCE
         if self._settings.launcher in ("serial", "joblib") and self._settings.search is None and len(jobs) > 1:
             from toyexp.sweep.stacked import advice
 

@@ -16,7 +16,8 @@ from toyexp.base.errors import UserError
 from toyexp.base.terminal import say, status
 from toyexp.base.words import counted, short
 from toyexp.base.writing import dump_json, in_one_piece
-from toyexp.sweep.combinations import MOST_JOBS, TRIAL
+from toyexp.config.top_level import MOST_JOBS
+from toyexp.sweep.combinations import TRIAL
 from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import first_look, require_directories
 from toyexp.sweep.process import Order

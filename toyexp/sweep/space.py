@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
-from toyexp.sweep.combinations import MOST_JOBS, swept
+from toyexp.config.top_level import MOST_JOBS
+from toyexp.sweep.combinations import swept
 from toyexp.sweep.directory import Job
 
 if TYPE_CHECKING:

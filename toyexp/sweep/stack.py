@@ -234,6 +234,8 @@ class Stacks:
                 print_result(result)
         except KeyboardInterrupt as error:
             self._ended(member.number, Ended(getattr(error, "exit_code", 130), str(error)))
+            if self.signals.count() > 1:  # in the midst of this run; it is meant for all
+                raise
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
             self._ended(member.number, failure(error))

@@ -48,7 +48,12 @@ class Config:
         ]  # fmt: skip
         told = [text for part in parts for text in sentences(part.warnings, planned)]
         of_optim = [*idle_groups(planned.plan, self.optim), *turning_decay(planned.plan, self.settings.lr)]
-        return [*self.left_out, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
+        return [*self.left_out, *self.settings.warnings(), *told, *self._no_rate(), *self._unscheduled(), *of_optim]
+
+    def _no_rate(self) -> list[str]:
+        """That the weights stay as they are, where no callback has a rate of its own in place of that of the run."""
+        others = [c for c in self.callbacks.values() if answers_lr(c) and not isinstance(c, Schedule)]
+        return [] if self.settings.lr or others else ["lr=0: nothing will be learned, the weights stay as they are"]
 
     def _unscheduled(self) -> list[str]:
         """That the schedule which a run has by default was given another number, and the rate is left without one."""

@@ -37,7 +37,10 @@ def readied(plan: Plan, block: Batch, count: int) -> list[Ready]:
     batches = _parts_of(block, each, Ready)
     if (block["weights"] == 1).all():  # each weighs the same
         scaled = (block["weights"] / (total / count)).astype(np.float32)
-        micros = _parts_of({**whole, "weights": scaled}, plan.rows)
+        if size == 1 and whole is block:
+            micros = [{**batch, "weights": scaled[i * each : (i + 1) * each]} for i, batch in enumerate(batches)]
+        else:
+            micros = _parts_of({**whole, "weights": scaled}, plan.rows)
     else:
         micros = [dict(micro) for batch in batches for micro in micro_batches(plan, batch)]
     for i, batch in enumerate(batches):

@@ -196,11 +196,11 @@ class Training:
         outcome.tokens += count
         outcome.training_seconds += launched.seconds
         metrics = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": count}
-        scaled = {}
+        metrics["wall_us"] = launched.seconds * 1e6
         if step.factors:
             scaled = {f"{name}_factor": factor for name, factor in step.factors.items()}
-            scaled |= self.run.plan.scaled(step.factors)
-        return {**scaled, **metrics, "wall_us": launched.seconds * 1e6}, step.batch
+            metrics = {**scaled, **self.run.plan.scaled(step.factors), **metrics}
+        return metrics, step.batch
 
     def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
         self.bus.tell_step(self.run, self.outcome.steps, metrics, batch)

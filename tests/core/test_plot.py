@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import xml.dom.minidom
 from pathlib import Path
 
 import matplotlib
@@ -116,6 +117,17 @@ def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
                 kept[0]["eval_loss"] = None
             path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     assert "train loss" in drawn(capsys, "none", "none.svg")
+
+
+def test_any_name_and_any_number_makes_a_picture_that_can_be_read(tmp_path, capsys):
+    """Letters without a picture in the font, a terminal's codes, formulas; a loss of 0, one that explodes, no steps."""
+    names = ("$x_1", "\u65e5\u672c", "a\x1b[3m--><b>", "x" * 300)
+    for number, (name, held_out) in enumerate(zip(names, (0.0, -3.0, 700.0, float("nan")), strict=True)):
+        made(tmp_path / f"runs/{number}", name=name, lr=10.0**-number, steps=5, held_out=held_out)
+    made(tmp_path / "runs/none", until=0, lr=7.0, steps=5)
+    for place in ("runs", *(f"runs/{number}" for number in range(3))):
+        drawn(capsys, place, "curves.svg")
+        assert xml.dom.minidom.parse("curves.svg").documentElement.tagName == "svg"
 
 
 def search_of(place, scores, metric="loss"):

@@ -1,6 +1,7 @@
 """`toyexp parity` between real engines: those that are right agree, and each kind of mistake is found and named."""
 
 import json
+import math
 
 import pytest
 from drawings import words_of
@@ -112,6 +113,11 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
     at = sheet(report, "", []).panels[2].lines
     worst = next(t["gradient"] for t in report["engines"][1]["tensors"] if t["name"] == listed[0])
     assert at[1].get_xdata()[0] == pytest.approx(worst) and at[2].get_xdata()[0] == 5e-4 < worst
+    for engine in report["engines"]:  # nothing of it need be a number, nor any tolerance above 0
+        engine["losses"][1:] = math.nan, math.inf
+        engine["tolerances"] = dict.fromkeys(engine["tolerances"], 0.0)
+        engine["tensors"][0]["gradient"] = math.inf
+    assert "tolerance of float32, 0 -->" in sheet(report, "", []).pictures(".svg")[".svg"].decode()
 
 
 def test_what_a_picture_cannot_show_is_told_before_anything_is_computed(tmp_path, capsys, monkeypatch):

@@ -12,6 +12,7 @@ import math
 import os
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,13 @@ class Sheet:
             self.figure.align_ylabels()
         for axes in self.panels:
             plain(axes)
-        lines = textwrap.wrap(below, 112)[:2]
+        lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
         # The title keeps the place for what stands below it, which is set in other letters.
         self.figure.suptitle(cut(title, IN_A_TITLE) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
                              fontweight="bold", color=INK)  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        self.figure.text(0.01, 1, cut("\n".join(lines), 230), transform=place, va="top", fontsize=SMALL, color=GREY)
+        told = "\n".join(cut(line, 112) for line in lines)
+        self.figure.text(0.01, 1, told, transform=place, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """The picture in several formats, by their endings; what is the same is so to the byte."""
@@ -119,7 +121,8 @@ class Sheet:
 
         found = {}
         # Without the salt its ids are others each time; the runs of a stack draw in one process, and share the setting.
-        with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}):
+        with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # of letters that the font has no picture for: a box
             for suffix in suffixes:
                 file = io.BytesIO()
                 self.figure.savefig(file, format=suffix[1:], metadata=MADE_BY[suffix], dpi=RESOLUTION)
@@ -195,6 +198,7 @@ def write_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def cut(text: str, most: int) -> str:
-    """A text that fits, and means itself."""
+    """A text that fits and means itself; what is no letter would make an SVG that nobody reads."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
     text = text if len(text) <= most else text[: most - 1] + "…"
     return text.replace("$", r"\$")  # or matplotlib reads formulas

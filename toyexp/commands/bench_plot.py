@@ -19,7 +19,7 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
     """
     rounds = len(engines[0]["rounds"])
     how = f"bars end at the median of {counted(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
-    found = Sheet(1.15 + ROW * len(engines), title, " · ".join(filter(None, [*below, how])))
+    found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
     (axes,) = found.panels
     plain(axes, "x")
     for row, engine in enumerate(engines):
@@ -35,7 +35,8 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
         ratio = "" if row == 0 and len(engines) > 1 else f"{engine['ratio']:.2f} times {engines[0]['name']}"
         axes.text(1.01, row, f"{told}\n{cut(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
                   transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
-    names = ["\n".join(textwrap.wrap(cut(engine["name"], 52), 26)) for engine in engines]
+    lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
+    names = ["\n".join(cut(line, 26) for line in some) for some in lines]
     axes.set_yticks(range(len(engines)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(engines) - 0.5, -0.5)

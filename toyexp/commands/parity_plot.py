@@ -16,7 +16,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """The picture of a report as plain data."""
     engines = report["engines"]
     tensors = _worst(engines)
-    rows = (2.4, 2.0, 0.75 + ROW * len(tensors))
+    rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
     every = len(engines[0]["tensors"])
     left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
     found = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(1, 1, 2))
@@ -77,12 +77,13 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
         axes.plot(steps, shown, color=colour, linewidth=1, marker=mark, markersize=3.5, clip_on=False,
                   markevery=(number % 3, max(len(steps) // 12, 1)))  # fmt: skip
     for name, tolerance in tolerances.items():
-        axes.axhline(tolerance, color=RED, linewidth=1, linestyle="--")
-        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, tolerance), xycoords=("axes fraction", "data"),
+        at = max(tolerance, floor)
+        axes.axhline(at, color=RED, linewidth=1, linestyle="--")
+        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, at), xycoords=("axes fraction", "data"),
                       xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=SMALL,
                       color=RED)  # fmt: skip
     if any(value == 0 for values in each for value in values):
-        axes.annotate("at the bottom: equal to the bit", (0.01, max(tolerances.values())),
+        axes.annotate("at the bottom: equal to the bit", (0.01, max(*tolerances.values(), floor)),
                       xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
                       fontsize=SMALL, color=GREY)  # fmt: skip
     axes.set_ylabel(f"difference from {cut(report['reference'], 16)}", color=INK, fontsize=LABEL)
@@ -104,7 +105,7 @@ def _errors(
         axes.plot(places, range(len(tensors)), color=colour, marker=mark, markersize=4, linestyle="none", alpha=0.85,
                   clip_on=False)  # fmt: skip
     for tolerance in set(tolerances.values()):
-        axes.axvline(tolerance, color=RED, linewidth=1, linestyle="--")
+        axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(about, color=INK, fontsize=SMALL)

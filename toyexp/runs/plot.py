@@ -206,10 +206,10 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
     every = [value for line in (*named, *rest) for value in line.values]
     low, high = limits
     shown = [value for value in every if low <= value <= high]
-    if not logarithmic(axes, "y", shown) and math.isfinite(high) and high > low:
-        axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
-    elif shown:
+    if logarithmic(axes, "y", shown):
         axes.set_ylim(low * 0.9, high * 1.1)
+    elif math.isfinite(high) and high > low:
+        axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
     if above:
         text = f"{counted(above, 'run')} {'goes' if above == 1 else 'go'} above what is shown, up to {max(every):.4g}"

@@ -139,6 +139,7 @@ def test_hovering_tells_the_value_of_a_point_and_of_a_mean_its_deviation(page, s
 def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(page):
     box = page.locator("#main .nsewdrag").first.bounding_box()
     x, y = box["x"], box["y"]
+    below_all, above_all = axis(page, "yaxis")
     page.mouse.move(x + box["width"] * 0.25, y + 60)
     page.mouse.down()
     page.mouse.move(x + box["width"] * 0.5, y + box["height"] - 60, steps=4)
@@ -146,11 +147,21 @@ def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(page):
     until(page, "document.getElementById('lr')._fullLayout.xaxis.range[1] < 200")  # the others follow
     low, high = axis(page, "xaxis")
     assert 60 < low < 90 and 130 < high < 170 and axis(page, "xaxis", "speed") == (low, high)
+    assert axis(page, "yaxis")[0] > below_all and axis(page, "yaxis")[1] < above_all
     smooth = next(xs for name, xs, *_ in traces(page) if name == LABEL)
     assert min(smooth) <= low + 2 and max(smooth) >= high - 2  # drawn anew for what is seen
     page.mouse.dblclick(x + 200, y + 200)
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
-    assert axis(page, "xaxis")[0] < 1
+    assert axis(page, "xaxis")[0] < 1 and axis(page, "yaxis") == (below_all, above_all)
+    box = page.locator("#lr .nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 42, steps=4)
+    page.mouse.up()
+    until(page, "document.getElementById('main')._fullLayout.xaxis.range[0] > 100")  # and it follows them
+    assert axis(page, "yaxis")[1] < above_all - 1  # fitted to what is seen
+    page.mouse.dblclick(box["x"] + 40, box["y"] + 40)
+    until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
 
 
 def test_no_button_of_a_chart_sends_it_away(page):
@@ -183,6 +194,8 @@ def test_words_in_the_filter_choose_points(page):
 
 def test_a_column_sorts_both_ways_and_long_tables_open(page, swept):
     assert column(page, "held-out loss")[0].startswith("best")
+    losses = [lines[-1]["loss"] for lines in events(swept, "step", **BEST)]
+    assert float(column(page, "train loss")[0]) == pytest.approx(np.mean(losses), abs=1e-4)
     page.click("#rows button:has-text('runs')")
     assert page.locator("#table tbody tr").count() == 20
     page.click("#more-rows")

@@ -67,11 +67,12 @@ function reach() {
   return last > 0 ? [-0.012 * last, 1.012 * last] : null;
 }
 
-// From the lowest to the highest of smoothed curves and held-out points, and most of what is raw. Where the highest
+// From the lowest to the highest that is seen of smoothed curves and held-out points, and most of what is raw. Where the highest
 // hundredth would make all else flat, it leaves the picture; a switch brings back what is outside.
 function height(traces, raw) {
   const f = state.ylog ? Math.log10 : (v) => v;
-  const sorted = (some) => Float64Array.from(some.flatMap((trace) => trace.y).filter((y) => y !== null && (!state.ylog || y > 0))).sort();
+  const [from, to] = limits(), seen = (x, y) => x >= from && x <= to && y !== null && (!state.ylog || y > 0);
+  const sorted = (some) => Float64Array.from(some.flatMap((trace) => trace.y.filter((y, i) => seen(trace.x[i], y)))).sort();
   const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
   state.cut = false;
   if (!ys.length) return null;

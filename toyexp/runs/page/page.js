@@ -317,7 +317,8 @@ async function begin() {
   drawImportance();
   refresh();
   drawWays();
-  await new Promise((done) => setTimeout(done)); // what draws takes longer than all else to load: it may be read already
+  // What draws takes longer than all else to load: meanwhile the rest can be read. A page in the background has no frames.
+  await new Promise((done) => (document.hidden ? done() : requestAnimationFrame(() => setTimeout(done))));
   const script = document.createElement("script");
   script.textContent = await unpacked("library");
   document.head.append(script);

@@ -83,6 +83,26 @@ def assert_same(plans, lengths=(STEPS,) * 3, **settings):
         np.testing.assert_allclose([m.loss for m in ours[0]], [m.loss for m in lone], rtol=rtol)
 
 
+def test_several_steps_at_once_give_the_same_bits():
+    """Also more of them than numbers are kept of before one is waited for."""
+    plans, engine = plans_of(accumulate=2, rows=2), TorchCUDA(deterministic=True)
+    one_by_one = together(plans, engine, (24,) * 3)
+    sessions = engine.realize_stack(plans)
+    for session in sessions:
+        session.build()
+    waits = [[] for _ in plans]
+    for first in range(0, 24, session.steps_at_once):
+        steps = range(first, first + session.steps_at_once)
+        for i, each in enumerate(sessions):
+            wanted = [(batch(each.plan, i, k), each.plan.numbers(k, RATES[i] / (1 + k / 10))) for k in steps]
+            waits[i].append(each.launch_several(wanted))
+    for i, (metrics, _, kept, _) in enumerate(one_by_one):
+        np.testing.assert_array_equal([m for wait in waits[i] for m in wait()], metrics)
+        for name, array in sessions[i].snapshot().items():
+            np.testing.assert_array_equal(array, kept[name], err_msg=name)
+        sessions[i].close()
+
+
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_gives_the_same_bits(name):
     assert_same(plans_of(name))

@@ -109,6 +109,24 @@ def test_steps_are_those_of_each_run_alone_also_when_they_are_launched_ahead(nam
     assert_as_alone(jobs, losses, sessions, 7)
 
 
+def test_several_steps_at_once_are_those_of_each_run_alone(graphs):
+    """More of them than numbers are kept of before one is waited for; a run that wants fewer rests."""
+    jobs, lengths = jobs_of("llama", OPTIMISERS["adamw"], accumulate=2, rows=2), [(8, 8, 8), (3, 8, 8), (8, 1, 8)]
+    sessions = opened(jobs)
+    assert [session.steps_at_once for session in sessions] == [8, 8, 8]
+    waits, steps = [[] for _ in jobs], [0] * len(jobs)
+    for turn in range(3):
+        for i, (job, session) in enumerate(zip(jobs, sessions, strict=True)):
+            asked = range(steps[i], steps[i] + lengths[i][turn])
+            wanted = [(job.batch(k), job.plan.numbers(k, job.lr / (1 + k / 10))) for k in asked]
+            waits[i].append(session.launch_several(wanted))
+            steps[i] += len(wanted)
+    for i, job in enumerate(jobs):
+        losses = [metrics for wait in waits[i] for metrics in wait()]
+        assert_as_alone([job], [losses], [sessions[i]], sum(lengths[i]))
+    assert len(graphs) == 2
+
+
 def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
     jobs = jobs_of("llama", ADAMW)
     sessions = opened(jobs)

@@ -49,6 +49,7 @@ PHASES = [
     ("toyexp_torch.stack", "_Answers.all", "waits for the device"),
     ("toyexp.training.ahead", "Ahead.batch", "batches"),
     ("toyexp.contract.session", "Session.launch", "steps asked for"),
+    ("toyexp.contract.session", "Session.launch_several", "several steps asked for"),
     ("toyexp.contract.session", "Session.launch_evaluation", "evals asked for"),
     ("toyexp.contract.plan", "Plan.numbers", "numbers of a step"),
     ("toyexp.training.bus", "Bus.lr", "callbacks: lr"),

@@ -140,6 +140,7 @@ def search_of(place, scores, metric="loss"):
     told = {"search": "tpe", "metric": metric, "repeats": 1, "prune": None, "best": None,
             "importances": {"optim": 0.25, "lr": 0.75}, "trials": trials}  # fmt: skip
     (place / "search.json").write_text(json.dumps(told))
+    (place / "sweep.json").write_text(json.dumps({"space": ["lr=tag(log, interval(1e-4, 1e-1))", "optim=adamw,lion"]}))
     return trials
 
 

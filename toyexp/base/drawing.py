@@ -159,18 +159,12 @@ def whole_steps(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def is_wide(values: Iterable[float]) -> bool:
-    """Whether numbers have orders of magnitude between them, and none is 0 or below."""
-    known = [value for value in values if math.isfinite(value)]
-    return bool(known) and min(known) > 0 and max(known) > LOG_FROM * min(known)
-
-
 def logarithmic(axes: Any, which: str, values: Iterable[float]) -> bool:
     """Makes the axis `x` or `y` logarithmic where its values are wide apart, with plain numbers; whether it did."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     known = [value for value in values if math.isfinite(value)]
-    if not is_wide(known):
+    if not known or min(known) <= 0 or max(known) <= LOG_FROM * min(known):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, INK, LABEL, SMALL, VERMILLION, Sheet, cut, is_wide, logarithmic
+from toyexp.base.drawing import BLUE, GREY, IN_A_TITLE, INK, LABEL, SMALL, VERMILLION, Sheet, cut, logarithmic
 from toyexp.base.errors import UserError
-from toyexp.base.words import counted, typed
+from toyexp.base.ownership import SWEEP
+from toyexp.base.words import counted, last_words, typed
 from toyexp.contract.model import lower_is_better
 from toyexp.training.checkpoint import Damaged, conforms, read_json
 
@@ -41,6 +43,7 @@ class Search:
     repeats: int
     trials: Sequence[Trial]
     importances: Mapping[str, float]
+    by_magnitude: Set[str] = frozenset()  # settings that were drawn so, as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
     def of(cls, place: Path) -> Search | None:
@@ -59,7 +62,8 @@ class Search:
                 return None
             known = float(score) if conforms(score, float | int) and math.isfinite(score) else None
             trials.append(Trial(number, values, one.get("state") == "complete", known))
-        return cls(told["search"], told["metric"], told["repeats"], trials, told["importances"])
+        logs = _by_magnitude(place)
+        return cls(told["search"], told["metric"], told["repeats"], trials, told["importances"], logs)
 
     @property
     def keys(self) -> list[str]:
@@ -73,13 +77,23 @@ class Search:
         return lower_is_better(self.metric)
 
 
+def _by_magnitude(place: Path) -> Set[str]:
+    """The settings whose intervals go by orders of magnitude, as they were typed."""
+    try:
+        lines: Any = read_json(place / SWEEP).get("space")
+    except Damaged:
+        return frozenset()
+    parted = [line.partition("=") for line in lines] if conforms(lines, list[str]) else []
+    return {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
+
+
 def drawn(search: Search, place: str) -> Sheet:
     """The picture; `place` is where the search is. UserError where no point has come to a score."""
     done = [trial for trial in search.trials if trial.done and trial.score is not None]
     if not done:
         raise UserError(f"{place}: no point of this search has a score yet; there is nothing to draw")
     best = (min if search.falls else max)(done, key=lambda trial: trial.score or 0.0)
-    keys = search.keys[:PANELS]
+    keys, names = search.keys[:PANELS], last_words(search.keys)
     rows = -(-len(keys) // ACROSS)
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _below(search, place, keys), [3.2] + [2.4] * rows,
                   columns=[1] + [min(len(keys), ACROSS)] * rows)  # fmt: skip
@@ -87,16 +101,16 @@ def drawn(search: Search, place: str) -> Sheet:
     above, *panels = sheet.panels
     _over_trials(above, search, done, best, limits)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _against(axes, search, key, best, limits, first=number % ACROSS == 0)
+        _against(axes, search, key, names[number], best, limits, first=number % ACROSS == 0)
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
 
 
 def _title(search: Search) -> str:
-    names = [key.rpartition(".")[2] for key in search.keys]
-    told = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{search.how} search of {told}: {counted(len(search.trials), 'trial')}"
+    names, after = last_words(search.keys), f": {counted(len(search.trials), 'trial')}"
+    whole = f"{search.how} search of {', '.join(names)}{after}"
+    return whole if len(whole) <= IN_A_TITLE else f"{search.how} search of {len(names)} settings{after}"
 
 
 def _below(search: Search, place: str, keys: Sequence[str]) -> str:
@@ -158,10 +172,11 @@ def _over_trials(
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     _star(axes, best.number, best)
     (low, high), down = limits, search.falls
-    words = " ".join(f"{key.rpartition('.')[2]}={typed(best.values[key])}" for key in search.keys if key in best.values)
+    pairs = zip(search.keys, last_words(search.keys), strict=True)
+    words = " ".join(f"{name}={typed(best.values[key])}" for key, name in pairs if key in best.values)
     # Below the best so far, or above it where scores rise, no point is: there is room for words.
-    axes.text(0.01, 0.04 if down else 0.96, cut(f"best {best.score:.5g}, trial {best.number}: {words}", 80),
-              transform=axes.transAxes, va="bottom" if down else "top", fontsize=LABEL, color=VERMILLION)  # fmt: skip
+    axes.text(0.01, 0.04 if down else 0.96, cut(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
+              transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
     beyond = [trial for trial in done if trial.score is not None and not low <= trial.score <= high]
     if beyond:
         text = f"{len(beyond)} at the edge are beyond it, up to {max(t.score or 0.0 for t in beyond):.4g}"
@@ -175,13 +190,14 @@ def _over_trials(
 
 
 def _against(
-    axes: Any, search: Search, key: str, best: Trial, limits: tuple[float, float], first: bool
+    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float], first: bool
 ) -> None:  # fmt: skip
     """The scores against the values of one setting."""
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        logarithmic(axes, "x", values) if is_wide(values) else axes.locator_params(axis="x", nbins=4)
+        if key not in search.by_magnitude or not logarithmic(axes, "x", values):
+            axes.locator_params(axis="x", nbins=4)
         places = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
     else:
         names = sorted({typed(value) for value in values})[:NAMES]
@@ -199,7 +215,7 @@ def _against(
         _star(axes, places[best.number], best)
     share = search.importances.get(key)
     matters = f" (matters {share:.0%})" if share is not None else ""
-    axes.set_xlabel(f"{cut(key, 26)}{matters}", color=INK, fontsize=LABEL)
+    axes.set_xlabel(f"{cut(name, 26)}{matters}", color=INK, fontsize=LABEL)
     if first:
         axes.set_ylabel(f"held-out {search.metric}", color=INK, fontsize=LABEL)
     else:

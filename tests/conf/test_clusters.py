@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from clusters import (
     QUICK,
-    TROUBLE,
     has_checkpoint,
     jobs,
     kill,
@@ -20,6 +19,7 @@ from clusters import (
     wait_for,
     writer,
 )
+from mishaps import MISHAP
 
 from toyexp.commands.line import main
 from toyexp.sweep.cluster import Cluster, Lost, OnNode, on_cluster
@@ -34,8 +34,8 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds p
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "trouble.py").write_text(TROUBLE)
-    monkeypatch.delitem(sys.modules, "trouble", raising=False)
+    (tmp_path / "mishap.py").write_text(MISHAP)
+    monkeypatch.delitem(sys.modules, "mishap", raising=False)
 
 
 @pytest.fixture
@@ -187,8 +187,8 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
 @LINUX
 @pytest.mark.slow
 def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_killed_goes_on(on_ray):
-    words = [*QUICK, "steps=40,4,5,6,7,8,9,10,11", "callbacks.trouble.raises=6", "callbacks.trouble.killed=9",
-             "callbacks.trouble.slow=40", "callbacks.trouble.told=true"]  # fmt: skip
+    words = [*QUICK, "steps=40,4,5,6,7,8,9,10,11", "callbacks.mishap.raises=6", "callbacks.mishap.killed=9",
+             "callbacks.mishap.slow=40", "callbacks.mishap.told=true"]  # fmt: skip
     process = start("-m", *words, "sweep.launcher=ray", TOYEXP_NOTED="yes", CUDA_VISIBLE_DEVICES="")
     wait_for(lambda: has_checkpoint(0), process)
     worker = parent(writer(0))
@@ -204,7 +204,7 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     for line in (out + err).splitlines():  # nothing that Ray has to say
         ours = ("ray     a cluster of its own", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
         assert not line or line.startswith(ours), line
-    assert len(err.splitlines()) == 2 and "job 3: callbacks.trouble failed" in err and "job 6: killed by SIGKILL" in err
+    assert len(err.splitlines()) == 2 and "job 3: callbacks.mishap failed" in err and "job 6: killed by SIGKILL" in err
     told = eval((run_of(1) / "told").read_text())
     assert told[2:] == ["yes", str(Path.cwd())] and told[1] in ("1", "2")
 

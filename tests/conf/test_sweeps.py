@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from mishaps import MISHAP
 from omegaconf import OmegaConf
 
 import toyexp.config.request as request_module
@@ -34,56 +35,6 @@ from toyexp.sweep.lookahead import Lookahead, first_look
 from toyexp.sweep.runner import Runner
 from toyexp.training.rundir import lock
 
-# What goes wrong depends on the number of steps, so that one swept key makes all kinds of jobs.
-MISHAP = """
-import os, random, signal, subprocess, time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
-import numpy as np
-
-from toyexp import Callback, hookimpl
-
-
-@hookimpl
-def register_callbacks(register):
-    register(Mishap)
-
-
-@dataclass(eq=False)
-class Mishap(Callback):
-    "Goes wrong in several ways."
-
-    name: ClassVar[str] = "mishap"
-
-    raises: int = -1  # of a run of so many steps: before its last one
-    killed: int = -1
-    exits: int = -1
-    leaves: int = -1
-    wait: float = 0.0
-
-    @hookimpl
-    def on_start(self, run):
-        summary = run.dir.parent / "summary.csv"
-        (run.dir / "seen.csv").write_bytes(summary.read_bytes())
-
-    @hookimpl
-    def on_step(self, run, step):
-        if Path("mended").exists():
-            return
-        time.sleep(self.wait)
-        if run.resumed or step != run.steps - 1:
-            return
-        if run.steps == self.raises:
-            raise ZeroDivisionError("on purpose")
-        if run.steps == self.killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if run.steps == self.exits:
-            os._exit(7)
-        if run.steps == self.leaves:
-            subprocess.Popen(["sleep", "5"])  # which keeps this process's output open
-"""
 MODULES = "plugins=[toyexp.testing.null,mishap]"
 QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16",
          "checkpoint_every=1", "eval_every=0", "callbacks=[events,mishap]"]  # fmt: skip

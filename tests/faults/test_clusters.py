@@ -11,7 +11,6 @@ from clusters import (
     MODULES,
     NODES,
     QUICK,
-    TROUBLE,
     has_checkpoint,
     jobs,
     kill,
@@ -24,6 +23,7 @@ from clusters import (
     writer,
 )
 from faults import FIGURES
+from mishaps import MISHAP
 from slurm import install
 
 from toyexp.base.errors import UserError
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc"),
 ]
-TWO = ["callbacks.trouble.slow=200", "callbacks.trouble.raises=6", "callbacks.trouble.killed=9"]
+TWO = ["callbacks.mishap.slow=200", "callbacks.mishap.raises=6", "callbacks.mishap.killed=9"]
 NINE = [*QUICK, *TWO, "steps=200,201,5,6,7,8,9,10,11"]
 
 
@@ -41,7 +41,7 @@ NINE = [*QUICK, *TWO, "steps=200,201,5,6,7,8,9,10,11"]
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "trouble.py").write_text(TROUBLE)
+    (tmp_path / "mishap.py").write_text(MISHAP)
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_a_sweep_on_ray_is_stopped_and_killed_and_goes_on():
     assert statuses() == "iiwwwwwww"
     taken = steps_of(0)
     assert (run_of(0) / "checkpoints" / f"step-{taken[-1]}").is_dir()
-    Path("trouble.py").write_text(TROUBLE.replace("and not run.resumed:", "or True:"))  # slow for good
+    Path("mishap.py").write_text(MISHAP.replace("and not run.resumed:", "or True:"))  # slow for good
     process = start("sweep.resume=s", MODULES)
     wait_for(lambda: len(steps_of(0)) > len(taken) and not is_free(1), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     wait_for(lambda: is_free(0) and is_free(1))  # their sweep is gone: they save and end
-    Path("trouble.py").write_text(TROUBLE.replace("run.steps >= self.slow", "False"))
+    Path("mishap.py").write_text(MISHAP.replace("run.steps >= self.slow", "False"))
     process = start("sweep.resume=s", MODULES)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1 and statuses() == "cccfcckcc", err

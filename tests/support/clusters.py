@@ -11,50 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TROUBLE = """
-import os, signal, time
-from dataclasses import dataclass
-from typing import ClassVar
-
-from toyexp import Callback, hookimpl
-
-
-@hookimpl
-def register_callbacks(register):
-    register(Trouble)
-
-
-@dataclass(eq=False)
-class Trouble(Callback):
-    "Goes wrong before the last step of a run of so many steps."
-
-    name: ClassVar[str] = "trouble"
-
-    raises: int = -1
-    killed: int = -1
-    slow: int = 10**9  # those of so many and more take their time, unless they go on from a checkpoint
-    told: bool = False  # writes down what its process was given
-
-    @hookimpl
-    def on_start(self, run):
-        if self.told:
-            names = ("CUDA_VISIBLE_DEVICES", "TOYEXP_CORES", "TOYEXP_NOTED")
-            (run.dir / "told").write_text(repr([os.environ.get(name) for name in names] + [os.getcwd()]))
-
-    @hookimpl
-    def on_step(self, run, step):
-        if run.steps >= self.slow and not run.resumed:
-            time.sleep(0.05)
-        if run.resumed or step != run.steps - 1:
-            return
-        if run.steps == self.raises:
-            raise ZeroDivisionError("on purpose")
-        if run.steps == self.killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-MODULES = "plugins=[toyexp.testing.null,trouble]"
+MODULES = "plugins=[toyexp.testing.null,mishap]"
 QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16",
-         "checkpoint_every=5", "eval_every=0", "callbacks=[events,trouble]", "hydra.sweep.dir=s"]  # fmt: skip
+         "checkpoint_every=5", "eval_every=0", "callbacks=[events,mishap]", "hydra.sweep.dir=s"]  # fmt: skip
 
 # A head that runs no job and two nodes with a core each; a line on its standard input ends the node of that number.
 NODES = """

@@ -220,7 +220,7 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
 
 
 def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
-    """A row for each point, the best at the top: its runs, mean and deviation, and what it is, in its colour."""
+    """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
     plain(axes, "x")
     for rank, line in enumerate(named):
         point, colour = line.point, COLOURS[rank]
@@ -230,7 +230,7 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
         text = told(point.mean, point.deviation) + (", best" if rank == 0 and len(named) > 1 else "")
-        axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=colour, fontsize=LABEL, va="center",
+        axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [_label(comparison, line.point.jobs[0]) for line in named]
     if rest:
@@ -245,7 +245,9 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
         axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=LABEL, va="center")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
-        label.set_color(COLOURS[rank] if rank < len(named) else GREY)
+        label.set_color(
+            INK if rank < len(named) else GREY
+        )  # the marks have the colours, of which some are pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)

@@ -198,6 +198,11 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
         (["runs", "nowhere"], ["runs nowhere", "no directory and no filter"]),
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
         (["runs", "loss<"], ["loss<", "takes a value"]),
+        (["runs", "loss<abc"], ["loss<abc", "is a number"]),
+        (["compare", "outputs", "--csv", "r.csv"], ["--csv r.csv", "--csv > r.csv"]),
+        (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
+        (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),
+        (["compare", "outputs", "--html", "dangling.html"], ["dangling.html", "choose another name"]),
         (["runs", "--last", "0"], ["--last 0"]),
         (["runs", "--sort", "colour"], ["--sort colour", "no run here has colour"]),
         (["runs", "--json", "--csv"], ["--json --csv"]),
@@ -205,6 +210,7 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(here, capsys, words, told):
+    (here / "dangling.html").symlink_to("nowhere.html")
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in told), error
@@ -225,6 +231,19 @@ def test_what_others_broke_is_passed_over(here, capsys):
     (one,) = [run for run in listed(capsys) if run["path"].endswith("bad")]
     assert one["steps"] is None and one["loss"] is None and one["scores"] == {}
     assert "\x1b" not in answered(capsys, "runs")
+
+
+def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothing(here, capsys):
+    before = answered(capsys, "compare", "outputs/sweep", "--json")
+    made("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
+    (here / "outputs/sweep/bad\nname/config.yaml").write_text("")
+    (here / "outputs/killed/result.json").write_text("[1, 2]")
+    after = json.loads(answered(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
+    assert [p["mean"] for p in after["points"] if p["counted"]] == [p["mean"] for p in json.loads(before)["points"]]
+    assert [n for n in after["notes"] if "whose config.yaml cannot be read" in n and "bad" in n]
+    assert [n for n in after["notes"] if "1 killed (result.json cannot be read)" in n]
+    for command in ("runs", "compare"):
+        assert "bad\\nname" in answered(capsys, command, "outputs/sweep")
 
 
 def test_thousands_of_runs_take_a_moment(tmp_path):

@@ -102,3 +102,8 @@ def printable(text: str, limit: int = 60) -> str:
 def for_terminal(text: str) -> str:
     """Text with whatever a terminal would obey escaped; lines stay lines."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def in_a_cell(text: str) -> str:
+    """The same of a name that stands in a line of a table: new lines and tabs are escaped too."""
+    return for_terminal(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.drawing import picture_at
-from toyexp.base.errors import UserError, choose, for_terminal
+from toyexp.base.errors import UserError, choose, in_a_cell
 from toyexp.base.terminal import say
 from toyexp.base.words import count, counted, in_bytes, last_words, short
 from toyexp.commands.options import Answer
@@ -70,9 +71,9 @@ class Compared(Answer):
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
         heads = [*(found.keys or ["name"]), "runs", "steps", ranking.column, *others, "speed", ""]
-        rows = [[for_terminal(cell) for cell in self._row(point, scores)] for point in ranking.points]
+        rows = [[in_a_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits([heads, *rows]):
-            heads = [*map(for_terminal, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
+            heads = [*map(in_a_cell, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
         table, gone = without([heads, *rows], ["speed", *reversed(others), "steps"])
         lines = aligned(table, {"runs", "steps", *others, "speed"})
         points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
@@ -87,7 +88,7 @@ class Compared(Answer):
         also = [key for key in found.also if key not in ("seed", "name")]
         below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
         below += [f"note: {note}" for note in found.notes()]
-        return [*lines, "", *wrapped([for_terminal(line) for line in below])]
+        return [*lines, "", *wrapped([in_a_cell(line) for line in below])]
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
         found, first = self.comparison, point.jobs[0]
@@ -165,10 +166,11 @@ def run(arguments: Arguments) -> int:
 def check_page(page: str) -> None:
     """Raises UserError where the page could not be written, before anything is read."""
     path = Path(page)
-    if path.is_dir() or not page:
-        raise UserError(f"--html {page}: takes the name of a file, such as --html {path / 'report.html'}")
+    if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
+        folder = path if path.is_dir() else path.parent
+        raise UserError(f"--html {page}: takes the name of a file, such as --html {folder / 'report.html'}")
     if not path.parent.is_dir():
         raise UserError(f"--html {page}: there is no directory {path.parent}")
-    if path.exists() and not is_a_page(path):
+    if os.path.lexists(path) and not is_a_page(path):
         raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
     require()

@@ -67,6 +67,8 @@ _ABOUT = (
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
     (r"^--engine ", "after"),
+    (r"^--(html|plot|metric|sort|last)\b", "compare"),
+    (r"^--(csv|top|prompt|ids|adapter|data)\b", "after"),
     (r"^(unknown key|--?[a-z]|'[^']*' is neither)", "runs"),
     (r"to train on: resume=", "resume"),
     (r"the GGUF files on this machine", "recipes"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.errors import UserError, choose, for_terminal
+from toyexp.base.errors import UserError, choose, for_terminal, in_a_cell
 from toyexp.base.files import open_file, require
 from toyexp.base.memory import TO_EVALUATE, running_out
 from toyexp.base.terminal import say
@@ -56,7 +56,8 @@ mean and deviation. With data.resize=false in the run's config.yaml one of anoth
 --json          the same as JSON
 --engine NAME   auto (the best engine here), or any engine with its settings (cpu:dtype=float64:threads=1)
 
-An image that cannot be read is told on standard error, and the exit code is then 1."""
+An image that cannot be read is told on standard error, and the exit code is then 1; where none can be, nothing is
+written, and it is 2. Of an animation the first picture counts."""
 
 ROWS = 32  # images that are computed at a time
 HEADS = ["file", "class", "probability"]  # how a CSV file of ours begins
@@ -101,7 +102,7 @@ class Predictions(Answer):
         rows = [
             [image.file, *(f"{name} {share:.1%}" for name, share in image.top)] for image in self.images if image.top
         ]
-        table = columns([[for_terminal(cell) for cell in row] for row in rows])
+        table = columns([[in_a_cell(cell) for cell in row] for row in rows])
         return [*table, "", self.summary()] if len(rows) > 1 else table
 
     def summary(self) -> str:
@@ -139,7 +140,7 @@ def run(arguments: Arguments) -> int:
         what, files, top, arguments.values.get("--engine", "auto"), load(arguments.modules), arguments.modules
     )
     for image in found.failed:
-        print(for_terminal(f"{image.file}: {image.error}"), file=sys.stderr)
+        print(in_a_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if sheet is None:
         found.show(arguments)
     else:
@@ -154,6 +155,8 @@ def _check_sheet(sheet: str, arguments: Arguments) -> None:
     if "--json" in arguments.switches:
         raise UserError(f"--csv {sheet} --json: are two forms of the same; leave one of them out")
     path = Path(sheet)
+    if sheet in ("", "-"):
+        raise UserError(f"--csv {sheet}: takes the name of a file, such as --csv classes.csv")
     if path.is_dir():
         raise UserError(f"--csv {sheet}: is a directory; name a file, such as --csv {path / 'classes.csv'}")
     if not path.parent.is_dir():

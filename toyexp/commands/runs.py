@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError, for_terminal
+from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.words import columns, counted, short
 from toyexp.commands.options import Answer, number
 from toyexp.commands.width import aligned, fits, room, without, wrapped
@@ -67,7 +68,7 @@ class Runs(Answer):
             return [f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"]
         scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
-        rows = [[for_terminal(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
+        rows = [[in_a_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
@@ -107,6 +108,9 @@ def one_form(arguments: Arguments) -> None:
     """Raises UserError where two forms of the answer are asked for at once."""
     if {"--json", "--csv"} <= arguments.switches:
         raise UserError("--json --csv: are two forms of the same; leave one of them out")
+    for form in arguments.switches & {"--json", "--csv"}:
+        if word := next((w for w in arguments.rest if w.endswith(f".{form[2:]}") and not os.path.lexists(w)), ""):
+            raise UserError(f"{form} {word}: {form} prints, and takes no file; into one: {form} > {word}")
 
 
 def row(run: Run, scores: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from toyexp.runs.found import COLUMNS, Run
 from toyexp.runs.settings import settings
 
 FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
+NUMBERS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")  # columns
 ALSO = {"held_out": "loss", "held-out": "loss", "eval_loss": "loss", "started": "when", "tokens_per_second": "speed"}
 
 
@@ -36,6 +37,8 @@ class Filter:
         key, sign, value = found.groups()
         if sign in ("<", ">", "<=", ">=") and not value:
             raise UserError(f"{word}: {sign} takes a value to compare with, such as '{key}{sign}3'")
+        if sign in ("<", ">", "<=", ">=") and ALSO.get(key, key) in NUMBERS and _number(value) is None:
+            raise UserError(f"{word}: {key} is a number, such as '{key}{sign}3'")
         return cls(word, ALSO.get(key, key), sign, value)
 
     def takes(self, value: Any) -> bool:

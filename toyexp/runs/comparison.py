@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from toyexp.base.words import short
 from toyexp.runs.events import start_of
 from toyexp.runs.found import DONE, Run
 from toyexp.runs.settings import settings
@@ -28,7 +29,10 @@ class Entry:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.status = "completed" if run.state in DONE else run.state  # whether its numbers count
+        self.is_known = bool(self.settings)  # else nobody can say of which point it is
+        self.status = "completed" if run.state in DONE and self.is_known else run.state  # whether its numbers count
+        if not self.is_known:
+            self.status = "unknown"
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
         self.result: dict[str, Any] = scores  # as result.json has them
 
@@ -59,6 +63,8 @@ class Comparison:
         every = [*keys, *(key for some in along.values() for key in some)]
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
+            if not entry.is_known:
+                entry.overrides = [f"unknown, of {entry.run.path.name}"]
         also = [key for key in differ if key not in every]
         return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], seed_of), metric)
 
@@ -101,7 +107,10 @@ class Comparison:
         if repeats := sum(point.repeats for point in self.ranking.points):
             more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
-        bad = [entry.run for entry in self.entries if entry.run.state not in DONE]
+        for entry in self.entries:
+            if not entry.is_known:
+                told.append(f"not counted: {short(entry.run.path)}, whose config.yaml cannot be read")
+        bad = [entry.run for entry in self.entries if entry.run.state not in DONE and entry.is_known]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
             # Why each was pruned is the search's business, and of what failed the first says most.

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import glob
 import json
+import math
 import os
 import platform
 import re
@@ -201,7 +202,7 @@ def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
         case "aborted" if not result.get("error"):
             return ("pruned" if why.startswith(PRUNES) else "stopped"), why
         case None:
-            return "killed", ""
+            return "killed", "result.json cannot be read" if (path / "result.json").exists() else ""
     return "failed", why
 
 
@@ -275,4 +276,5 @@ def _number(text: str | None) -> float | None:
 
 def _finite(value: Any) -> float | None:
     """A number of JSON's, where it is one."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None

@@ -120,8 +120,11 @@ class Settings:
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
         require_float32("lr", self.lr)
-        if not re.fullmatch(r"[^/\\\0]{1,100}", self.name) or self.name.startswith("."):
-            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, not start with a dot and hold no slash")
+        if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
+            raise UserError(
+                f"name={self.name!r}: must be 1 to 100 characters on one line, not blank, not start with a dot and "
+                "hold no slash or backslash"
+            )
 
     def warnings(self) -> list[str]:
         """A sentence for each of these settings that has no effect in this run."""

@@ -51,6 +51,19 @@ def test_a_run_is_what_was_said_of_it(capsys):
     assert told["flops"] == 11 * told["flops_per_step"] > 0 and told["seconds"] > 0
 
 
+def test_passes_through_data_count_what_is_learned_and_no_padding(capsys):
+    lines = [json.dumps({"prompt": f"what is {n}", "completion": " it is red"}) for n in range(100, 120)]
+    Path("chats.jsonl").write_text("\n".join(lines))
+    words = [w for w in SMALL if not w.startswith("data")] + [
+        "data=jsonl",
+        "data.path=chats.jsonl",
+        "data.tokenizer=byte",
+    ]
+    told = dry(capsys, *words, "model.context=64", "batch_size=4", "steps=10", "eval_every=0")
+    assert told["epochs"] == pytest.approx(40 / 19) and told["tokens"] == 40 * 64
+    assert any("in 19 examples" in line for line in told["about"])
+
+
 def test_a_person_reads_every_figure(capsys):
     assert main([*SMALL, "steps=11", "--dry-run"]) == 0
     heads = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toyexp.base.blame import given
 from toyexp.base.errors import UserError
 from toyexp.base.memory import available_bytes
@@ -44,6 +46,7 @@ class Tried:
     evaluation: float  # of all held-out batches, from a few of them
     evaluations: int  # of the whole run
     steps: int  # that were taken, those included that do not count
+    learned: float  # targets of a step that count, on average
     seconds: float  # that all this took
     device_bytes: int | None
     process_bytes: int  # the most that the process held
@@ -133,7 +136,7 @@ def foresee(
     return DryRun(
         settings=differing(request, composed), about=about, directory=directory, begins=begins, steps=steps,
         parameters=sum(t.size for t in plan.tensors), trainable=sum(t.size for t in plan.trainable),
-        units=units, units_per_step=per_step, epochs=steps * per_step / known if known else None,
+        units=units, units_per_step=per_step, epochs=steps * tried.learned / known if known else None,
         batch_bytes=batch, weights_bytes=weights, checkpoint_bytes=snapshot_bytes(plan) if saves else 0,
         free_bytes=available_bytes(), flops_per_step=step_flops(plan), tried=tried, warnings=list(prepared.warnings),
     )  # fmt: skip
@@ -154,12 +157,14 @@ def try_steps(prepared: Prepared, begins: int) -> Tried:
     settings, began = prepared.config.settings, time.perf_counter()
     stepper = EngineStepper(prepared)
     try:
-        taken = 0
+        taken = learned = 0
 
         def step() -> None:
-            nonlocal taken
-            stepper.step(prepared.batches.batch(begins + taken))
+            nonlocal taken, learned
+            batch = prepared.batches.batch(begins + taken)
+            stepper.step(batch)
             taken += 1
+            learned += int(np.count_nonzero(batch["weights"]))
 
         step()
         stepper.wait()
@@ -179,6 +184,7 @@ def try_steps(prepared: Prepared, begins: int) -> Tried:
             evaluation=_evaluation(prepared, stepper) if evals else 0.0,
             evaluations=evals,
             steps=taken,
+            learned=learned / taken,
             seconds=time.perf_counter() - ready,
             device_bytes=stepper.device_bytes(),
             process_bytes=memory_bytes()[1],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -253,6 +254,25 @@ def test_bad_objects_are_refused_in_a_line(trained, given, parts_of_it):
         toyexp.train(**{**parts(), **given})
     assert all(part in str(caught.value) for part in parts_of_it), caught.value
     assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("given", [3, None, [], b"first"])
+def test_what_is_no_directory_is_said_to_be_none(trained, given):
+    calls = [lambda: toyexp.open(given)]
+    if given is not None:
+        calls += [lambda: toyexp.run(resume=given), lambda: toyexp.sweep("seed=1", directory=given)]
+        calls += [lambda: toyexp.train(**parts(), directory=given)]
+    for call in calls:
+        with pytest.raises(UserError, match="takes a directory"):
+            call()
+    with pytest.raises(UserError, match="quiet: is True or False"):
+        toyexp.run(quiet="no")
+
+
+def test_a_result_goes_to_another_process(trained):
+    again = pickle.loads(pickle.dumps(trained))
+    assert again.directory == trained.directory and again.held_out == trained.held_out
+    np.testing.assert_array_equal(again.history.loss, trained.history.loss)
 
 
 def test_callbacks_are_told_apart_by_their_names(trained):

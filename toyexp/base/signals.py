@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +21,7 @@ from toyexp.base.errors import UserError, printable
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]  # what the interpreter calls
 
+IMPORT = 10.0  # seconds that a signal waits for the end of an import, which it would break
 ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
 
 
@@ -48,6 +50,7 @@ class Signals:
         self._count = 0
         self._patient = False
         self._sent_again = False
+        self._first = 0.0  # when the first one came
         self._over = threading.Event()  # nobody handles signals with this any more
         self.asked_to_save = False
         self._last_word: tuple[Interrupted | None] | None = None
@@ -59,7 +62,8 @@ class Signals:
         self._count += not again
         if self._count == 1 and self._patient:
             return
-        if self._count == 1 and _importing(frame):
+        self._first = self._first or time.monotonic()
+        if self._count == 1 and time.monotonic() - self._first < IMPORT and _importing(frame):
             threading.Thread(target=self._send_again, args=(number,), daemon=True).start()
             return
         raise Interrupted(number)

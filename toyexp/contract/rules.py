@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 import typing
 from collections import defaultdict
 from collections.abc import Callable
@@ -86,7 +87,8 @@ def check_class(cls: type, base: type) -> None:
         raise UserError(f"{label}.name is {name!r}; it must be lower-case letters, digits and underscores")
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(f"{label} is not decorated with @dataclass")
-    if not (cls.__doc__ or "").strip() or str(cls.__doc__).startswith(f"{cls.__name__}("):
+    told = (cls.__doc__ or "").strip() and not str(cls.__doc__).startswith(f"{cls.__name__}(")
+    if not told and sys.flags.optimize < 2:  # with python -OO nothing has one
         raise UserError(f"{label} has no docstring; its first line is the help people see")
     if inspect.isabstract(cls):
         raise UserError(f"{label} does not implement {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))}")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import working_directory
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import silent, status
@@ -28,6 +28,8 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
     from toyexp.config.guest import own_hydra
     from toyexp.sweep.contained import contained
 
+    if not isinstance(quiet, bool):
+        raise UserError(f"{call} quiet: is True or False, and is {printable(repr(quiet))}")
     if started_ranks().count > 1:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from toyexp.base.ownership import SWEEP
 from toyexp.contract.plugins import load
 from toyexp.door.aside import path_as_it_was
 from toyexp.door.result import Result, require_run
 from toyexp.door.sweeping import SweepResult
+from toyexp.door.words import place
 
 
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
@@ -21,7 +21,7 @@ def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | 
     Raises UserError for a directory that holds neither, and for a sweep whose files are damaged.
     """
     with path_as_it_was():
-        directory, registry = Path(path), load(plugins)
+        directory, registry = place("toyexp.open", path), load(plugins)
     if (directory / SWEEP).is_file():
         return SweepResult(directory, registry)
     require_run(directory)

@@ -48,6 +48,10 @@ class Result:
         self._registry = registry or load()
         self._look = look(self.directory)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle of it opens the directory again, with the plugins that are found there."""
+        return Result, (self.directory, None)
+
     # -- how it went --
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from toyexp.base.blame import of_a_part
@@ -14,7 +13,7 @@ from toyexp.commands.line import carry_out, one_run
 from toyexp.contract.owners import OWNERS
 from toyexp.door.aside import aside, what_is_left
 from toyexp.door.result import Result
-from toyexp.door.words import texts, worded
+from toyexp.door.words import place, texts, worded
 
 
 def run(
@@ -45,7 +44,7 @@ def run(
     """
     typed = [*texts("toyexp.run", words), *worded(settings)]
     if resume is not None:
-        typed.append(f"resume={os.fspath(resume)}")
+        typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
     with aside("toyexp.run", quiet), of_a_part(lambda: OWNERS):
         from toyexp.config.request import Request
         from toyexp.config.schema import Source
@@ -54,7 +53,7 @@ def run(
 
         flags, asked, going_on = read(at_home(typed))
         if directory is not None:
-            asked.append(setting("hydra.run.dir", Path(directory).absolute()))
+            asked.append(setting("hydra.run.dir", place("toyexp.run directory", directory).absolute()))
         for flag in flags:
             if not flag.startswith("--config-"):
                 meant = "many runs are toyexp.sweep(...)" if flag == "--multirun" else f"type it: toyexp {flag} ..."

@@ -22,7 +22,7 @@ from toyexp.contract.registry import Registry
 from toyexp.door.aside import aside
 from toyexp.door.result import Result, require_run
 from toyexp.door.shown import of_table
-from toyexp.door.words import texts, worded
+from toyexp.door.words import place, texts, worded
 from toyexp.sweep.directory import Job, remembered
 from toyexp.sweep.ranking import Ranking, ranked
 
@@ -63,9 +63,9 @@ def sweep(
 
         flags, asked = split(at_home(typed))
         if directory is not None:
-            asked.append(setting("hydra.sweep.dir", Path(directory).absolute()))
+            asked.append(setting("hydra.sweep.dir", place("toyexp.sweep directory", directory).absolute()))
         if resume is not None:
-            asked.append(setting("sweep.resume", Path(resume).absolute()))
+            asked.append(setting("sweep.resume", place("toyexp.sweep resume", resume).absolute()))
         flags.pop("--multirun", None)
         for flag in flags:
             if not flag.startswith("--config-"):
@@ -76,8 +76,8 @@ def sweep(
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
             if runner.place is not None:  # else it had not begun
-                place = repr(short(runner.place))
-                interrupted.add_note(f"what it left: toyexp.open({place}); go on: toyexp.sweep(resume={place})")
+                left = repr(short(runner.place))
+                interrupted.add_note(f"what it left: toyexp.open({left}); go on: toyexp.sweep(resume={left})")
             raise interrupted
         if runner.place is None:
             raise UserError(next((job.error for job in runner.jobs if job.error), "the sweep has no job"))
@@ -95,6 +95,10 @@ class SweepResult(Sequence[Result]):
         self._registry = registry or load()
         self._all, asked = remembered(self.directory)
         self._ranking: Ranking[Job] = ranked(self._all, asked["sweep"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See Result."""
+        return SweepResult, (self.directory, None)
 
     @cached_property
     def runs(self) -> list[Result]:

@@ -27,6 +27,7 @@ from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import LOCAL, Offer, Registry
 from toyexp.door.aside import aside, what_is_left
 from toyexp.door.result import Result
+from toyexp.door.words import place
 from toyexp.training.parts import Config
 from toyexp.training.settings import Settings
 
@@ -62,7 +63,7 @@ def train(
     `toyexp.run`.
     """
     if resume is not None and directory is not None:
-        raise UserError(f"train directory: resume={os.fspath(resume)} goes on in that directory; leave it out")
+        raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     with aside("toyexp.train", quiet), of_a_part(lambda: OWNERS):
@@ -78,12 +79,13 @@ def train(
             built = _built(given, callbacks, settings, registry)
             built.engine.follow()
             if resume is not None:
-                where = Path(resume).absolute()
+                where = place("toyexp.train resume", resume).absolute()
                 require_run(where, "resume")
                 recall(where, built.data)
             else:
                 now = f"{datetime.now():%Y-%m-%d_%H%M%S_%f}"
-                where = Path(directory or Path("outputs", built.settings.name, now)).absolute()
+                below = Path("outputs", built.settings.name, now)
+                where = (below if directory is None else place("toyexp.train directory", directory)).absolute()
                 require_empty(where, "directory")
             status("reading the data")
             prepared = prepare(built)

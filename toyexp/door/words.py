@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
@@ -23,6 +24,13 @@ def texts(call: str, words: Sequence[Any]) -> list[str]:
                 f"{call}('recipe=warm', steps=100)"
             )
     return list(words)
+
+
+def place(what: str, given: Any) -> Path:
+    """A directory that is given; UserError for what is no path."""
+    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes):
+        raise UserError(f"{what}: takes a directory, and is {printable(repr(given))}")
+    return Path(given)
 
 
 def worded(settings: Mapping[str, Any], swept: bool = False) -> list[str]:

@@ -144,7 +144,7 @@ def assert_same_steps(one, other):
 def _place(tmp_path_factory):
     """A directory for all of it, with presets and a base to adapt."""
     here = tmp_path_factory.mktemp("stacked")
-    (here / "mishap.py").write_text(MISHAP)
+    (here / "wrong_by_seed.py").write_text(MISHAP)
     for name, defaults in PRESETS.items():
         place = here / "own" / "experiment" / f"{name}.yaml"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def test_each_log_holds_what_its_own_run_says(of_shapes):
 
 
 def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_others(capfd):
-    words = ["plugins=[mishap]", *QUICK, "steps=30", "eval_every=0", "checkpoint_every=6", "seed=0,1,2,3,4"]
+    words = ["plugins=[wrong_by_seed]", *QUICK, "steps=30", "eval_every=0", "checkpoint_every=6", "seed=0,1,2,3,4"]
     words += ["callbacks=[events,cosine,mishap]"]
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=hurt"]) == 1
     assert statuses("hurt") == ["killed", "failed", "completed", "killed", "killed"]
@@ -239,7 +239,7 @@ def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_othe
     assert "[4] prints 4" in out and "on purpose" in state("hurt")[1]["error"]
     assert err.count("killed by SIGKILL") == 3
     Path("mended").touch()
-    assert main(["sweep.resume=hurt", "plugins=[mishap]"]) == 1
+    assert main(["sweep.resume=hurt", "plugins=[wrong_by_seed]"]) == 1
     assert statuses("hurt") == ["completed", "failed", "completed", "completed", "completed"]
     assert capfd.readouterr().out.count("resumed from step") == 3  # the last one that was whole
     assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=whole"]) == 1
@@ -250,7 +250,7 @@ def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_othe
 
 
 def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
-    words = ["plugins=[mishap]", *QUICK, "steps=100000", "eval_every=0", "seed=5,6,7", "callbacks=[events]"]
+    words = ["plugins=[wrong_by_seed]", *QUICK, "steps=100000", "eval_every=0", "seed=5,6,7", "callbacks=[events]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=2", "hydra.sweep.dir=stopped"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -269,12 +269,12 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     for run in runs("stopped")[:2]:
         taken = events(run, "step")[-1]["step"]
         assert (run / "checkpoints" / f"step-{taken}").is_dir()
-    assert main(["resume=stopped/0-scratch-llama", "plugins=[mishap]", f"steps={taken + 3}"]) == 0  # one by itself
+    assert main(["resume=stopped/0-scratch-llama", "plugins=[wrong_by_seed]", f"steps={taken + 3}"]) == 0  # alone
     assert statuses("stopped") == ["completed", "interrupted", "waiting"]
 
 
 def test_a_second_ctrl_c_within_a_job_ends_all_that_train_with_it():
-    words = ["plugins=[mishap]", *QUICK, "steps=9", "eval_every=0", "seed=5,6,7", "callbacks=[events,mishap]"]
+    words = ["plugins=[wrong_by_seed]", *QUICK, "steps=9", "eval_every=0", "seed=5,6,7", "callbacks=[events,mishap]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=3", "hydra.sweep.dir=twice"]
     Path("slow").touch()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -321,7 +321,7 @@ def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, core
 
 def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
-    words = ["plugins=[mishap]", *QUICK, "engine=pretended", "steps=3", "eval_every=0", "callbacks=[events]"]
+    words = ["plugins=[wrong_by_seed]", *QUICK, "engine=pretended", "steps=3", "eval_every=0", "callbacks=[events]"]
     assert main(["-m", *words, "seed=0,1,2,3", STACKED, "hydra.sweep.dir=two"]) == 0
     seen = [events(run, "run_start")[0]["backend"] for run in runs("two")]
     devices = [facts["device"].rpartition(" ")[2] for facts in seen]

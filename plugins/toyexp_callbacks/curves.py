@@ -151,7 +151,8 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     line = 0
     for step, text, colour in named:
         right, lines = step < (low + high) / 2, textwrap.wrap(f"{text}, step {step}", NOTE)
-        loss.annotate("\n".join(lines), (step, 0.97 - 0.06 * line), xycoords=("data", "axes fraction"),
+        words = "\n".join(lines).replace("$", r"\$")  # or matplotlib reads formulas
+        loss.annotate(words, (step, 0.97 - 0.06 * line), xycoords=("data", "axes fraction"),
                       xytext=(4 if right else -4, 0), textcoords="offset points", ha="left" if right else "right",
                       va="top", fontsize=SMALL, color=colour,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip

@@ -184,3 +184,9 @@ def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train
     assert run.code == 2 and run.err.count("\n") == 1
     assert "callbacks.plots: matplotlib is installed but cannot be loaded" in run.err
     assert not run.dir.exists()
+
+
+def test_a_reason_with_dollar_signs_is_drawn_and_is_no_formula():
+    curves = Curves(title="run", ended=(2, r"worth $\nope$ no more"))
+    curves.steps["loss"] = [1, 2], [2.0, 1.0]
+    assert drawn(curves)[".svg"].startswith(b"<?xml")

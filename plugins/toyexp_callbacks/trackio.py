@@ -68,13 +68,15 @@ class Trackio(Tracker):
         return Quiet(record)
 
     def _before(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
-        """The points up to the checkpoint that the run goes on from."""
+        """The points up to the checkpoint that the run goes on from; none where events.jsonl lacks some of them."""
         points = {}
         for kind, step, fields in told_before(run):
             if kind == "eval" or (kind == "step" and step % self.every == 0):
                 part = {"step": "train", "eval": "held_out"}[kind]
                 numbers = {f"{part}/{k}": v for k, v in fields.items() if isinstance(v, int | float)}
                 points[kind, step] = numbers  # an eval of a resumed run may be told twice
+        if sum(kind == "step" for kind, _ in points) < run.resumed // self.every:
+            return []
         return [(step, numbers) for (_, step), numbers in points.items()]
 
     def ended(self, run: Run) -> None:

@@ -81,6 +81,13 @@ def test_a_run_has_all_its_numbers_in_trackio_and_goes_on_under_the_same_name(tr
     assert json.dumps(first["config"]) and first["config"]["steps"] == 12
 
 
+def test_what_events_do_not_have_is_not_taken_back_from_trackio(train, started):
+    run = train("callbacks=[default,trackio]", "callbacks.events.every=2", "checkpoint_every=5", engine="noop")
+    assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
+    first, _ = started
+    assert not first["deleted"] and sum("train/loss" in point[1] for point in first["points"][:-1]) == 12
+
+
 def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_its_place(capsys):
     from toyexp_callbacks.trackio import quiet
 

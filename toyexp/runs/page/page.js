@@ -298,7 +298,8 @@ function controls() {
   for (const id of ["more-rows", "more-runs"]) {
     by(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
   }
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawChoices, 150); });
+  let resized = 0;
+  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(drawChoices, 150); });
 }
 
 async function begin() {

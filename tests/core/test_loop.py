@@ -723,6 +723,23 @@ def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoeve
     assert told(looks, "several", "after")[:3] == ["several 3", "after 3", "several 4"]
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_bad_numbers_behind_a_callback_that_fails_are_counted_or_not_saved(stage, skip):
+    @dataclass(eq=False)
+    class Fails(Recorder):
+        @hookimpl
+        def on_step(self, step, metrics):
+            self.heard.append(f"on_step {step}")
+            if step == 1:
+                raise ValueError("boom")
+
+    it = several(stage, 50, recorder=Fails(looked_at=()), script=[GOOD, GOOD, BAD], skip=skip)
+    (error,) = together(it)
+    assert "callbacks.recorder failed at step 1: ValueError: boom" in str(error)
+    saved = any(last for _, _, last in it.saver.told)
+    assert (saved, it.training.outcome.skipped) == ((True, 1) if skip else (False, 0))
+
+
 def test_of_loops_that_want_several_steps_each_has_as_many_as_the_others_want(stage):
     """So that none computes while another one waits; what was made ready is not made again."""
     one, two = several(stage, 9, eval_every=3), several(stage, 9)

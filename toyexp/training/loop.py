@@ -102,7 +102,9 @@ class Training:
         """What was trained before a plugin failed, as far as that can be saved."""
         try:
             while self._under_way:
-                self._tell(*self._taken())
+                metrics, batch = self._taken()
+                self._tell(metrics, batch)
+                self._check_numbers(metrics, batch)
             if self.outcome.steps:
                 self.saver.after(self.outcome, self._scores(), last=True)
         except Exception as error:

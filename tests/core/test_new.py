@@ -133,6 +133,17 @@ def test_what_cannot_be_begun_is_one_line_and_nothing_is_written(tmp_path, monke
     assert sorted(str(path) for path in Path().rglob("*")) == ["file", "toyexp-there", "toyexp-there/mine.py"]
 
 
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [("optim", "optimiser"), ("optimizer", "optimiser"), ("callbacks", "callback"), ("dataset", "data")],
+)
+def test_a_kind_may_be_called_as_habit_has_it(tmp_path, capsys, word, kind):
+    assert main(["new", word, "of_mine", "--into", str(tmp_path)]) == 0
+    assert f"toyexp help plugins/{kind}" in capsys.readouterr().out
+    one = tmp_path / "toyexp-of-mine"
+    assert {path.name for path in one.iterdir()} >= {"README.md", "pyproject.toml", "toyexp_of_mine.py"}
+
+
 def test_a_name_takes_the_place_of_the_templates_in_every_form():
     assert renamed("my_data MyData my-data my_datax", "data", "two_words") == "two_words TwoWords two-words two_wordsx"
 

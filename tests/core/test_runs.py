@@ -169,6 +169,14 @@ def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
     assert table[0].split()[:2] == ["model", "runs"] and "with model: model.d_model" in "\n".join(table)
 
 
+def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(tmp_path, capsys):
+    for recipe, steps in (("scratch", 5), ("warm", 12)):
+        made(tmp_path / recipe, recipe=recipe, steps=steps)
+    assert "they were to take 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
+    made(tmp_path / "longer", recipe="warm", steps=20)
+    assert "they were to take" not in answered(capsys, "compare", str(tmp_path))  # steps are a column now
+
+
 def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
         made(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})

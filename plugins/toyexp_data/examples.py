@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
-from toyexp.base import counted, stream
+from toyexp.base import stream
 from toyexp_data.chat import Example
 
 
@@ -69,7 +69,7 @@ class ExampleDataset(Dataset):
             "chat_date": "their template's day is {} (data.date)",
         }
         done = [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
-        return [f"in {counted(len(self.train.lengths), 'example')}", *self._remarks, *done]
+        return [*self._remarks, *done]
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""

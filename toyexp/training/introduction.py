@@ -25,6 +25,8 @@ def introduction(prepared: Prepared) -> list[str]:
     who, units = f"data.{config.data.name}", prepared.model.reads.units
     sizes = asked(who, "while it was described", Mapping, prepared.dataset.describe)
     known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
+    if known and isinstance(examples := sizes.get("train_examples"), int):
+        known[0] += f" in {counted(examples, 'example')}"
     known = [*prepared.left_out(), *known, *sentences(prepared.dataset.remarks)]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()

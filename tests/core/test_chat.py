@@ -139,6 +139,14 @@ class Terminal:
         before, _, self.shown = self.shown.partition(text)
         return before
 
+    def waits_for_more(self, characters, seconds=60):
+        """Until so much was shown since what was waited for."""
+        end = time.monotonic() + seconds
+        while len(self.shown) < characters:
+            assert time.monotonic() < end, self.shown
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                self.shown += os.read(self._terminal, 4096).decode(errors="replace")
+
     def types(self, text):
         os.write(self._terminal, text.encode())
 
@@ -164,10 +172,12 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat():
     terminal.types("\x03")
     terminal.waits_for("(stopped)")
     terminal.waits_for("> ")
+    time.sleep(0.5)  # readline shows the prompt a moment before it waits, and hears a signal in between with the next key
     terminal.types("\x03")
     terminal.waits_for("/quit, or the end of the input")
     terminal.types("cd\n")
-    time.sleep(0.5)
+    terminal.waits_for("cd\r\n")
+    terminal.waits_for_more(200)  # an answer is on its way, however busy the machine is
     terminal.types("\x03")
     terminal.waits_for("(stopped)")
     terminal.waits_for("> ")

@@ -172,7 +172,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat():
     terminal.types("\x03")
     terminal.waits_for("(stopped)")
     terminal.waits_for("> ")
-    time.sleep(0.5)  # readline shows the prompt a moment before it waits, and hears a signal in between with the next key
+    time.sleep(0.5)  # readline shows its prompt a moment before it waits, and hears what comes between at the next key
     terminal.types("\x03")
     terminal.waits_for("/quit, or the end of the input")
     terminal.types("cd\n")

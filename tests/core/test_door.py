@@ -269,6 +269,12 @@ def test_what_is_no_directory_is_said_to_be_none(trained, given):
         toyexp.run(quiet="no")
 
 
+def test_logits_take_as_many_ids_as_the_context_and_no_more(trained):
+    assert trained.logits([1] * MODEL["context"]).shape[0] == MODEL["context"]
+    with pytest.raises(UserError, match="16"):
+        trained.logits([1] * (MODEL["context"] + 1))
+
+
 def test_a_result_goes_to_another_process(trained):
     again = pickle.loads(pickle.dumps(trained))
     assert again.directory == trained.directory and again.held_out == trained.held_out

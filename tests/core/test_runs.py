@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from made_runs import made
 
 import toyexp
 from toyexp.commands.line import main
+from toyexp.runs.chosen import ordered
+from toyexp.runs.found import Run
 from toyexp.training.rundir import lock
 
 
@@ -92,6 +95,12 @@ def test_a_run_that_a_process_writes_runs(here, capsys):
 )
 def test_filters_take_columns_and_settings(here, capsys, words, count):
     assert len(listed(capsys, *words)) == count
+
+
+@pytest.mark.parametrize(("key", "order"), [("loss", "cab"), ("-loss", "acb")])
+def test_runs_without_the_value_that_sorts_come_last_both_ways(key, order):
+    runs = [Run(Path("a"), loss=2.0), Run(Path("b")), Run(Path("c"), loss=1.0)]
+    assert "".join(run.path.name for run in ordered(runs, key)) == order
 
 
 def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):

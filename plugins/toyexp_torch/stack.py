@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class _Answers:
     def __init__(self, wait: Callable[[], Sequence[Any]]):
         self._wait = wait
         self._found: Sequence[Any] | BaseException | None = None
+        self._where: TracebackType | None = None  # that was raised
 
     def all(self) -> Sequence[Any]:
         """One for each run; where it has failed, it has for each that asks."""
@@ -41,9 +43,9 @@ class _Answers:
             try:
                 self._found = self._wait()
             except BaseException as error:  # a signal too: each that waits is told of it
-                self._found = error
+                self._found, self._where = error, error.__traceback__
         if isinstance(self._found, BaseException):
-            raise self._found
+            raise self._found.with_traceback(self._where)  # without the way to whoever has asked before
         return self._found
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import traceback
 from functools import partial
 
 import numpy as np
@@ -307,8 +308,9 @@ def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):
     monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
     waits = [job.step(session, 0) for session in sessions]
     for wait in waits:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError) as found:
             wait()
+        assert len(found.traceback) < 30  # what others were told is no part of it
     monkeypatch.undo()
     waits = [job.step(session, 0) for session in sessions]
     assert all(np.isfinite(wait()).all() for wait in waits)
@@ -347,6 +349,19 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
                 it.train()
         np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-9)
         np.testing.assert_allclose(np.reshape(ours.evals, (-1, 2)), np.reshape(theirs.evals, (-1, 2)), rtol=1e-9)
+
+
+def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatch):
+    jobs = jobs_of("llama", [(SGD(), 0.03)] * 6)
+    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    loops = [training(job, s, tmp_path, 2, 1, 0)[1].asks() for job, s in zip(jobs, sessions, strict=True)]
+    monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
+    ends = drive_together(loops, sessions)
+    # With the ways of all six it would be 131 lines.
+    lengths = {len("".join(traceback.format_exception(end)).splitlines()) for end in ends}
+    assert all("ZeroDivisionError" in str(end) for end in ends) and max(lengths) < 110, (
+        lengths
+    )  # 131 with the ways of all six
 
 
 # -- what is no stack -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -167,7 +168,12 @@ def _sent(loop: Asks[Any], answer: Callable[[], Any]) -> GoOn:
     try:
         return partial(loop.send, answer())
     except BaseException as error:
-        return partial(loop.throw, error)
+        return partial(_told, loop, error, error.__traceback__)
+
+
+def _told(loop: Asks[Any], error: BaseException, where: TracebackType | None) -> Any:
+    """Raises it where the loop asked, as it was raised: without the ways to other loops that were told of it too."""
+    return loop.throw(error.with_traceback(where))
 
 
 def _launched(request: Evaluate, session: Session) -> Callable[[], Any]:

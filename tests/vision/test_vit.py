@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from toyexp import Setup, UserError
+from toyexp.commands.by_class import by_class, table
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
@@ -187,6 +188,48 @@ def test_a_file_alone_gives_the_accuracy_that_the_run_reported(trained, suffix):
     images = Digits().open(None).held_out[0][:5]
     patches = saved.model.batches(Digits().open(None), 359, 0).held_out()[0]["patches"]
     np.testing.assert_allclose(saved.patches(images), patches[:5], atol=1e-5)
+
+
+def test_eval_says_how_often_each_class_is_right_and_what_it_is_taken_for(trained, capsys):
+    directory, result = trained
+    saved, (images, labels) = load_vit(directory / "model.gguf"), Digits().open(None).held_out
+    pixels = torch.from_numpy((images / 255 - saved.mean) / saved.std)
+    weights = {name: torch.from_numpy(np.array(array)).double() for name, array in saved.tensors.items()}
+    chosen = vit(weights, saved.model, pixels).argmax(-1).numpy()  # by float64 code of its own
+    capsys.readouterr()
+    assert main(["eval", str(directory), "engine=ggml", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["classes"]}
+    assert list(found) == list("0123456789")
+    matrix = np.array([[one["taken_for"].get(other, 0) for other in found] for one in found.values()])
+    matrix += np.diag([one["right"] for one in found.values()])
+    wanted = np.zeros((10, 10), int)
+    np.add.at(wanted, (labels, chosen), 1)
+    assert np.abs(matrix - wanted).sum() <= 2  # a tie may fall otherwise
+    assert [one["examples"] for one in found.values()] == wanted.sum(1).tolist()
+    assert np.trace(matrix) / 359 == pytest.approx(result["eval_scores"]["accuracy"])
+    assert all([*one["taken_for"].values()] == sorted(one["taken_for"].values())[::-1] for one in found.values())
+    assert main(["eval", str(directory), "engine=ggml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line.split() for line in lines if line.startswith("8 "))
+    assert row[1:3] == [str(found["8"]["examples"]), f"{found['8']['right'] / found['8']['examples']:.1%}"]
+
+
+def test_of_many_classes_those_with_most_mistakes_are_shown():
+    rng, count = np.random.default_rng(0), 30
+    targets = np.repeat(np.arange(count - 1), 4).astype(np.int32)  # nothing of the last class
+    logits = np.eye(count)[targets] + 0.0
+    logits[targets == 7] = np.eye(count)[8]
+    logits[targets == 5, :] = np.eye(count)[rng.permutation(4) + 20]
+    weights = np.ones(len(targets), np.float32)
+    weights[0] = 0  # which only fills the batch
+    batch = {"x": logits, "targets": targets, "weights": weights}
+    found = by_class(lambda b: b["x"], [batch, batch], ["x"], ["first"])
+    assert (found[0].name, found[0].examples, found[1].name, found[-1].examples) == ("first", 6, "1", 0)
+    assert found[7].taken_for == {"8": 8} and found[7].right == 0
+    lines = table(found)
+    assert len(lines) == 22 and "29 classes" in lines[-1]
+    assert [line.split()[0] for line in lines[1:3]] == ["5", "7"] and "8 (8)" in lines[2]
+    assert "20 (2), 21 (2), 22 (2), 23 (2)" in lines[1]
 
 
 def test_both_files_hold_the_same(trained):

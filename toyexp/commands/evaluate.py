@@ -13,12 +13,14 @@ from toyexp.base.blame import batches_of
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import TO_EVALUATE, running_out
+from toyexp.commands.by_class import OfClass, by_class, table
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
 from toyexp.commands.options import Answer, one_file
 from toyexp.commands.variants import one_experiment
 from toyexp.config.adapters import adapter_of
 from toyexp.config.request import Request
 from toyexp.config.restored import file_of
+from toyexp.contract.batch import Batch
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
 from toyexp.contract.data import open_data
@@ -27,6 +29,7 @@ from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model, scores_of, sizes_of
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
+from toyexp.contract.session import Session
 from toyexp.formats.file_plan import frozen_plan, see_as
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
 HELP = """\
 usage: toyexp eval MODEL [key=value ...] [--data PATH] [--adapter PATH] [--json]
 
-How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy.
+How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy, and that
+of each class with what it is mistaken for.
 MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
                                                           on the run's own data, as the run evaluated it
@@ -79,6 +83,7 @@ class Evaluation(Answer):
     loss: float  # nats a target
     figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
+    classes: list[OfClass] | None  # how it did by class, where there is one for a whole example
 
     def plain(self) -> dict[str, Any]:
         """What is known of text alone is null for others."""
@@ -99,6 +104,7 @@ class Evaluation(Answer):
             f"engine  {self.engine}",
             f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
             " · ".join(found),
+            *(table(self.classes) if self.classes else []),
         ]
 
 
@@ -145,6 +151,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         session.build()
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
+        classes = _by_class(session, held_out, dataset)
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters",
@@ -152,8 +159,17 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         data=built.data.name, path=built.plain["data"].get("path"), left_out=[*dataset.left_out(), *batches.left_out],
         share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
         targets=round(weights), loss=loss,
-        figures=model.reads.figures(loss, held_out, dataset), scores=scores,
+        figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
     )  # fmt: skip
+
+
+def _by_class(session: Session, held_out: Sequence[Batch], dataset: Dataset) -> list[OfClass] | None:
+    """How it did by class; None where each position of an example has a target of its own."""
+    inputs = session.plan.inputs
+    if inputs["targets"].shape:
+        return None
+    read = [name for name in inputs if name not in ("targets", "weights")]
+    return by_class(session.logits, held_out, read, getattr(dataset, "classes", ()))
 
 
 def _check_taken(request: Request) -> list[str]:

@@ -2,9 +2,7 @@
 
 import gc
 import os
-import shutil
 import sys
-import tempfile
 
 import pytest
 
@@ -14,13 +12,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
-def pytest_configure(config):
-    """What tests start finds toyexp compiled, as anywhere else, also where Python is told to keep no bytecode."""
-    if sys.dont_write_bytecode:
-        kept = tempfile.mkdtemp(prefix="toyexp-bytecode-")
-        config.add_cleanup(lambda: shutil.rmtree(kept, ignore_errors=True))
-        os.environ["PYTHONPYCACHEPREFIX"] = kept
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+def pytest_configure():
+    """What tests import and start is compiled once, also where Python is told to keep no bytecode.
+
+    It is kept where Python keeps it: in a place of its own (PYTHONPYCACHEPREFIX) torch would be compiled once more.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish():

@@ -183,7 +183,10 @@ def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(
         made(tmp_path / recipe, recipe=recipe, steps=steps)
     assert "they were to take 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
     made(tmp_path / "longer", recipe="warm", steps=20)
-    assert "they were to take" not in answered(capsys, "compare", str(tmp_path))  # steps are a column now
+    told = answered(capsys, "compare", str(tmp_path))  # steps are a column now
+    assert "they were to take" not in told and told.splitlines()[0].count("steps taken") == 1
+    heads = answered(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
+    assert len(heads) == len(set(heads))
 
 
 def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
@@ -199,7 +202,10 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     made("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
-    assert "their data differ (tokens_sha256)" in answered(capsys, "compare", "outputs/other", "outputs/sweep")
+    told = answered(capsys, "compare", "outputs/other", "outputs/sweep")
+    assert "their data differ (tokens_sha256)" in told and "best" not in told
+    assert not any(p["best"] for p in json.loads(answered(capsys, "compare", "outputs", "--json"))["points"])
+    assert not any(row["best"] for row in csv.DictReader(io.StringIO(answered(capsys, "compare", "outputs", "--csv"))))
     assert "their data differ" not in answered(capsys, "compare", "outputs/sweep")
 
 

@@ -51,13 +51,13 @@ class Compared(Answer):
     def plain(self) -> dict[str, Any]:
         """The points, the best first, and what differs."""
         found = self.comparison
-        points = []
+        best, points = found.best_point, []
         for point in found.ranking.points:
             settings = {key: point.jobs[0].settings.get(key) for key in found.keys}
             known = not math.isnan(point.mean)
             points.append({
                 "settings": settings, "mean": point.mean if known else None, "deviation": point.deviation,
-                "counted": len(point.values), "best": point is found.ranking.best,
+                "counted": len(point.values), "best": point is best,
                 "runs": [entry.run.plain() for entry in point.jobs],
             })  # fmt: skip
         every = [*found.keys, *(key for some in found.along.values() for key in some), *found.also]
@@ -70,12 +70,12 @@ class Compared(Answer):
         ranking = found.ranking
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [*(found.keys or ["name"]), "runs", "steps", ranking.column, *others, "speed", ""]
+        heads = [*(found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
         rows = [[in_a_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits([heads, *rows]):
             heads = [*map(in_a_cell, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
-        table, gone = without([heads, *rows], ["speed", *reversed(others), "steps"])
-        lines = aligned(table, {"runs", "steps", *others, "speed"})
+        table, gone = without([heads, *rows], ["speed", *reversed(others), self._taken])
+        lines = aligned(table, {"runs", self._taken, *others, "speed"})
         points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
         below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
         below.append(f"{counted(len(found.entries), 'run')}{points}")
@@ -90,6 +90,11 @@ class Compared(Answer):
         below += [f"note: {note}" for note in found.notes()]
         return [*lines, "", *wrapped([in_a_cell(line) for line in below])]
 
+    @property
+    def _taken(self) -> str:
+        """What the column of steps is called, beside one of the setting where runs differ in that."""
+        return "steps taken" if "steps" in self.comparison.keys else "steps"
+
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
         found, first = self.comparison, point.jobs[0]
         done = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
@@ -102,23 +107,23 @@ class Compared(Answer):
         speed = mean(run.speed for run in done)
         known = len(point.values) + point.repeats
         counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
-        mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
+        mark = "best" if point is found.best_point and len(found.ranking.points) > 1 else ""
         speed_told = "-" if speed is None else f"{count(speed)}/s"
         return [*cells, counts, of, str(point), *map(told, others), speed_told, mark]
 
     def csv(self) -> str:
         """A row for each run, in the order of the points."""
         found = self.comparison
-        heads = ["run", "name", *found.keys, "seed", "state", "steps", "held-out loss",
+        heads = ["run", "name", *found.keys, "seed", "state", self._taken, "held-out loss",
                  *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
                  f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
-        table = [heads]
+        table, best = [heads], found.best_point
         for entry, point in found.ranking.jobs():
             run, known = entry.run, bool(point.values)
             cells = [short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
                      run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
                      run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
-                     "best" if point is found.ranking.best else None]  # fmt: skip
+                     "best" if point is best else None]  # fmt: skip
             table.append(["" if cell is None else str(cell) for cell in cells])
         return as_csv(table)
 

@@ -11,7 +11,7 @@ from toyexp.base.words import short
 from toyexp.runs.events import start_of
 from toyexp.runs.found import DONE, Run
 from toyexp.runs.settings import settings
-from toyexp.sweep.ranking import METRIC, Ranking, ranked
+from toyexp.sweep.ranking import METRIC, Point, Ranking, ranked
 
 PARTS = ("recipe", "model", "data", "engine", "optim")  # what is chosen by name leads what it brings along
 # What may differ between two runs of one choice: their numbers do not depend on it, or only as on a seed.
@@ -89,6 +89,11 @@ class Comparison:
         """In what the data of points differ, where their losses do not compare."""
         facts = [fact for point in self.ranking.points if (fact := _held_out(point.jobs[0]))]
         return sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)})
+
+    @property
+    def best_point(self) -> Point[Entry] | None:
+        """The first one, where it has a number and scores compare."""
+        return None if self.other_data() else self.ranking.best
 
     def notes(self) -> list[str]:
         """What has to be known before the numbers are believed."""

@@ -222,6 +222,7 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
 def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
     """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
     plain(axes, "x")
+    best = comparison.best_point
     for rank, line in enumerate(named):
         point, colour = line.point, COLOURS[rank]
         if len(point.values) > 1:
@@ -229,7 +230,7 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
                       linestyle="none")  # fmt: skip
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
-        text = told(point.mean, point.deviation) + (", best" if rank == 0 and len(named) > 1 else "")
+        text = told(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [_label(comparison, line.point.jobs[0]) for line in named]

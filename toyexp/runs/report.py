@@ -118,6 +118,7 @@ class Report:
             "title": self.title,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "metric": ranking.column,
+            "best": len(ranking.points) > 1 and comparison.best_point is not None,
             "rising": _rises(ranking.column),
             "keys": comparison.keys,
             "along": comparison.along,

@@ -142,7 +142,7 @@ function drawLegend() {
     button.setAttribute("aria-pressed", String(!state.hidden.has(place)));
     put(button, "span", "chip").style.background = colour(place);
     put(button, "span", "label", point.label);
-    put(button, "span", place === 0 && point.mean !== null && data.points.length > 1 ? "value best" : "value", value(point));
+    put(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
     button.addEventListener("click", (event) => {
       if (event.altKey || event.shiftKey) return alone(place);
       if (!state.hidden.delete(place)) state.hidden.add(place);

@@ -74,7 +74,7 @@ function drawTable() {
     for (const column of columns) {
       const known = column.of(row), form = column.form || (column.number ? digits : (v) => v);
       const text = column.text ? column.text(row) : known === null || known === undefined ? "–" : form(known);
-      const best = column.best && row.point === 0 && known !== null && data.points.length > 1;
+      const best = column.best && row.point === 0 && known !== null && data.best;
       const cell = put(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""));
       if (best) put(cell, "span", "badge", "best");
       cell.append(text);

@@ -8,6 +8,7 @@ from toyexp.base.ending import exit_code_of
 from toyexp.base.ranks import FORKS
 from toyexp.base.signals import leave
 from toyexp.base.terminal import status
+from toyexp.commands.sooner import loading
 
 
 def main() -> int:
@@ -15,7 +16,8 @@ def main() -> int:
     if FORKS in os.environ:
         return _forks()
     status("starting")
-    return exit_code_of(_load_and_run, _explained)
+    with loading(sys.argv[1:]):
+        return exit_code_of(_load_and_run, _explained)
 
 
 def _forks() -> int:

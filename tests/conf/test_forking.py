@@ -194,8 +194,8 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
     class Killed(Forks):
         def start(self, *order):
             if len(started) == 1:
-                self._process.kill()
-                self._process.wait()
+                self._loading.process.kill()
+                self._loading.process.wait()
             started.append(super().start(*order))
             return started[-1]
 
@@ -223,7 +223,7 @@ def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(
 def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engine, package):
     pytest.importorskip(package)
     words = [f"engine={engine}", *TINY, "callbacks=[events]"]
-    server = Forks(words, dict(os.environ), lambda: False)
+    server = Forks(forking.Loading(dict(os.environ)), words, lambda: False)
     try:
         for name, start in (("forked", server.start), ("spawned", forking.spawned)):
             with start([*words, f"hydra.run.dir={name}"], dict(os.environ), False) as process:

@@ -36,6 +36,12 @@ def machine_cores() -> int:
         return os.cpu_count() or 1
 
 
+def of_cores(count: int) -> dict[str, str]:
+    """What tells a process and its libraries of its share of the machine's cores; 0: nothing."""
+    libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {CORES: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}} if count else {}
+
+
 def calm_threads() -> None:
     """Lets GNU OpenMP's threads spin less at barriers, unless the user chose; call it before a library loads OpenMP.
 

@@ -44,10 +44,8 @@ def serve() -> bool:
     control = socket.socket(fileno=int(os.environ.pop(FORKS)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
     with control, contextlib.suppress(ConnectionError):
-        if (asked := hear(control)) is None:
+        if not _loaded(control):
             return False
-        with contextlib.suppress(Exception):  # what is wrong with the settings is for the jobs to say
-            _load(asked[0]["words"], asked[0]["stacks"])
         fit = _is_fit()
         control.sendall(b"1" if fit else b"0")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
@@ -62,6 +60,22 @@ def serve() -> bool:
             for file in files:
                 os.close(file)
     return False
+
+
+def _loaded(control: socket.socket) -> bool:
+    """Whether it was told what is to be loaded, which is done: first maybe of a guess, which may hold."""
+    guess: dict[str, Any] = {}
+    sure = False
+    while not sure:
+        if (heard := hear(control)) is None:
+            return False
+        asked = heard[0]
+        sure = asked.pop("sure")
+        if asked != guess:
+            with contextlib.suppress(Exception):  # what is wrong with the settings is for the jobs to say
+                _load(**asked)
+        guess = asked
+    return True
 
 
 def _load(words: Sequence[str], stacks: bool) -> None:

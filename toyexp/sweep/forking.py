@@ -24,6 +24,7 @@ STREAMS = 3  # files of a job: standard ones, then the channel that hears how it
 HANDED = 4  # at most
 FILES = "TOYEXP_FILES"  # in the environment of a process that was handed open files: their numbers there
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
+FORKED = ("serial", "joblib", "stacked")  # the launchers whose jobs may be
 PLATFORMS = ("linux",)  # elsewhere libraries of the system do not bear a fork: jobs are started anew
 
 
@@ -72,31 +73,50 @@ def with_files(numbers: Sequence[int]) -> dict[str, str]:
     return {FILES: ",".join(map(str, numbers))} if numbers else {}
 
 
+class Loading:
+    """The process that jobs are forked from, from when it begins to load."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        """Begins; raises OSError where there can be none."""
+        self.environment, self.directory = dict(environment), Path.cwd()
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "toyexp"], env={**environment, FORKS: str(theirs.fileno())},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()], process_group=0,
+                )  # fmt: skip
+            except BaseException:
+                self.control.close()
+                raise
+
+    def tell(self, words: Sequence[str], stacks: bool, sure: bool = True) -> None:
+        """Has it load what jobs of these words need, and what trains `stacks`; once `sure` it says that it has."""
+        with contextlib.suppress(OSError):  # it is gone already, which is seen when a job is to start
+            tell(self.control, {"words": list(words), "stacks": stacks, "sure": sure})
+
+    def end(self, patience: float = 0.0) -> None:
+        """Ends it, after so many seconds; what was forked from it goes on."""
+        self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        self.process.kill()
+        self.process.wait()
+
+
 class Forks:
     """Starts a sweep's jobs. Where that cannot be by forking, each is spawned.
 
     What a job does is what `spawned` has it do: only what is loaded is there already, as it was when the sweep began.
     """
 
-    def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], stopped: Callable[[], bool], stacks: bool = False
-    ):
+    def __init__(self, loading: Loading, words: Sequence[str], stopped: Callable[[], bool], stacks: bool = False):
         """Has what the jobs share loaded while the sweep gets ready: the `words` of all; what trains `stacks` too."""
-        self._stopped, self._lock = stopped, threading.Lock()
+        self._loading, self._stopped, self._lock = loading, stopped, threading.Lock()
+        self._control = loading.control
         self._ready: bool | None = None
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "toyexp"], env={**environment, FORKS: str(theirs.fileno())},
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], process_group=0,
-                )  # fmt: skip
-            except BaseException:
-                self._control.close()
-                raise
-        with contextlib.suppress(OSError):  # it is gone already, which is seen when a job is to start
-            tell(self._control, {"words": list(words), "stacks": stacks})
+        loading.tell(words, stacks)
 
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()
@@ -109,11 +129,7 @@ class Forks:
 
     def close(self) -> None:
         """Ends what jobs are forked from; those that run go on."""
-        self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self._ready is None else 1)
-        self._process.kill()
-        self._process.wait()
+        self._loading.end(0 if self._ready is None else 1)
 
     def _is_ready(self) -> bool:
         if self._ready is None:

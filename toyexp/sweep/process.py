@@ -22,7 +22,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.ownership import keep_aside, require_empty
 from toyexp.base.packages import needed, told_by
 from toyexp.base.signals import Handler, ending, handled
-from toyexp.base.threads import CORES
+from toyexp.base.threads import of_cores
 from toyexp.base.words import short
 from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Ended, Job
@@ -182,12 +182,6 @@ def _run(
         for line in last.held:
             show(line, sys.stderr)
     return Ended(code, last.text() if code else "")
-
-
-def of_cores(count: int) -> dict[str, str]:
-    """What tells a process and its libraries of its share of the machine's cores; 0: nothing."""
-    libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-    return {CORES: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}} if count else {}
 
 
 class _LastWords:

@@ -18,14 +18,16 @@ from typing import IO, TYPE_CHECKING, Any
 from toyexp.base.errors import ToyexpError, UserError
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import in_notebook, on_terminal, say, silent, status
+from toyexp.base.threads import of_cores
 from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
-from toyexp.sweep.forking import PLATFORMS, Forks, spawned
+from toyexp.sweep.early import taken
+from toyexp.sweep.forking import FORKED, PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.places import Places
-from toyexp.sweep.process import AT_ONCE, Order, Stop, of_cores, run_process, side_by_side
+from toyexp.sweep.process import AT_ONCE, Order, Stop, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.sweep.shown import outcome, print_table
@@ -172,12 +174,11 @@ class Runner:
 
     def _forks_of_jobs(self) -> Forks | None:
         """What the jobs that run here are forked from, where that is possible."""
-        stacks = self._settings.launcher == "stacked"
-        each = self._settings.isolate and self._settings.launcher in ("serial", "joblib")
-        if not (each or stacks) or sys.platform not in PLATFORMS:
+        launcher = self._settings.launcher
+        if launcher not in FORKED or not self._settings.isolate or sys.platform not in PLATFORMS:
             return None
-        environment = {**os.environ, **of_cores(self._cores)}
-        return Forks(self._shared(), environment, lambda: self._stop.requested, stacks)
+        loading = taken({**os.environ, **of_cores(self._cores)})
+        return Forks(loading, self._shared(), lambda: self._stop.requested, launcher == "stacked")
 
     def _shared(self) -> list[str]:
         """The words of all jobs."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from toyexp.base.errors import UserError
 from toyexp.base.threads import available_cores
 from toyexp.sweep.directory import Job
-from toyexp.sweep.gpus import Gpus, visible
+from toyexp.sweep.gpus import Gpus, stacks_of, visible
 
 if TYPE_CHECKING:
     from toyexp.config.top_level import Sweep
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 AUTO = -1  # GPUs of a job whose engine is chosen when it begins
-FULL = 32  # jobs whose steps together keep a GPU as busy as their process keeps a core, for small models
-STACKS = 4  # that share a GPU at most, unless told
 
 
 class Share(NamedTuple):
@@ -59,8 +57,7 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
         raise UserError(f"sweep.per_gpu={settings.per_gpu}: jobs of {most_gpus} GPUs have them for themselves")
     stacks = max(settings.per_gpu, 1)
     if launcher == "stacked" and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
-        there = gpus.at_once(1) or 1
-        stacks = max(min(STACKS, len(jobs) // there // FULL, available_cores() // there // 2), 1)
+        stacks = stacks_of(len(jobs), gpus.at_once(1))
     at_once = gpus.at_once(most_gpus, stacks)
     if launcher == "stacked":  # processes, each of which has stacks of its own
         if not at_once:  # a process for each core, or one for a GPU that is not counted

@@ -74,7 +74,8 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
     run = made(tmp_path / "run", steps=20, eval_every=10)
     with open(run / "events.jsonl", "a") as file:
         file.write(
-            '[1]\n{"kind": "step", "step": "x", "loss": 1}\n{"kind": "step", "step": 21, "loss": null}\n{"kind": '
+            '[1]\n{"kind": "step", "step": "x", "loss": 1}\n{"kind": "step", "step": 21, "loss": null}\n'
+            f'{{"kind": "step", "step": 22, "tokens": 5, "wall_us": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n{{"kind": '
         )
     history = History.of(run)
     assert history.loss.steps.tolist() == list(range(1, 21)) and len(history.held_out["loss"].steps) == 2

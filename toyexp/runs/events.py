@@ -91,13 +91,12 @@ class History:
         ):  # fmt: skip
             curve.extend(steps, [event.get(name) for event in events])
         before = int(self.tokens.values[-1]) if self.tokens.values else 0
-        tokens = [event.get("tokens") for event in events]
-        counts = [count if isinstance(count, int) else 0 for count in tokens]
+        counts = [_whole(event.get("tokens")) or 0 for event in events]
         self.tokens.extend(steps, [*itertools.accumulate(counts, initial=before)][1:])
         walls = [event.get("wall_us") for event in events]
         self.speed.extend(
-            steps, [n * 1e6 / w if isinstance(n, int) and isinstance(w, int | float) and w > 0 else None
-                    for n, w in zip(tokens, walls, strict=True)],
+            steps, [n * 1e6 / w if n and isinstance(w, int | float) and 0 < w < 1e300 else None
+                    for n, w in zip(counts, walls, strict=True)],
         )  # fmt: skip
 
     def _add(self, kind: Any, step: int | None, event: dict[str, Any]) -> None:
@@ -117,8 +116,12 @@ class History:
 
 
 def _step_of(event: Mapping[str, Any]) -> int | None:
-    step = event.get("step")
-    return step if isinstance(step, int) and 0 <= step < 1 << 53 else None
+    return _whole(event.get("step"))
+
+
+def _whole(count: Any) -> int | None:
+    """A count as a number can have it without rounding."""
+    return count if isinstance(count, int) and 0 <= count < 1 << 53 else None
 
 
 def events_in(path: Path) -> Iterator[dict[str, Any]]:

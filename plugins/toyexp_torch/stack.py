@@ -175,15 +175,18 @@ class Stack:
         count = max(len(one.steps) for one in asked)
         while self._begun and count + sum(n for n, _ in self._begun) > 2 * self.steps_at_once:
             self._begun.pop(0)[1].settle()  # whose numbers would be overwritten
-        going = [[one for one in asked if i < len(one.steps)] for i in range(count)]
-        waits = [self._one_taken({one.row: one.steps[i] for one in those}) for i, those in enumerate(going)]
+        waits: list[Callable[[], Mapping[int, StepMetrics]]] = []
 
         def wait() -> Sequence[Sequence[StepMetrics]]:
             found = [each() for each in waits]
             return [[metrics[one.row] for metrics in found[: len(one.steps)]] for one in asked]
 
         answers = _Answers(wait)
-        self._begun.append((count, answers))
+        try:
+            for i in range(count):
+                waits.append(self._one_taken({one.row: one.steps[i] for one in asked if i < len(one.steps)}))
+        finally:  # those before one that cannot be begun are under way, too
+            self._begun.append((len(waits), answers))
         return answers
 
     def _one_taken(self, steps: Mapping[int, OneStep]) -> Callable[[], Mapping[int, StepMetrics]]:

@@ -127,6 +127,28 @@ def test_several_steps_at_once_are_those_of_each_run_alone(graphs):
     assert len(graphs) == 2
 
 
+def test_steps_before_one_that_cannot_be_begun_count_among_those_whose_numbers_are_kept(monkeypatch):
+    (job, *_) = jobs = jobs_of("llama", OPTIMISERS["adamw"])
+    sessions = opened(jobs)
+
+    def several(first):
+        wanted = [(job.batch(k), job.plan.numbers(k, job.lr / (1 + k / 10))) for k in range(first, first + 8)]
+        return sessions[0].launch_several(wanted)
+
+    waiting = several(0)
+    sessions[0].all_launched()
+    launch, left = stack_resident.StackedResident.launch, [None] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_resident.StackedResident, "launch", lambda *given: [left.pop(), launch(*given)][1])
+        broken = several(8)
+        with pytest.raises(IndexError):
+            broken()
+    several(8)
+    sessions[0].all_launched()
+    theirs, _ = alone(job, 8, EXACT)
+    np.testing.assert_allclose(waiting(), theirs, rtol=1e-11)
+
+
 def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
     jobs = jobs_of("llama", ADAMW)
     sessions = opened(jobs)

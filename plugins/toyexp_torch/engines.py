@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -257,6 +259,16 @@ class TorchCPU(TorchEngine):
         return [line] if line else []
 
 
+CUDA_IS_OPEN = threading.Event()  # or opening, in this process
+
+
+def _open_cuda(deterministic: bool) -> None:
+    with contextlib.suppress(Exception):
+        some = import_torch().ones((8, 8), device="cuda")
+        if not deterministic:  # for which cuBLAS is told how before it is loaded
+            some @ some
+
+
 @dataclass
 class TorchCUDA(TorchEngine):
     """PyTorch on an NVIDIA GPU."""
@@ -296,6 +308,12 @@ class TorchCUDA(TorchEngine):
             )
         count = self.check_devices()
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
+
+    def wake(self) -> None:
+        """Opens CUDA and loads cuBLAS, which takes half a second in which data can be opened."""
+        if self.devices == "1" and started_ranks().count == 1 and not CUDA_IS_OPEN.is_set():
+            CUDA_IS_OPEN.set()
+            threading.Thread(target=_open_cuda, args=(self.deterministic,), daemon=True).start()
 
     def free_bytes(self) -> int | None:
         """Of the GPU itself, what this process has and does not use counted in."""

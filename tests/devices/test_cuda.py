@@ -1,6 +1,8 @@
 """engine=cuda against engine=cpu, where there is an NVIDIA GPU."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -95,3 +97,21 @@ def test_captured_steps_and_others_stand_side_by_side_in_parity_and_in_bench(cap
     assert list(found) == ["cuda", "cuda:capture=false", "nanoGPT-style", "nanoGPT-style eager"], report["left_out"]
     assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in found.values())
     assert report["left_out"].keys() - {"ggml autodiff"} == {"PEFT", "PEFT compiled"}  # it needs ggml
+
+
+OPENED = """
+import sys, time, torch
+from toyexp_torch.engines import TorchCUDA
+assert not torch.cuda.is_initialized()
+TorchCUDA(devices="2").wake()
+assert not torch.cuda.is_initialized() and len(sys._current_frames()) == 1
+TorchCUDA().wake()
+until = time.monotonic() + 60
+while len(sys._current_frames()) > 1 and time.monotonic() < until:
+    time.sleep(0.01)
+assert torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 0
+"""
+
+
+def test_a_gpu_is_opened_beside_other_work():
+    subprocess.run([sys.executable, "-c", OPENED], check=True)

@@ -1,7 +1,15 @@
+import threading
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
+from lines import noop
+
+from toyexp.commands.line import main
 from toyexp.testing import EngineSuite
+from toyexp.testing.null import NullEngine
+from toyexp.training import experiment
+from toyexp_torch import engines
 from toyexp_torch.engines import TorchCPU, TorchCUDA, TorchMPS
 
 
@@ -45,3 +53,28 @@ class TestMPS(EngineSuite):
     engine = TorchMPS()
     rtol = 1e-4  # Apple's kernels use fast approximations of exp and tanh
     gradient_rtol = 5e-4
+
+
+def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_needs_it(monkeypatch):
+    monkeypatch.setattr(engines, "CUDA_IS_OPEN", threading.Event())
+    opened = []
+    monkeypatch.setattr(
+        engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: opened.append(1) or 1 / 0)
+    )
+    TorchCUDA(devices="2").wake()
+    for _ in range(2):  # runs of one process open it once
+        TorchCUDA().wake()
+    for thread in threading.enumerate():
+        if thread.daemon and getattr(thread, "_target", None) is engines._open_cuda:
+            thread.join(10)
+    assert opened == [1]
+
+
+def test_a_run_opens_its_device_before_its_data(monkeypatch, tmp_path):
+    order = []
+    monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device"))
+    monkeypatch.setattr(
+        experiment, "_opened", lambda config, old=experiment._opened: order.append("data") or old(config)
+    )
+    assert main([*noop(), "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert order == ["device", "data"]

@@ -71,6 +71,12 @@ class Engine(ABC):
         """The same of what trains several runs as one program."""
         self.preload()
 
+    def wake(self) -> None:  # noqa: B027 - optional on purpose: it saves time
+        """Begins to open its device beside what is done before it is needed, in a process that is to train on it.
+
+        Called once `check` has found nothing wrong; what goes wrong here is left to whoever needs the device to say.
+        """
+
     def of_one_row(self) -> Engine:
         """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -49,6 +50,8 @@ def prepare(config: Config) -> Prepared:
     _require_suited(config)
     accumulate = config.optim.accumulate
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
+    with contextlib.suppress(Exception):
+        config.engine.wake()
     bus = Bus(config.callbacks, config.by_default)
     dataset = _opened(config)
     model, batches = _fitted(config, dataset)

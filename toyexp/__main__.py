@@ -16,8 +16,7 @@ def main() -> int:
     if FORKS in os.environ:
         return _forks()
     status("starting")
-    with loading(sys.argv[1:]):
-        return exit_code_of(_load_and_run, _explained)
+    return exit_code_of(_load_and_run, _explained)
 
 
 def _forks() -> int:
@@ -32,10 +31,11 @@ def _forks() -> int:
 
 
 def _load_and_run() -> int:
-    # Deferred: numpy takes longer than a person waits for a sign of life.
-    from toyexp.commands.line import answer
+    with loading(sys.argv[1:]):
+        # Deferred: numpy takes longer than a person waits for a sign of life.
+        from toyexp.commands.line import answer
 
-    return answer(sys.argv[1:])
+        return answer(sys.argv[1:])
 
 
 def _explained(error: str) -> str:

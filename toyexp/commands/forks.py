@@ -82,6 +82,8 @@ def _load(words: Sequence[str], stacks: bool) -> None:
     """Imports what the jobs will: plugins by their names, and what the engine computes with, `stacks` of them too."""
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
+    if stacks:
+        import toyexp.sweep.stack  # noqa: F401 - and where nothing trains together
     request = _composed(words)
     keep_plugins(request.registry)
     composed = request.compose()
@@ -105,8 +107,7 @@ def _composed(words: Sequence[str]) -> Request:
 
 def _is_fit() -> bool:
     """Whether a process forked from this one has nothing of it that only one can have."""
-    gc.collect()
-    gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it
+    gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it, and takes a while
     gc.enable()
     if not (trial := os.fork()):
         os._exit(0)

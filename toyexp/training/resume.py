@@ -7,6 +7,7 @@ import logging
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,5 +266,16 @@ def identity(prepared: Prepared) -> dict[str, Any]:
     return {
         "data": prepared.data_facts(),
         "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
-        "files": {role: fingerprint(path) for role, path in files.items() if path is not None},
+        "files": {role: _fingerprint(path) for role, path in files.items() if path is not None},
     }
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file that runs of one process begin with: what did not change is read once."""
+    status = path.stat()
+    return _read_once(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read_once(path: Path, *_as_it_stands: int) -> str:
+    return fingerprint(path)

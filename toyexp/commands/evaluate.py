@@ -30,6 +30,7 @@ from toyexp.contract.model import Model, scores_of, sizes_of
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
 from toyexp.contract.session import Session
+from toyexp.datasets.images import ImageDataset
 from toyexp.formats.file_plan import frozen_plan, see_as
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
@@ -169,7 +170,7 @@ def _by_class(session: Session, held_out: Sequence[Batch], dataset: Dataset) -> 
     if inputs["targets"].shape:
         return None
     read = [name for name in inputs if name not in ("targets", "weights")]
-    return by_class(session.logits, held_out, read, getattr(dataset, "classes", ()))
+    return by_class(session.logits, held_out, read, dataset.classes if isinstance(dataset, ImageDataset) else ())
 
 
 def _check_taken(request: Request) -> list[str]:

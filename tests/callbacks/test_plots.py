@@ -133,6 +133,18 @@ def test_a_run_that_a_callback_has_ended_says_which_and_why(train):
     assert f", step {run.result['steps']}" in words and run.result["steps"] < 12
 
 
+def test_the_best_eval_is_marked_where_it_was_and_one_that_was_the_last_is_not(train):
+    """Of a rate so high that the held-out loss does not only fall, and of one with which it does."""
+    words = ["checkpoint_best=loss", "eval_every=2", "callbacks=[constant,events,plots]"]
+    wild = train(*words, "lr=0.5", to="wild")
+    scores = {e["loss"]: e["step"] for e in wild.of("eval") if e["step"]}
+    assert 0 < (best := scores[min(scores)]) < 12, "the rate is not as wild as it should be"
+    assert f"best, step {best}" in words_of(wild.dir / "plots" / "curves.svg")
+    falling = train(*words, "lr=0.01", to="falling")
+    assert falling.result["best"]["step"] == 12, "the rate is not as tame as it should be"
+    assert not any(word.startswith("best") for word in words_of(falling.dir / "plots" / "curves.svg"))
+
+
 def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_steps(train, tmp_path, monkeypatch):
     seen = []
 

@@ -90,6 +90,16 @@ def test_the_oldest_turns_are_left_out_once_the_context_is_full_and_that_is_said
     assert b"message 4" in bytes(i for i in answers[-1]["prompt_ids"] if i < 256)
 
 
+@pytest.mark.parametrize(("tokens", "room"), [(8, 112), (40, 90)])
+def test_turns_leave_an_answer_room_for_its_tokens_or_a_quarter_of_the_context(chat, tokens, room):
+    """An earlier exchange stays where all takes just that, and is left out where it takes one token more."""
+    before = ("user", b"a"), ("assistant", b"\0" * tokens)  # what this engine says
+    for more in (0, 1):
+        message = b"c" * (room + more - len(rendered(*before, ("user", b""))))
+        answers, _ = chat(b"a\n" + message + b"\n", "--tokens", str(tokens), "--temperature", "0")
+        assert answers[1]["prompt_ids"] == rendered(*(() if more else before), ("user", message))
+
+
 def test_a_message_that_is_too_long_is_told_and_the_chat_goes_on(chat):
     answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2")
     assert "the message takes 219 tokens, and the context is 120: left out" in told

@@ -206,6 +206,10 @@ def test_a_column_sorts_both_ways_and_long_tables_open(page, swept):
     page.click("#table th button:has-text('train loss')")
     assert [float(text) for text in column(page, "train loss")] == losses[::-1]
     assert page.locator("#table th[aria-sort=descending]").inner_text() == "train loss ↓"
+    for falling in (False, True):  # the killed run has no accuracy, and is last in either order
+        page.click("#table th button:has-text('held-out accuracy')")
+        *shares, last = column(page, "held-out accuracy")
+        assert last == "–" and [float(share) for share in shares] == sorted(map(float, shares), reverse=falling)
 
 
 def test_a_drag_along_an_axis_of_settings_chooses_points_and_a_click_takes_it_back(page):

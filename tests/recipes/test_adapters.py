@@ -131,6 +131,9 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
     assert main([*QUICK, *words]) == 0, capsys.readouterr().err
     config = json.loads(Path("on/adapter-hf/adapter_config.json").read_text())
     assert (config["r"], config["rank_pattern"]) == (3, {module: 6})
+    for rank in (3, 6):  # neither is that of all
+        error = refused(capsys, *QUICK, *words[:2], "steps=1", f"recipe.rank={rank}", "hydra.run.dir=no")
+        assert f"recipe.rank={rank}: recipe.adapter=many has rank 3, 6; leave recipe.rank out" in error
 
 
 @pytest.mark.parametrize(("config", "tensors", "said"), [

@@ -192,7 +192,9 @@ def test_a_checkpoint_stands_for_the_adapter_as_it_was_then(capsys):
     full = [word for word in QUICK if "recipe=" not in word]
     assert main([*full, "recipe=full", "engine=ggml", "steps=1", "checkpoint_every=1", "hydra.run.dir=full"]) == 0
     error = refused(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
-    assert "is a checkpoint of recipe=full, without an adapter" in error
+    assert "is a checkpoint of recipe=full, without an adapter; name a run of recipe=lora" in error
+    error = refused(capsys, *QUICK, "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no")
+    assert "full: is of a run that trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
 
 
 # -- merged -----------------------------------------------------------------------------------------------------------

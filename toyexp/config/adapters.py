@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from toyexp.base.errors import UserError
-from toyexp.config.restored import ADAPTER, adapter_in, file_of, is_checkpoint, made_once, newest_in
+from toyexp.config.restored import ADAPTER, NAME_ADAPTER, adapter_in, file_of, is_checkpoint, made_once, newest_in
 from toyexp.contract.model import Model
+from toyexp.contract.plan import lora_names
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.write import write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
-from toyexp.training.checkpoint import MANIFEST
+from toyexp.training.checkpoint import MANIFEST, Damaged, read
 
 
 def adapter_files(path: Path) -> list[Path]:
@@ -24,9 +25,20 @@ def adapter_files(path: Path) -> list[Path]:
     if is_checkpoint(path):
         return [path / MANIFEST]
     if path.is_dir() and not (path / ADAPTER).exists():
-        named = f"a checkpoint, such as {newest}" if (newest := newest_in(path)) else "a run of recipe=lora, or a file"
-        raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; name {named}")
+        newest = newest_in(path)
+        if newest is not None and _trained_whole(newest):
+            raise UserError(f"{path}: is of a run that trained no adapter; {NAME_ADAPTER}")
+        named = f"name a checkpoint, such as {newest}" if newest else NAME_ADAPTER
+        raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; {named}")
     return [file_of(path, leaves=(ADAPTER,))]
+
+
+def _trained_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be read and holds no adapter: to name it would lead to the next error."""
+    try:
+        return not any(name.endswith((*lora_names(""),)) for name in read(checkpoint, with_state=False).arrays)
+    except Damaged:
+        return False
 
 
 def adapter_of(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:

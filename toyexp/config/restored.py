@@ -35,6 +35,7 @@ from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.training import checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
+NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"  # what to type in place of what has none
 
 _written: dict[Hashable, Path] = {}  # by what it was made of, and when that was written; for this process
 
@@ -133,9 +134,8 @@ def adapter_in(path: Path, target: Path, registry: Registry) -> None:
     """Writes the LoRA adapter of a checkpoint as a GGUF file; UserError for that of a run without one."""
     found, plan, _, dataset = _set_up(path, registry)
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
-        raise UserError(
-            f"{path}: is a checkpoint of recipe={found.state['config']['recipe']['name']}, without an adapter"
-        )
+        recipe = found.state["config"]["recipe"]["name"]
+        raise UserError(f"{path}: is a checkpoint of recipe={recipe}, without an adapter; {NAME_ADAPTER}")
     values = {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
     write_adapter(target, plan, values, _general(path, found, plan), dataset.chat_template)
 

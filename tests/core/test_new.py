@@ -104,7 +104,11 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
     ("words", "told"),
     [
         ("optimiser Sgd-R", "did you mean sgd_r?"),
-        ("optimiser 3", "lower-case letters"),
+        ("optimiser 3", "did you mean my_3?"),
+        ("optimiser 1st", "did you mean my_1st?"),
+        ("optimiser ünï", "did you mean uni?"),
+        ("optimiser größe", "a letter first (more"),
+        ("optimiser _", "a letter first (more"),
         ("optimiser a__b", "single underscores"),
         ("optimiser adamw", "optim=adamw is that of toyexp_optimisers"),
         ("format gguf", "--type gguf is that of"),

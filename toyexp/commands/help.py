@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from toyexp.base.errors import UserError
 from toyexp.base.words import typed
-from toyexp.commands.pages import read, show, topics
+from toyexp.commands.pages import page_about, read, show, topics
 from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.contract.command import Arguments
@@ -38,11 +38,15 @@ def run(arguments: Arguments) -> int:
     if not arguments.rest:
         print(page())
         return 0
-    word, known = arguments.rest[0], load(arguments.modules).offers["command"]
+    word, offers = arguments.rest[0], load(arguments.modules).offers
+    known = offers["command"]
     if len(arguments.rest) > 1:
         raise UserError(f"help {' '.join(arguments.rest)}: takes one topic, such as toyexp help data")
     if word in known and word not in topics():
         raise UserError(f"help {word}: is a command: toyexp {word} --help")
+    if word not in topics() and (kind := next((kind for kind in GROUPS if word in offers.get(kind, ())), None)):
+        page_of_it = page_about(f"{kind}={word}")
+        raise UserError(f"help {word}: there is no such page; {kind}={word} is on toyexp help {page_of_it}")
     show(read(word))
     if word in known:
         print(f"\nOf the command: toyexp {word} --help")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
@@ -92,12 +93,22 @@ def _class(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
+def _as_name(words: str) -> str:
+    """A name from what was typed, letters without their accents; nothing where letters would be lost."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", words) if not unicodedata.combining(c))
+    if any(c.isalnum() and not c.isascii() for c in plain):
+        return ""
+    parted = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", plain).lower()
+    name = re.sub(r"[^a-z0-9]+", "_", parted).strip("_")
+    return f"my_{name}" if name[:1].isdigit() else name
+
+
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
     """Raises UserError for a name that is none, or somebody else's."""
     asked = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        guess = re.sub(r"[^a-z0-9]+", "_", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()).strip("_0123456789")
-        hint = f"; did you mean {guess}?" if re.fullmatch(r"[a-z][a-z0-9_]*", guess) else ""
+        guess = _as_name(name)
+        hint = f"; did you mean {guess}?" if guess else ""
         raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
     if iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", template):
         raise UserError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, choose, nearest
 from toyexp.base.terminal import on_terminal
 from toyexp.config.shipped import PAGES, TEMPLATES
 
@@ -27,7 +28,7 @@ def read(topic: str) -> str:
     """A page with the files that it shows, its links as what one types; UserError where there is none of that name."""
     known = topics()
     if topic not in known:
-        raise UserError(f"help {topic}: there is no such page; {choose(topic, known)}")
+        raise UserError(f"help {topic}: there is no such page; {_instead(topic, known)}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
 
     def told(link: re.Match[str]) -> str:
@@ -38,6 +39,14 @@ def read(topic: str) -> str:
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # to another place of the same page
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
+
+
+def _instead(topic: str, known: Mapping[str, Path]) -> str:
+    """The page that may be meant: the nearest, or that of a setting; of guides/data.md, its place in a folder, data."""
+    own = topic.removesuffix(".md").rpartition("/")[2]
+    if meant := nearest(topic, known) or (own if own in known else nearest(own, known)) or _OF_KEY.get(own):
+        return f"did you mean {meant}?"
+    return choose("", known)
 
 
 def with_templates(page: str) -> str:

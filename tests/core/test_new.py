@@ -170,11 +170,26 @@ def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypat
     assert (suite["passed"], suite["note"]) == (6, "") and (others["suite"], others["passed"]) == ("other tests", 2)
 
 
+ENDS = """
+import os
+
+def test_a_child_may_end():
+    child = os.fork()
+    if not child:
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+def test_of_all():
+    os._exit(0)
+"""
+
+
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
         ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
         ("test_more.py", "raise SystemExit('left')", "could not be run: SystemExit: left"),
+        ("test_more.py", ENDS, "\n  other tests: test_of_all: SystemExit: os._exit(0) would end toyexp"),
     ],
 )
 def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, file, text, told):
@@ -256,6 +271,7 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
     [
         ("none.py", "x = 1", 1, "none offers nothing"),
         ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
+        ("exits.py", "import os; os._exit(0)", 1, "exits: SystemExit: os._exit(0) would end toyexp"),
         ("gone.py", None, 2, "there is no such file or directory"),
         ("notes.txt", "x", 2, "is no Python file"),
         ("empty/notes.txt", "x", 2, "holds neither a pyproject.toml nor an __init__.py"),

@@ -83,6 +83,7 @@ BROKEN = {
     "imports what is not there": ("import not_installed_anywhere", ["not_installed_anywhere"]),
     "has a syntax error": ("def register(:", ["SyntaxError"]),
     "calls sys.exit on import": ("import sys; sys.exit('goodbye')", ["SystemExit: goodbye"]),
+    "calls os._exit on import": ("import os; os._exit(0)", ["SystemExit: os._exit(0) would end toyexp"]),
     "calls sys.exit in its hook": (
         "import sys\nfrom toyexp import hookimpl\n@hookimpl\ndef register_callbacks(register):\n    sys.exit(3)",
         ["SystemExit: 3"],

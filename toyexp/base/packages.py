@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
 from toyexp.base.files import absent, misfit
@@ -63,6 +64,26 @@ def _left(spec: ModuleSpec | None) -> str:
     if not isinstance(spec, ModuleSpec) or spec.origin is not None:
         return ""
     return f"{next(iter(spec.submodule_search_locations or ()), spec.name)} holds no __init__.py"
+
+
+@contextlib.contextmanager
+def without_exit() -> Iterator[None]:
+    """Has os._exit raise SystemExit, as sys.exit does: what is loaded could end toyexp with 0, and without a word.
+
+    Processes forked meanwhile end by it as ever.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise SystemExit(f"os._exit({status}) would end toyexp")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def why(error: BaseException) -> str:

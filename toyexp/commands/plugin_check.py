@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import Unavailable, UserError
-from toyexp.base.packages import needed, why
+from toyexp.base.packages import needed, why, without_exit
 from toyexp.base.words import columns
 from toyexp.commands.options import Answer
 from toyexp.contract.exporter import Exporter
@@ -74,7 +74,7 @@ class Checked(Answer):
         for line in self.checked:
             told = ", ".join(f"{n} {word}" for word in ("passed", "failed", "skipped") if (n := line.counts[word]))
             rows.append([line.part, line.suite, line.verdict, "; ".join(filter(None, [told, line.note]))])
-        failures = [f"  {line.part}: {failure}" for line in self.checked for failure in line.failures]
+        failures = [f"  {line.part or line.suite}: {failure}" for line in self.checked for failure in line.failures]
         return [*columns(rows), *(["", *failures] if failures else [])]
 
 
@@ -286,7 +286,11 @@ def _pytest(files: list[str], found: _Found) -> None:
         options = ["-c", settings.name, "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib"]
         theirs = os.environ.pop("PYTEST_ADDOPTS", None)  # which may be about what is switched off here
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()) as said,
+                without_exit(),
+            ):
                 code = pytest.main([*options, "--rootdir", str(Path(files[0]).parent), *files], plugins=[found])
         finally:
             if theirs is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError
 from toyexp.base.files import working_directory
-from toyexp.base.packages import why
+from toyexp.base.packages import why, without_exit
 from toyexp.contract.exporter import add_exporters
 from toyexp.contract.registry import LOCAL, OWN, Problem, Registry
 from toyexp.contract.rules import KINDS, Candidate, check_classes, check_exporters, check_module
@@ -131,7 +131,8 @@ def _call(calls: Iterable[tuple[Candidate, Callable[[], object]]]) -> None:
         if candidate.reason is not None:
             continue
         try:
-            call()
+            with without_exit():
+                call()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp

@@ -385,6 +385,9 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
         toyexp.sweep(*words, "model.n_heads=3,5", steps=1, model={"d_model": 16}, quiet=True)
     with pytest.raises(UserError, match=r"holds no sweep"):
         toyexp.sweep(resume=here / "first", quiet=True)
+    with pytest.raises(UserError, match=r"nothing of what to run: toyexp\.sweep\(seed="):
+        toyexp.sweep(directory=here / "bare")
+    assert not (here / "bare").exists()
 
 
 def test_a_sweep_that_is_interrupted_before_it_begins_is_no_bad_input(here, monkeypatch):

@@ -51,10 +51,13 @@ def sweep(
     It is written to `directory`, which must not hold anything, or below outputs/sweeps/. `resume` goes on with the
     sweep in a directory (or a SweepResult). Each job is a process of its own, unless sweep.isolate=false.
 
-    Raises UserError for bad input, and where no job could begin; a job that fails ends no other, and stands in the
-    result. KeyboardInterrupt lets the jobs that run save first; a note on it says how to look, and how to go on.
+    Raises UserError for bad input, where nothing is said of what to run, and where no job could begin; a job that fails
+    ends no other, and stands in the result. KeyboardInterrupt lets the jobs that run save first; a note on it says how
+    to look, and how to go on.
     """
     typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
+    if not typed and resume is None:
+        raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
     with aside("toyexp.sweep", quiet), of_a_part(lambda: OWNERS):
         from toyexp.config.request import Request
         from toyexp.config.schema import Source

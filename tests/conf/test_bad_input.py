@@ -160,6 +160,7 @@ VALUES = [
     ("steps=null", "steps=null: cannot be null"),
     ("steps=[1]", "steps=[1]: must be a whole number"),
     ("lr=abc", "lr=abc: must be a number"),
+    (f"lr=1{'0' * 400}", "0: must be a number, and is too large for one"),
     ("recipe=lora recipe.targets={q:1}", "recipe.targets={q:1}: must be a list"),
     ("recipe=lora recipe.targets=[q,null]", "recipe.targets[1]: cannot be null"),
     ("model.tied=maybe", "model.tied=maybe: must be true or false"),

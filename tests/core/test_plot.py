@@ -163,6 +163,14 @@ def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_settin
         assert "1 at the edge are beyond it, up to 90" in words
 
 
+def test_a_value_that_no_float_holds_is_drawn_as_a_word(tmp_path, capsys):
+    search_of(tmp_path / "s", [3.0, 2.0])
+    told = json.loads((tmp_path / "s/search.json").read_text())
+    told["trials"][0]["values"]["lr"] = 10**400
+    (tmp_path / "s/search.json").write_text(json.dumps(told))
+    assert "best 2, trial 1" in " ".join(drawn(capsys, "s", "search.svg"))
+
+
 def test_runs_of_a_search_that_are_chosen_are_compared_as_curves(tmp_path, capsys):
     search_of(tmp_path / "s", [3.0, 2.0])
     assert "held-out loss at the end" in drawn(capsys, "s", "lr>0", "curves.svg")

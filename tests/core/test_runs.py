@@ -256,6 +256,19 @@ def test_what_others_broke_is_passed_over(here, capsys):
     assert "\x1b" not in answered(capsys, "runs")
 
 
+def test_whole_numbers_that_no_float_holds_are_passed_over(here, capsys):
+    one = here / "outputs/sweep/7"
+    result = json.loads((one / "result.json").read_text())
+    (one / "result.json").write_text(json.dumps({**result, "tokens_per_second": 10**400}))
+    text = (one / "config.yaml").read_text()
+    (one / "config.yaml").write_text(text.replace("lr: 0.01", f"lr: {10**400}"))
+    (run,) = [run for run in listed(capsys) if run["path"].endswith("sweep/7")]
+    assert run["speed"] is None and run["loss"] == result["eval_loss"]
+    assert len(listed(capsys, "outputs", "lr>0")) == 9
+    points = json.loads(answered(capsys, "compare", "outputs", "--json"))["points"]
+    assert sum(point["counted"] for point in points) == 8
+
+
 def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothing(here, capsys):
     before = answered(capsys, "compare", "outputs/sweep", "--json")
     made("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)

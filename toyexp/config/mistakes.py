@@ -242,7 +242,7 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     text = str(error)
     if isinstance(error, RecursionError):
         return includes_itself(given, source)
-    if not isinstance(error, HydraException | OmegaConfBaseException):
+    if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
         main = source.directory / f"{source.name}.yaml"
         return UserError(f"{main}: cannot be composed ({type(error).__name__}: {printable(text, 200)})")
     named = re.match(r"In '(\S+)': \w+ raised while", text)
@@ -322,6 +322,7 @@ def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None
 _PLAIN_WORDS = {
     r"could not be converted to Integer": "must be a whole number",
     r"could not be converted to Float": "must be a number",
+    r"too large to convert to float": "must be a number, and is too large for one",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
     r"Cannot convert '\w+' to string": "must be one text",
     r"is not Optional": "cannot be null",

@@ -129,5 +129,5 @@ def _compared(there: Any, asked: Any, sign: str) -> bool:
 def _number(value: Any) -> float | None:
     try:
         return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

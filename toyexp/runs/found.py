@@ -6,10 +6,10 @@ import contextlib
 import fcntl
 import glob
 import json
-import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,5 +276,5 @@ def _number(text: str | None) -> float | None:
 
 def _finite(value: Any) -> float | None:
     """A number of JSON's, where it is one."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be larger, which is none

@@ -195,7 +195,7 @@ def _against(
     """The scores against the values of one setting."""
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if all(conforms(value, float | int) for value in values):
         if key not in search.by_magnitude or not logarithmic(axes, "x", values):
             axes.locator_params(axis="x", nbins=4)
         places = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}

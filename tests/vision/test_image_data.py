@@ -299,6 +299,14 @@ def test_a_bad_image_is_refused_by_name_or_skipped_and_counted(tmp_path, name):
     assert facts["train_images"] + facts["held_out_images"] == 12
 
 
+def test_a_link_that_leads_nowhere_is_a_bad_image(tmp_path):
+    (folder(tmp_path, red=6, blue=6) / "red" / "lost.png").symlink_to("moved.png")
+    with pytest.raises(UserError, match=r"red/lost\.png: is a link to moved\.png, which is not there \(data\.on_error"):
+        opened(tmp_path)
+    facts = opened(tmp_path, on_error="skip").describe()
+    assert facts["skipped"] == 1 and facts["train_images"] + facts["held_out_images"] == 12
+
+
 def test_another_size_is_refused_or_skipped_where_sizes_are_to_stay(tmp_path):
     Image.new("RGB", (9, 8)).save(folder(tmp_path, red=6, blue=6) / "blue" / "wide.png")
     assert opened(tmp_path).describe()["skipped"] == 0

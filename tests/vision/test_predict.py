@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +89,18 @@ def test_a_sheet_has_a_row_for_each_and_is_replaced_only_where_it_is_one(here, t
     assert (
         "toyexp predict did not write it" in capsys.readouterr().err and (tmp_path / "mine.csv").read_text() == "a,b\n"
     )
+
+
+def test_a_link_in_a_folder_that_leads_nowhere_is_told_and_the_rest_is_classified(here, tmp_path, capsys):
+    root, _ = here
+    (tmp_path / "lost.png").symlink_to(tmp_path / "moved" / "away.png")
+    assert main(["predict", str(root / "run"), str(tmp_path)]) == 2
+    assert f"lost.png: is a link to {tmp_path}/moved/away.png, which is not there" in capsys.readouterr().err
+    shutil.copy(root / "pictures" / "left" / "00.png", tmp_path / "here.png")
+    found = predicted(capsys, root / "run", tmp_path, code=1)["images"]
+    assert [(Path(one["file"]).name, one["class"] is None) for one in found] == [
+        ("here.png", False), ("lost.png", True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "parts"), [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import printable
+from toyexp.base.files import absent, dangling
 from toyexp.base.packages import needed
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
     except BadImage:
         raise
     except FileNotFoundError:
-        raise BadImage("is not there") from None
+        raise BadImage(printable(absent(path), 200) if dangling(path) else "is not there") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
     except Exception as error:  # a broken file makes decoders raise anything
@@ -68,5 +69,6 @@ def _flat(image: Image, mode: str) -> Image:
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder, and in those in it, that are images by their names."""
-    return (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
+    """The files in a folder, and in those in it, that are images by their names; links that lead nowhere too."""
+    named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+    return (f for f in named if f.is_file() or (f.is_symlink() and not f.exists()))

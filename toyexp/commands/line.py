@@ -295,4 +295,5 @@ def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
     from toyexp.runs.of_sweep import SweepReport, draw_sweep
     from toyexp.sweep.runner import Asked
 
-    return Asked(flags, request, experiment, run, SweepReport(), draw_sweep)
+    report = SweepReport()
+    return Asked(flags, request, experiment, run, report, report.read, draw_sweep)

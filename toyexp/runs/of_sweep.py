@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -48,9 +49,14 @@ class SweepReport:
     """The report of a sweep that runs; no trouble with it is one of the sweep's."""
 
     def __init__(self) -> None:
-        self._report: Report | None = None
+        self._report = Report("")
         self._next = time.monotonic() + FIRST
         self._failed = False
+
+    def read(self, run: Path, count: int) -> None:
+        """Reads what a run tells that has ended, one of so many: at the end somebody waits for the page."""
+        with contextlib.suppress(Exception):  # which is told when it is to be written
+            self._report.read(run, count)
 
     def __call__(self, sweep: Path, last: bool) -> None:
         """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
@@ -64,7 +70,7 @@ class SweepReport:
                 return
             if path.exists() and not is_a_page(path):
                 raise Unavailable(f"{short(path)} is somebody else's")
-            self._report = self._report or Report(short(sweep))
+            self._report.title = short(sweep)
             self._report.importance = importance_of(sweep)
             self._report.write(Comparison.of(runs, metric_of([sweep])), path)
         except Unavailable as error:

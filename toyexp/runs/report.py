@@ -29,6 +29,7 @@ MOST_POINTS = 10_000  # of a curve
 ALL_POINTS = 400_000  # of the losses of all runs together
 MOST_BYTES = 5_000_000
 MOST_RUNS = 500
+SOON_READ = 4 << 20  # bytes of events, which take a tenth of a second
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
 MADE_BY = '<meta name="generator" content="toyexp">'
@@ -80,9 +81,7 @@ class Report:
         Raises UserError where it cannot be written, Unavailable without plotly.
         """
         comparison = comparison.best(MOST_RUNS)
-        most = MOST_POINTS  # halved, so that what is kept of runs that have ended seldom has to be read again
-        while most * len(comparison.entries) > ALL_POINTS and most > 200:
-            most //= 2
+        most = _points(len(comparison.entries))
         page = self._page(comparison, most)
         while len(page) > MOST_BYTES and most > 100:
             most //= 2
@@ -93,6 +92,15 @@ class Report:
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         return len(page)
+
+    def read(self, run: Path, count: int) -> None:
+        """Keeps what a run tells that has ended, for a page of so many; what takes long is left for when it is written.
+
+        Raises OSError where there are no events, Unavailable without plotly.
+        """
+        if count <= MOST_RUNS and (run / "events.jsonl").stat().st_size <= SOON_READ:
+            packed_library()
+            self._told(run, _points(count))
 
     def _page(self, comparison: Comparison, most: int) -> bytes:
         told = packed(dump_json(self._data(comparison, most)))
@@ -157,6 +165,14 @@ class Report:
         if path not in self._kept or self._kept[path][0] != mark:
             self._kept[path] = (mark, _shown(History.of(path), most))
         return self._kept[path][1]
+
+
+def _points(count: int) -> int:
+    """Those of a curve at most, of so many runs: halved, so that what is kept of one seldom has to be read again."""
+    most = MOST_POINTS
+    while most * count > ALL_POINTS and most > 200:
+        most //= 2
+    return most
 
 
 def _shown(history: History, most: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Asked:
     experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
     report: Callable[[Path, bool], None]  # writes that of a sweep's directory, for the last time or before
+    read: Callable[[Path, int], None]  # for it, what a run tells that has ended, one of so many
     plot: Callable[[Path], None]  # draws what is there of it
 
 
@@ -159,7 +160,7 @@ class Runner:
                     self._end(job, ended)
             self._unwatched()
             code = self._report()
-            self._look_back(last=True)
+            self._look_back()
             if self._folder and len(self._jobs) > 1 and not self._stop.number:
                 self.asked.plot(self._folder.path)
             return code
@@ -427,7 +428,7 @@ class Runner:
         self._take_down(job, ended)
         if self._folder:
             self._folder.note([job])
-        self._look_back()
+        self._look_back(job)
         if self._board:
             with self._printing:
                 self._board.ended(job)
@@ -455,10 +456,12 @@ class Runner:
         details += [] if log_file in str(job.error) else [f"log: {log_file}"]
         return f" ({'; '.join(details)})" if details else ""
 
-    def _look_back(self, last: bool = False) -> None:
-        """The runs side by side in report.html, but for a sweep that is to end at once."""
+    def _look_back(self, job: Job | None = None) -> None:
+        """The runs side by side in report.html, now that a job has ended or all have; none of one that ends at once."""
         if self._folder and self._settings.report and len(self._jobs) > 1 and not self._stop.number:
-            self.asked.report(self._folder.path, last)
+            if job and job.directory:
+                self.asked.read(self._folder.run(job), len(self._jobs))
+            self.asked.report(self._folder.path, job is None)
 
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder

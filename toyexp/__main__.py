@@ -41,7 +41,7 @@ def _load_and_run() -> int:
 def _explained(error: str) -> str:
     from toyexp.commands.line import explained
 
-    return explained(error)
+    return explained(error, sys.argv[1:])
 
 
 if __name__ == "__main__":

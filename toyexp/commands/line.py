@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
-    return exit_code_of(partial(answer, sys.argv[1:] if argv is None else argv), explained)
+    typed = sys.argv[1:] if argv is None else argv
+    return exit_code_of(partial(answer, typed), lambda error: explained(error, typed))
 
 
-def explained(error: str) -> str:
+def explained(error: str, typed: Sequence[str]) -> str:
     """An error with the page of the documentation that is about it; the sweep of a job tells its error itself."""
     from toyexp.commands.pages import with_page
 
-    return error if is_a_job() else with_page(error)
+    return error if is_a_job() else with_page(error, typed[0] if typed else "")
 
 
 def _owners() -> Mapping[type, str]:

@@ -75,10 +75,7 @@ _ABOUT = (
     (r"add -m to sweep|run it with -m", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
-    (r"^--engine ", "after"),
-    (r"^--(html|plot|metric|sort|last)\b", "compare"),
-    (r"^--(csv|top|prompt|ids|adapter|data)\b", "after"),
-    (r"^(unknown key|--?[a-z]|'[^']*' is neither)", "runs"),
+    (r"^(--?[a-z]|'[^']*' is neither)", "runs"),
     (r"to train on: resume=", "resume"),
     (r"the GGUF files on this machine", "recipes"),
     (r"llama-quantize|llama\.cpp", "exports"),
@@ -93,21 +90,26 @@ _OF_KEY = {
 _OF_COMMAND = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
-    "new": "plugins", "doctor": "engines",
+    "new": "plugins", "plugins": "plugins", "doctor": "engines",
 }  # fmt: skip
+_OF_THE_COMMAND = r"^--|the GGUF files on this machine"  # options and files: the command says what of
 
 
-def page_about(error: str) -> str:
-    """The topic that explains what an error is about; nothing where none does."""
+def page_about(error: str, command: str = "") -> str:
+    """The topic that explains what an error of a command is about; nothing where none does."""
+    if command in _OF_COMMAND and re.search(_OF_THE_COMMAND, error):
+        return _OF_COMMAND[command]
     for pattern, topic in _ABOUT:
         if re.search(pattern, error):
             return topic
+    if key := re.match(r"unknown key ([a-z_]+)", error):
+        return _OF_KEY.get(key[1], "runs")
     if key := re.match(r"([a-z_]+)(?:\.[\w.]+)?=", error):
         return _OF_KEY.get(key[1], "")
     return _OF_COMMAND.get(error.partition(" ")[0].removesuffix(":"), "")
 
 
-def with_page(error: str) -> str:
+def with_page(error: str, command: str = "") -> str:
     """An error, with the page that explains it behind it."""
-    topic = page_about(error)
+    topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error

@@ -157,6 +157,9 @@ class Lora(FromBase):
             )
             found = next(filter(None, matches), None)
             if not found:
-                raise UserError(f"recipe.targets=[{target}]: {choose(patterns[1], set(linears.values()))}")
+                names = {*linears.values()}
+                if any(target in n.split(".") for n in specs):
+                    raise UserError(f"recipe.targets=[{target}]: is no linear of a block; {choose('', names)}")
+                raise UserError(f"recipe.targets=[{target}]: {choose(patterns[1], names)}")
             chosen.update(found)
         return [name for name in linears if name in chosen]

@@ -371,3 +371,15 @@ def test_a_module_that_was_asked_for_by_its_name_is_imported_by_no_line():
     with pytest.raises(UserError) as refused:
         load(["plain_sgdd"])
     assert str(refused.value) == "plugins=[plain_sgdd]: there is no module plain_sgdd"
+
+
+def test_a_module_that_stands_in_its_packages_folder_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toyexp-pairs").mkdir()
+    (tmp_path / "toyexp-pairs/toyexp_pairs.py").write_text("")
+    with pytest.raises(UserError) as refused:
+        load(["toyexp_pairs"])
+    assert str(refused.value) == (
+        "plugins=[toyexp_pairs]: there is no module toyexp_pairs here; toyexp-pairs/toyexp_pairs.py is: go there with "
+        "cd toyexp-pairs, or pip install -e toyexp-pairs"
+    )

@@ -241,6 +241,14 @@ def test_asking_for_what_a_broken_plugin_offers_says_that_it_is_broken(install):
     assert text.startswith("callbacks=wanted comes from plugin bad, which is broken: Mine.on_step has a hook's name")
 
 
+def test_asking_for_what_a_plugin_has_in_its_name_that_cannot_be_loaded_offers_nothing_near(install):
+    registry = load(installed=install(GOOD, ("toyexp_good_on", "raise OSError('no driver')")))
+    with pytest.raises(UserError) as error:
+        registry.get("callbacks", "good_on")
+    told = "callbacks=good_on: there is none of that name; plugin toyexp_good_on is broken: OSError: no driver"
+    assert str(error.value) == told
+
+
 def test_asking_for_what_nobody_has_names_the_broken_plugins_that_may_have_had_it(install):
     registry = load(installed=install(GOOD, ("bad", "raise OSError('no driver')")))
     with pytest.raises(UserError) as error:

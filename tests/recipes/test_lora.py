@@ -204,6 +204,7 @@ def test_a_models_own_name_of_a_linear_wins_over_what_that_is_short_for():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
+        ("llama", {"targets": ["output"]}, "[output]: is no linear of a block; there is: attn_k, "),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": []}, "name at least one"),

@@ -49,12 +49,24 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
                 local = Candidate(name, LOCAL, partial(importlib.import_module, name))
                 _take_in(registry, [local])
                 if local.reason is not None:
-                    raise UserError(f"plugins=[{name}]: {local.reason}")
+                    raise UserError(f"plugins=[{name}]: {local.reason}{_elsewhere(name, local.reason)}")
         finally:
             sys.path.remove(here)
         if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
             sys.path.append(here)
     return registry
+
+
+def _elsewhere(module: str, reason: str) -> str:
+    """What to do about a module that stands in a folder of this one, such as that of its package; else nothing."""
+    if reason != f"there is no module {module}" or not module.isidentifier():
+        return ""
+    here = working_directory()
+    there = next(iter(sorted([*here.glob(f"*/{module}.py"), *here.glob(f"*/{module}/__init__.py")])), None)
+    if there is None:
+        return ""
+    folder = there.relative_to(here).parts[0]
+    return f" here; {there.relative_to(here)} is: go there with cd {folder}, or pip install -e {folder}"
 
 
 def load_beside(entries: Sequence[EntryPoint], package: str) -> Registry:

@@ -131,7 +131,9 @@ class Registry:
         for problem in self.problems:
             if (kind, name) in problem.offered:
                 why_not = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
-                return f"{kind}={name} {why_not}; {choose(name, known)}"
+                return f"{kind}={name} {why_not}; {choose('', known)}"  # nothing near: what was meant is known
+            if not problem.offered and problem.plugin in (name, f"{OWN}_{name}"):
+                return f"{kind}={name}: there is none of that name; plugin {problem.plugin} is broken: {problem.reason}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
         note = f" (a broken plugin may have offered it: {broken})" if broken else ""
         if kind == "engine" and (hint := self._gpu(name)):

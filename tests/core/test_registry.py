@@ -305,6 +305,12 @@ def test_a_plugin_for_another_toyexp_is_passed_over_before_it_is_imported(distri
     assert ("wanted_stranger" in registry.offers["callbacks"]) is not bool(reason)
 
 
+def test_a_package_that_is_installed_meanwhile_is_found(distribution):
+    assert "wanted_stranger" not in load().offers["callbacks"]
+    distribution()
+    assert "wanted_stranger" in load().offers["callbacks"]
+
+
 def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, tmp_path, monkeypatch, capsys):
     distribution("toyexp>=99")
     distribution(source="raise OSError('no driver')", package="driver")

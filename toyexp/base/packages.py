@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -153,16 +153,21 @@ def why_not_apart(package: str) -> str | None:
 
 def broken_requirement(error: BaseException) -> Broken | None:
     """What to say of an error that came out of the import of a package, wherever that stood; None of any other."""
+    imported, trace = [], error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code.co_name == "<module>":
+            imported.append(str(frame.f_globals.get("__name__")).partition(".")[0])
+    found = _distribution(imported) if imported else None
+    if found is None and isinstance(error, ModuleNotFoundError) and error.name:
+        return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
+    return broken(found, why(error)) if found else None
+
+
+def _distribution(packages: Sequence[str]) -> str | None:
+    """Which one the last of these packages came with that no plugin is; it takes a moment to look through all."""
     from importlib.metadata import entry_points, packages_distributions
 
     plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
     known = packages_distributions()
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if frame.f_code.co_name == "<module>" and name in known and name not in plugins:
-            found = known[name][0]
-    if found is None and isinstance(error, ModuleNotFoundError) and error.name:
-        return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
-    return broken(found, why(error)) if found else None
+    return next((known[name][0] for name in reversed(packages) if name in known and name not in plugins), None)

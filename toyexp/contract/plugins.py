@@ -22,6 +22,7 @@ GROUP = "toyexp"  # of entry points
 OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
 _kept: Registry | None = None
+_there: tuple[list[tuple[str, int]], list[tuple[EntryPoint, str]]] | None = None  # the path then, and what lay on it
 
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
@@ -83,7 +84,26 @@ def keep(registry: Registry) -> None:
 
 
 def _installed() -> list[tuple[EntryPoint, str]]:
-    """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once."""
+    """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once.
+
+    Files of every package are read for it: once, until the path or a directory on it changes.
+    """
+    global _there
+    path = [(place, _changed(place)) for place in sys.path]
+    if _there is None or _there[0] != path:
+        _there = path, _looked_up()
+    return _there[1]
+
+
+def _changed(place: str) -> int:
+    """When something was last put into a directory or taken out, in ns; 0 where there is none."""
+    try:
+        return Path(place or ".").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _looked_up() -> list[tuple[EntryPoint, str]]:
     found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
     packages: dict[int, str] = {}  # a distribution reads its metadata anew whenever it is asked
     for entry in entry_points(group=GROUP):

@@ -95,6 +95,10 @@ def test_the_share_of_the_cores_is_guessed_as_it_is_found(there, words, monkeypa
         ["-m", "sweep.launcher=ray", "seed=1,2"],
         ["-m", "sweep.launcher=submitit", "seed=1,2"],
         ["-m", "experiment=smoke", "seed=1,2"],  # which may name a launcher
+        ["-m", "+experiment=smoke", "seed=1,2"],
+        [*SEVERAL, "hydra/launcher=ray"],
+        [*SEVERAL, "sweep={launcher: ray}"],
+        [*SEVERAL, "++sweep.launcher=ray"],
         [*SEVERAL, "sweep.isolate=false"],
         [*SEVERAL, "plugins=[mine]"],
         ["-m", "sweep.resume=there"],
@@ -109,6 +113,12 @@ def test_the_share_of_the_cores_is_guessed_as_it_is_found(there, words, monkeypa
 def test_what_forks_nothing_begins_nothing(words, begun):
     with early.loading(words):
         assert begun == []
+
+
+def test_what_a_search_chooses_is_of_no_job_beforehand(begun):
+    words = ["-m", "sweep.search=tpe", "sweep.trials=4", "lr=tag(log, interval(1e-4, 1e-1))", "optim=choice(sgd,adamw)"]
+    with early.loading([*words, "engine=cpu", "steps=3"]):
+        assert [loading.told for loading in begun] == [[(["engine=cpu", "steps=3"], False, False)]]
 
 
 def test_on_other_platforms_nothing_begins(begun, monkeypatch):

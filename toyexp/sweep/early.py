@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from toyexp.base.errors import UserError
 from toyexp.base.home import at_home
@@ -22,6 +23,7 @@ from toyexp.sweep.gpus import Gpus, stacks_of, visible
 
 SWEEPS = {"-m", "--multirun"}
 OF_JOBLIB = {"KMP_INIT_AT_FORK": "FALSE"}  # what it adds to the environment of a process that imports it
+UNLIKE = {"plugins", "sweep.resume", "sweep.isolate", "sweep"}  # keys of sweeps of which less is known beforehand
 BESIDE = {*SWEEPS, "--json"}  # flags that leave the words of a sweep what they are
 _begun: Loading | None = None  # that no sweep has asked for yet
 
@@ -30,9 +32,11 @@ _begun: Loading | None = None  # that no sweep has asked for yet
 def loading(typed: Sequence[str]) -> Iterator[None]:
     """Meanwhile it loads what the words of a sweep name, if they do; what no sweep has asked for is ended."""
     global _begun
-    with contextlib.suppress(UserError, OSError, ValueError):  # which is told when it is its turn
-        _begun = _begin(at_home(typed))
     try:
+        with contextlib.suppress(UserError, OSError, ValueError):  # which is told when it is its turn
+            if guess := _guess(at_home(typed)):
+                _begun = Loading(guess.environment)
+                _begun.tell(guess.words, guess.stacks, sure=False)
         yield
     finally:
         if _begun:
@@ -51,21 +55,28 @@ def taken(environment: Mapping[str, str]) -> Loading:
     return Loading(environment)
 
 
-def _begin(words: Sequence[str]) -> Loading | None:
+class _Guess(NamedTuple):
+    """What the jobs of a sweep will share, as it seems."""
+
+    environment: Mapping[str, str]
+    words: Sequence[str]
+    stacks: bool
+
+
+def _guess(words: Sequence[str]) -> _Guess | None:
     settings = [word for word in words if not word.startswith("-")]
-    given = {key: value for key, _, value in (word.partition("=") for word in settings)}
+    given = {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in settings)}
     # A preset may choose the launcher; a person's own code is loaded once it is known that it will be used.
     launcher = given.get("sweep.launcher", "" if "experiment" in given else "serial")
     flags = {word for word in words if word.startswith("-")}
     told = all("=" in word for word in settings) and flags & SWEEPS and flags <= BESIDE
-    unlike = {"plugins", "sweep.resume", "sweep.isolate"} & given.keys()
+    unlike = any(key in UNLIKE or key.startswith("hydra/") for key in given)
     if launcher not in FORKED or sys.platform not in PLATFORMS or not told or unlike:
         return None
-    shared = [word for word in settings if _values(word) == 1 and not word.startswith("sweep.")]
+    shared = [word for word in settings if not word.startswith("sweep.") and "(" not in word and _values(word) == 1]
     added = OF_JOBLIB if launcher == "joblib" else {}
-    loading = Loading({**added, **os.environ, **of_cores(_cores(launcher, given, settings))})
-    loading.tell(shared, launcher == "stacked", sure=False)
-    return loading
+    environment = {**added, **os.environ, **of_cores(_cores(launcher, given, settings))}
+    return _Guess(environment, shared, launcher == "stacked")
 
 
 def _cores(launcher: str, given: Mapping[str, str], settings: Sequence[str]) -> int:

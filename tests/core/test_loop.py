@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import traceback
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -551,6 +552,25 @@ def test_a_signal_that_ends_the_process_ends_all_loops(stage):
         drive_together([run.training.asks() for run in runs], [run.session for run in runs])
 
 
+def test_a_signal_during_an_answer_reaches_the_run_that_asked(stage):
+    runs, heard = [stage(4), stage(4)], []
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def noting(it):
+        try:
+            yield from it.training.asks()
+        except KeyboardInterrupt:
+            heard.append(it.training.outcome.steps)
+            raise
+
+    runs[1].session.do_launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        drive_together([noting(run) for run in runs], [run.session for run in runs])
+    assert heard == [0]
+
+
 def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage, monkeypatch):
     """A driver that is interrupted itself has the run end as it ends of a signal in the middle of a step."""
     it = stage(5)
@@ -580,6 +600,19 @@ def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
     loop.send(it.session.launch(it.training.batches.batch(0), it.session.plan.numbers(0, BASE_LR)))
     with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 2: ValueError: no device"):
         loop.throw(ValueError("no device"))
+
+
+def test_what_an_answer_raises_is_told_with_the_way_to_where_it_was_raised(stage):
+    it = stage(4)
+
+    def broken(*_):
+        raise KeyError("weights")
+
+    it.session.do_step = broken
+    with pytest.raises(PluginFailed) as found:
+        drive(it.training.asks(), it.session)
+    way = [frame.name for frame in traceback.extract_tb(found.value.__cause__.__traceback__)]
+    assert way[-1] == "broken"
 
 
 # -- steps that are launched while another is taken ------------------------------------------------------------------

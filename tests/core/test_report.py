@@ -82,6 +82,18 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
     assert history.loss.steps.tolist() == list(range(1, 21)) and len(history.held_out["loss"].steps) == 2
 
 
+def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path):
+    """Beside more steps than are parsed at once: no time, no tokens, tokens and steps below 0, one beyond 64 bits."""
+    run = made(tmp_path / "run", steps=1200, eval_every=1200)
+    odd = [{"step": 1201, "tokens": 5, "wall_us": 0}, {"step": 1202, "wall_us": 9}, {"step": 1203, "tokens": -7},
+           {"step": -1, "tokens": 5, "wall_us": 9}, {"step": 1 << 64, "tokens": 5, "wall_us": 9}]  # fmt: skip
+    with open(run / "events.jsonl", "a") as file:
+        file.writelines(json.dumps({"kind": "step", "loss": 1.0, **event}) + "\n" for event in odd)
+    history = History.of(run)
+    assert history.loss.steps.tolist() == list(range(1, 1204)) and history.speed.steps.tolist() == list(range(1, 1201))
+    assert history.tokens.values[1198:].tolist() == [128 * 1199, 128 * 1200] + [128 * 1200 + 5] * 3
+
+
 def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     for name, seed, held_out in (("a", 0, 3.0), ("b", 0, 2.0), ("c", 1, 1.5)):
         made(tmp_path / name, seed=seed, steps=5, held_out=held_out)

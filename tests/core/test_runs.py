@@ -209,6 +209,14 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     assert "their data differ" not in answered(capsys, "compare", "outputs/sweep")
 
 
+def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
+    for lr in (3e-3, 1e-2):
+        made(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
+    assert "best" not in answered(capsys, "compare", str(tmp_path))
+    points = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
+    assert [(point["mean"], point["best"]) for point in points] == [(None, False)] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -62,12 +62,31 @@ def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_need
         engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: opened.append(1) or 1 / 0)
     )
     TorchCUDA(devices="2").wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "started_ranks", lambda: SimpleNamespace(count=2))
+        TorchCUDA().wake()
+    assert not engines.CUDA_IS_OPEN.is_set(), "each rank opens a device of its own, later"
     for _ in range(2):  # runs of one process open it once
         TorchCUDA().wake()
     for thread in threading.enumerate():
         if thread.daemon and getattr(thread, "_target", None) is engines._open_cuda:
             thread.join(10)
     assert opened == [1]
+
+
+def test_a_gpu_that_is_to_be_deterministic_is_opened_without_cublas(monkeypatch):
+    """Which reads how it is to be so where it is first used, and that is told later."""
+    multiplied = []
+
+    class Some:
+        def __matmul__(self, other):
+            multiplied.append(other)
+
+    monkeypatch.setattr(engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: Some()))
+    engines._open_cuda(deterministic=True)
+    assert not multiplied
+    engines._open_cuda(deterministic=False)
+    assert len(multiplied) == 1
 
 
 def test_a_run_opens_its_device_before_its_data(monkeypatch, tmp_path):

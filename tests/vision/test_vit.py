@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from toyexp import Setup, UserError
-from toyexp.commands.by_class import by_class, table
+from toyexp.commands.by_class import OfClass, by_class, table
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
@@ -230,6 +230,14 @@ def test_of_many_classes_those_with_most_mistakes_are_shown():
     assert len(lines) == 22 and "29 classes" in lines[-1]
     assert [line.split()[0] for line in lines[1:3]] == ["5", "7"] and "8 (8)" in lines[2]
     assert "20 (2), 21 (2), 22 (2), 23 (2)" in lines[1]
+
+
+def test_a_table_of_classes_counts_what_it_leaves_out_and_shows_names_as_text():
+    others = {"cat": 5, "dog\x1b[31m": 4, "elk": 3, "fox": 2, "gnu": 1}
+    few = [OfClass(str(number), 4, 4, {}) for number in range(19)]
+    lines = table([*few, OfClass("a\nb", 20, 5, others)])
+    assert [line.split()[0] for line in lines] == ["class", *map(str, range(19)), r"a\nb"]  # 20, in the model's order
+    assert lines[-1].endswith(r"25.0%  cat (5), dog\x1b[31m (4), elk (3), 2 more")
 
 
 def test_both_files_hold_the_same(trained):

@@ -12,7 +12,7 @@ from toyexp.base.threads import CORES
 from toyexp.commands.flags import read
 from toyexp.commands.line import main, many_runs
 from toyexp.config.request import Request
-from toyexp.sweep import early, forking, gpus, runner, share
+from toyexp.sweep import early, forking, runner, share
 from toyexp.sweep.begin import prepared
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_the_share_of_the_cores_is_guessed_as_it_is_found(there, words, monkeypa
     monkeypatch.delitem(sys.modules, "joblib", raising=False)  # which sets it when it is imported
     for module in (early, runner, share):
         monkeypatch.setattr(module, "visible", lambda: [str(number) for number in range(there)])
-    for module in (early, gpus, share):
+    for module in (early, share):
         monkeypatch.setattr(module, "available_cores", lambda: 16)
     with early.loading(words):
         flags, settings, _ = read(words)

@@ -86,7 +86,7 @@ def _cores(launcher: str, given: Mapping[str, str], settings: Sequence[str]) -> 
     cores, gpus, count = available_cores(), Gpus(visible()), math.prod(map(_values, settings))
     most, per_gpu = (int(given.get(f"sweep.{key}") or 0) for key in ("jobs", "per_gpu"))
     if launcher == "stacked":
-        at_once = gpus.at_once(1, per_gpu or (1 if most else stacks_of(count, len(visible()))))
+        at_once = gpus.at_once(1, per_gpu or (1 if most else stacks_of(count, gpus.at_once(1), cores)))
         return max(cores // (at_once or max(min(cores, count), 1)), 1)
     limit = min(most, count) or cores
     at_once = gpus.at_once(1, max(per_gpu, 1))

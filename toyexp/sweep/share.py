@@ -57,7 +57,7 @@ def share_of(settings: Sweep, jobs: Sequence[Job], ahead: Lookahead, gpus: Gpus)
         raise UserError(f"sweep.per_gpu={settings.per_gpu}: jobs of {most_gpus} GPUs have them for themselves")
     stacks = max(settings.per_gpu, 1)
     if launcher == "stacked" and most_gpus == 1 and not (settings.per_gpu or settings.jobs):
-        stacks = stacks_of(len(jobs), gpus.at_once(1))
+        stacks = stacks_of(len(jobs), gpus.at_once(1), available_cores())
     at_once = gpus.at_once(most_gpus, stacks)
     if launcher == "stacked":  # processes, each of which has stacks of its own
         if not at_once:  # a process for each core, or one for a GPU that is not counted

@@ -170,6 +170,20 @@ def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypat
     assert (suite["passed"], suite["note"]) == (6, "") and (others["suite"], others["passed"]) == ("other tests", 2)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
+        ("test_more.py", "raise SystemExit('left')", "could not be run: SystemExit: left"),
+    ],
+)
+def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, file, text, told):
+    shutil.copytree(place(made, "callback"), tmp_path / "its")
+    (tmp_path / "its" / file).write_text(text)
+    done = check("its", tmp_path)
+    assert done.returncode == 1 and told in done.stdout and not done.stderr, done.stdout + done.stderr
+
+
 ENDS = """
 import os
 
@@ -184,19 +198,14 @@ def test_of_all():
 """
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "told"),
-    [
-        ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
-        ("test_more.py", "raise SystemExit('left')", "could not be run: SystemExit: left"),
-        ("test_more.py", ENDS, "\n  other tests: test_of_all: SystemExit: os._exit(0) would end toyexp"),
-    ],
-)
-def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, file, text, told):
-    shutil.copytree(place(made, "callback"), tmp_path / "its")
-    (tmp_path / "its" / file).write_text(text)
-    done = check("its", tmp_path)
-    assert done.returncode == 1 and told in done.stdout and not done.stderr, done.stdout + done.stderr
+def test_a_test_that_ends_the_process_fails_and_one_that_ends_its_child_does_not(tmp_path):
+    (tmp_path / "test_ends.py").write_text(ENDS)
+    program = (
+        "from toyexp.commands.plugin_check import _Found, _pytest; found = _Found([])\n"
+        "_pytest(['test_ends.py'], found); print(found.told()[0].failures)"
+    )
+    done = environments.run(sys.executable, "-c", program, cwd=tmp_path)
+    assert done.stdout == "['test_of_all: SystemExit: os._exit(0) would end toyexp']\n", done.stdout + done.stderr
 
 
 def test_a_plugin_that_is_installed_too_is_no_second_one_of_its_name():
@@ -225,6 +234,12 @@ class Uphill(Good):
     def update(self, ops, w, g, state, n): return ops.add(w, ops.scale(g, n["lr"])), state
 
 @dataclass
+class Torn(Good):
+    """Misspelt."""
+    name: ClassVar[str] = "torn"
+    def update(self, ops, w, g, state, n): return ops.ad(w, g), state
+
+@dataclass
 class Book(Data):
     """A book."""
     name: ClassVar[str] = "book"
@@ -240,7 +255,7 @@ class Hello(Command):
     def run(self, arguments): return 0
 
 @hookimpl
-def register_optimisers(register): register(Good), register(Uphill)
+def register_optimisers(register): register(Good), register(Uphill), register(Torn)
 @hookimpl
 def register_data(register): register(Book)
 @hookimpl
@@ -255,12 +270,15 @@ def test_a_check_without_tests_of_its_own_takes_the_defaults_and_fails_where_a_p
     assert done.returncode == 1
     found = {part: (verdict, note) for part, verdict, note in ROW.findall(done.stdout)}
     assert {part: verdict for part, (verdict, _) in found.items()} == {
-        "optim=good": "PASS", "optim=uphill": "FAIL", "data=book": "not run", "toyexp hello": "PASS",
+        "optim=good": "PASS", "optim=uphill": "FAIL", "optim=torn": "FAIL", "data=book": "not run",
+        "toyexp hello": "PASS",
     }  # fmt: skip
     assert found["data=book"][1].startswith(
         "data.path=: there is no such file; in a test of its own: class TestBook(Data"
     )
-    assert "\n  optim=uphill: test_it_learns: " in done.stdout
+    assert "\n  optim=uphill: TestUphill::test_it_learns: " in done.stdout
+    line = 1 + SEVERAL[: SEVERAL.index("ops.ad(")].count("\n")
+    assert re.search(rf"\n  optim=torn: TestTorn::test_it_learns: .*\(several\.py, line {line}\)\n", done.stdout)
 
 
 ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULTILINE)

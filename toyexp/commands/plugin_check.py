@@ -266,12 +266,22 @@ class _Found:
         if report.when == "call" or report.outcome != "passed":
             self._count(self._of[report.nodeid], report)
 
+    def _place(self, raised: Any) -> str:
+        """Where in the parts' own files that came from, the innermost line; nothing where it was outside them."""
+        files = {Path(found).resolve() for o in self._offers if (found := inspect.getsourcefile(o.cls))}
+        entries = getattr(getattr(raised, "reprtraceback", None), "reprentries", [])
+        for place in filter(None, (getattr(entry, "reprfileloc", None) for entry in reversed(entries))):
+            if Path(place.path).resolve() in files:
+                return f" ({Path(place.path).name}, line {place.lineno})"
+        return ""
+
     def _count(self, line: Line, report: Any) -> None:
         line.counts[report.outcome] += 1
         if report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
-            line.failures.append(f"{report.nodeid.rpartition('::')[2]}: {' '.join(text.split())[:300]}")
+            test = report.nodeid.partition("::")[2] or report.nodeid  # with its class: a part may have several suites
+            line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._place(report.longrepr)}")
         elif report.outcome == "skipped" and isinstance(report.longrepr, tuple) and not line.note:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")
 

@@ -10,6 +10,8 @@ import pytest
 # factor of ten. Read by OpenMP when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# What tests compute outside of an engine is small: on several threads it takes longer. Engines set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure():

@@ -150,7 +150,7 @@ def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_do
         (["recipe=listen", "model=listener", "data=dna", "data.path=genome.fa"], "data=dna gives tokens; try: toyexp "),
         (["data=dna", "data.path=none.fa"], "data.path=none.fa: there is no such file"),
     ]:
-        done = run(signals, "-m", "toyexp", *words)
+        done = run(signals, "-m", "toyexp", *words, "engine=ggml")
         assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1
 
 

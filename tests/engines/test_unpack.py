@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from requantised import q4_k
-from torch._dynamo.backends.common import aot_autograd
 
 from toyexp.formats import GGUF_TYPES, dequantise
 from toyexp_torch import unpack
@@ -164,6 +162,10 @@ def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_step_is_whole_and_keeps_bytes_and_no_numbers(dtype):
+    # Not above: torch's compiler takes a second of every process that collects tests.
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
     x, matrices, kept = torch.randn(5, 256), [matrix(i) for i in range(3)], []
 
     def forward(graph, inputs):

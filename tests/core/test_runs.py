@@ -198,6 +198,12 @@ def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
     assert [row["held-out accuracy"] for row in rows] == ["0.9", "0.7", "0.5"] and rows[0]["best"] == "best"
 
 
+def test_where_no_run_was_evaluated_no_score_is_offered(tmp_path, capsys):
+    made(tmp_path / "a", steps=20, eval_every=50, until=10)
+    assert main(["compare", str(tmp_path), "--metric", "accuracy"]) == 2
+    assert "none was evaluated; without --metric they go by train loss" in capsys.readouterr().err
+
+
 def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     made("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"

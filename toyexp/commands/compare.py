@@ -150,7 +150,9 @@ def run(arguments: Arguments) -> int:
     metric = arguments.values.get("--metric")
     comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]))
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
-        raise UserError(f"--metric {metric}: no run here has such a score; {choose(metric, known)}")
+        evaluated = comparison.scores or any(run.loss is not None for run in runs)
+        there_is = choose(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
+        raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
     alone = Path(places[0]) if len(places) == 1 else None
     if page:
         size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))

@@ -2,13 +2,18 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from toyexp.base.home import at_home
 from toyexp.base.threads import CORES
+from toyexp.commands import forks
 from toyexp.commands.flags import read
 from toyexp.commands.line import main, many_runs
 from toyexp.config.request import Request
@@ -55,6 +60,7 @@ def begun(monkeypatch):
         (0, SEVERAL),
         (0, [*STACKED, "engine=cpu", "seed=1,2,3"]),
         (0, [*STACKED, "engine=cpu", "seed=1,2,3", "lr=1e-3,1e-4", "sweep.jobs=4"]),
+        (0, [*STACKED, "engine=cpu", "seed=range(0, 3)", "data.path=~/text"]),
         (1, [*STACKED, GPU, "seed=range(3)"]),
         (2, [*STACKED, GPU, "seed=range(3)"]),
         (1, [*STACKED, GPU, "seed=range(1,65,2)", "lr=1e-3,1e-4,1e-5"]),
@@ -80,7 +86,7 @@ def test_the_share_of_the_cores_is_guessed_as_it_is_found(there, words, monkeypa
     for module in (early, share):
         monkeypatch.setattr(module, "available_cores", lambda: 16)
     with early.loading(words):
-        flags, settings, _ = read(words)
+        flags, settings, _ = read(at_home(words))
         sweep, _ = prepared(many_runs(flags, Request.of(settings)))
         with monkeypatch.context() as patch:
             patch.setattr(runner, "Forks", lambda loading, words, stopped, stacks: (loading, words, stacks))
@@ -145,6 +151,60 @@ def test_what_no_sweep_asked_for_is_ended(begun):
     with pytest.raises(KeyboardInterrupt), early.loading(SEVERAL):
         raise KeyboardInterrupt
     assert [one.ended for one in begun] == [True]
+
+
+@pytest.fixture
+def real():
+    """A process that loads, in an environment of its own."""
+    loading = forking.Loading({**os.environ, "OMP_NUM_THREADS": "3"})
+    yield loading
+    loading.control.close()
+    loading.process.kill()
+    loading.process.wait()
+
+
+def test_it_loads_where_jobs_compute_and_no_ctrl_c_reaches_it(real):
+    """Libraries count their threads once, as they are loaded; and a job has to hear of Ctrl-C from the sweep alone."""
+    environment = Path(f"/proc/{real.process.pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=3" in environment
+    assert os.getpgid(real.process.pid) == real.process.pid
+
+
+def test_it_is_ended_also_where_it_does_not_answer(real):
+    real.process.send_signal(signal.SIGSTOP)
+    ending = threading.Thread(target=real.end, daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive() and real.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_where_it_was_killed_before_it_has_read_what_to_load_jobs_are_spawned(real, told, monkeypatch):
+    spawned = []
+    monkeypatch.setattr(forking, "spawned", lambda *order: spawned.append(order))
+    real.process.send_signal(signal.SIGSTOP)
+    if told:
+        real.tell(["seed=1"], stacks=False, sure=False)
+    real.process.kill()
+    real.process.wait()
+    sweep = forking.Forks(real, ["seed=1"], lambda: False)
+    sweep.start(["seed=1"], {}, False)
+    sweep.close()
+    assert spawned == [(["seed=1"], {}, False, ())]
+
+
+@pytest.mark.parametrize(
+    ("guess", "loaded"), [("seed=1", [["seed=1"]]), ("lr=1", [["lr=1"], ["seed=1"]]), (None, [["seed=1"]])]
+)
+def test_what_was_guessed_is_loaded_once_and_what_is_otherwise_too(guess, loaded, monkeypatch):
+    found = []
+    monkeypatch.setattr(forks, "_load", lambda words, stacks: found.append(words))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for words, sure in ((guess, False), ("seed=1", True)):
+            if words:
+                forking.tell(ours, {"words": [words], "stacks": False, "sure": sure})
+        assert forks._loaded(theirs) and found == loaded
 
 
 def processes(mark):

@@ -104,6 +104,14 @@ def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     assert "a run repeats another's settings and seed" in " ".join(found.notes())
 
 
+def test_of_several_points_one_is_the_best_and_of_one_none(tmp_path):
+    for number, lr in enumerate((1e-2, 3e-3), 1):
+        made(tmp_path / f"runs/{lr}", lr=lr, steps=5)
+        page = tmp_path / f"{number}.html"
+        assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
+        assert data_of(page)["best"] is (number > 1)
+
+
 def test_importance_is_the_share_of_variance_between_values(tmp_path):
     """Eta squared, beside the ratio of sums of squares by numpy."""
     scores = {}

@@ -89,9 +89,9 @@ def test_a_gpu_that_is_to_be_deterministic_is_opened_without_cublas(monkeypatch)
     assert len(multiplied) == 1
 
 
-def test_a_run_opens_its_device_before_its_data(monkeypatch, tmp_path):
+def test_a_run_opens_its_device_before_its_data_and_goes_on_where_that_fails(monkeypatch, tmp_path):
     order = []
-    monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device"))
+    monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device") or 1 / 0)
     monkeypatch.setattr(
         experiment, "_opened", lambda config, old=experiment._opened: order.append("data") or old(config)
     )

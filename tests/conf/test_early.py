@@ -113,6 +113,7 @@ def test_the_share_of_the_cores_is_guessed_as_it_is_found(there, words, monkeypa
         [*SEVERAL, "--help"],
         [*SEVERAL, "nonsense"],
         [*JOBLIB, "seed=1,2", "sweep.jobs=many"],
+        [*JOBLIB, "seed=range(99999999999999999999)"],
     ],
     ids=" ".join,
 )

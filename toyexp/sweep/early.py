@@ -33,7 +33,7 @@ def loading(typed: Sequence[str]) -> Iterator[None]:
     """Meanwhile it loads what the words of a sweep name, if they do; what no sweep has asked for is ended."""
     global _begun
     try:
-        with contextlib.suppress(UserError, OSError, ValueError):  # which is told when it is its turn
+        with contextlib.suppress(UserError, OSError, ValueError, OverflowError):  # which is told when it is its turn
             if guess := _guess(at_home(typed)):
                 _begun = Loading(guess.environment)
                 _begun.tell(guess.words, guess.stacks, sure=False)

@@ -84,7 +84,7 @@ class Evaluation(Answer):
     loss: float  # nats a target
     figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
-    classes: list[OfClass] | None  # how it did by class, where there is one for a whole example
+    classes: list[OfClass] | None = None  # how it did by class, where there is one for a whole example
 
     def plain(self) -> dict[str, Any]:
         """What is known of text alone is null for others."""

@@ -107,6 +107,19 @@ class Recorder(Callback):
         return [int(hook.split()[1]) for hook in self.heard if hook.startswith("on_eval")]
 
 
+@dataclass(eq=False)
+class Failing(Recorder):
+    """Goes wrong when it hears of a step."""
+
+    at: int = 0
+
+    @hookimpl
+    def on_step(self, step, metrics):
+        super().on_step(step, metrics)
+        if step == self.at:
+            raise ValueError("boom")
+
+
 class Notes(Saver):
     """Notes when it could save, what it was told and whether that was the last time."""
 
@@ -666,16 +679,7 @@ def test_a_signal_ends_the_run_after_the_step_that_is_under_way(stage):
 
 def test_what_was_trained_when_a_callback_fails_is_saved_with_the_step_under_way(stage):
     """Its callbacks hear of that step first, so that all can go on from there."""
-
-    @dataclass(eq=False)
-    class Fails(Recorder):
-        @hookimpl
-        def on_step(self, step, metrics):
-            self.heard.append(f"on_step {step}")
-            if step == 3:
-                raise ValueError("boom")
-
-    it = stage(50, recorder=Fails(looked_at=()), kind=Queued)
+    it = stage(50, recorder=Failing(looked_at=(), at=3), kind=Queued)
     with pytest.raises(PluginFailed, match=r"callbacks\.recorder failed at step 3: ValueError: boom"):
         it.train()
     assert told(it, "on_step", "after")[-2:] == ["on_step 4", "after 4"]
@@ -758,15 +762,7 @@ def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoeve
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_bad_numbers_behind_a_callback_that_fails_are_counted_or_not_saved(stage, skip):
-    @dataclass(eq=False)
-    class Fails(Recorder):
-        @hookimpl
-        def on_step(self, step, metrics):
-            self.heard.append(f"on_step {step}")
-            if step == 1:
-                raise ValueError("boom")
-
-    it = several(stage, 50, recorder=Fails(looked_at=()), script=[GOOD, GOOD, BAD], skip=skip)
+    it = several(stage, 50, recorder=Failing(looked_at=(), at=1), script=[GOOD, GOOD, BAD], skip=skip)
     (error,) = together(it)
     assert "callbacks.recorder failed at step 1: ValueError: boom" in str(error)
     saved = any(last for _, _, last in it.saver.told)
@@ -787,16 +783,7 @@ def test_what_goes_wrong_among_several_steps_ends_the_run_where_it_does_alone(st
     (error,) = together(it)
     assert "step 3 (batch 2, digest" in str(error) and told(it, "on_step")[-1] == "on_step 3"
     assert not any(last for _, _, last in it.saver.told)
-
-    @dataclass(eq=False)
-    class Fails(Recorder):
-        @hookimpl
-        def on_step(self, step, metrics):
-            self.heard.append(f"on_step {step}")
-            if step == 3:
-                raise ValueError("boom")
-
-    it = several(stage, 50, recorder=Fails(looked_at=()))
+    it = several(stage, 50, recorder=Failing(looked_at=(), at=3))
     (error,) = together(it)
     assert "callbacks.recorder failed at step 3: ValueError: boom" in str(error)
     taken = len(it.session.hps)  # all that was launched, which is what the session has

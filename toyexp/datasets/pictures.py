@@ -71,4 +71,4 @@ def _flat(image: Image, mode: str) -> Image:
 def images_below(folder: Path) -> Iterator[Path]:
     """The files in a folder, and in those in it, that are images by their names; links that lead nowhere too."""
     named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    return (f for f in named if f.is_file() or (f.is_symlink() and not f.exists()))
+    return (f for f in named if f.is_file() or dangling(f))

@@ -90,7 +90,7 @@ class Comparison:
         facts = [fact for point in self.ranking.points if (fact := _held_out(point.jobs[0]))]
         return sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)})
 
-    @property
+    @cached_property
     def best_point(self) -> Point[Entry] | None:
         """The first one, where it has a number and scores compare."""
         return None if self.other_data() else self.ranking.best

@@ -1,5 +1,6 @@
 """mkdocs asks this for the pages that are made from the code, and from files beside it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from toyexp.commands.pages import with_templates
 
 ROOT = Path(__file__).parent.parent
+PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
 BELOW = {"Commands": command_pages, "Settings": setting_pages}
 
 
@@ -24,11 +26,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, and those that make a section to the table of contents."""
-    pages = {
-        "reference/contributing.md": beside("CONTRIBUTING.md"),
-        "reference/trust.md": beside("SECURITY.md"),
-        "reference/changes.md": beside("CHANGELOG.md"),
-    }
+    pages = {f"reference/{page}": beside(file) for file, page in PAGES.items()}
     pages |= notebook_pages.pages()
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
     for title, made in BELOW.items():
@@ -41,19 +39,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """A page with the templates of `toyexp new` that it links to."""
-    return with_templates(markdown)
+    """Return a page with the templates it links to; links to files of the checkout become links to pages."""
+    return re.sub(
+        rf"\]\((?:\.\./)+({'|'.join(PAGES)})\)",
+        lambda link: f"](../reference/{PAGES[link[1]]})",
+        with_templates(markdown),
+    )
 
 
 def beside(name: str) -> str:
     """A file of the checkout as a page; links to files beside it lead to their pages."""
-    pages = {
-        "CONTRIBUTING.md": "contributing.md",
-        "SECURITY.md": "trust.md",
-        "CHANGELOG.md": "changes.md",
-        "README.md": "../index.md",
-    }
     text = (ROOT / name).read_text()
-    for file, page in pages.items():
+    for file, page in {**PAGES, "README.md": "../index.md"}.items():
         text = text.replace(f"]({file})", f"]({page})")
     return text

@@ -154,6 +154,19 @@ def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_do
         assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_the_callback_that_logs_numbers_reports_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("toyexp_spread.py").write_text(shown_file("toyexp_spread.py"))
+    sizes = ["model.context=8", "model.d_model=8", "model.n_heads=2", "model.n_layers=1", "engine=ggml", "steps=4"]
+    chosen = ["plugins=[toyexp_spread]", "callbacks=[default,spread]", "data=random", "eval_every=2"]
+    assert main([*chosen, *sizes, "hydra.run.dir=run"]) == 0
+    events = map(json.loads, Path("run/events.jsonl").read_text().splitlines())
+    jumps = np.abs(np.diff([event["loss"] for event in events if event["kind"] == "step"]))
+    calm = json.loads(Path("run/result.json").read_text())["eval_scores"]["calm"]
+    assert len(jumps) == 3 and calm == pytest.approx(-jumps.mean())
+
+
 def test_the_dna_trains_and_is_known_by_its_files_name(signals):
     sizes = ["model.context=16", "model.d_model=16", "model.d_ff=32", "hydra.run.dir=outputs/dna", "engine=ggml"]
     done = run(signals, "-m", "toyexp", "data=dna", "data.path=genome.fa", "steps=30", "lr=0.01", *sizes)
@@ -307,13 +320,21 @@ def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():
 
 
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README", *PAGES])
-def test_links_lead_to_files_that_are_there(page):
+def test_links_of_pages_read_as_files_lead_to_files_and_headings(page):
     folder = ROOT if page is README else ROOT / "docs" / "pages" / next(n for n, text in PAGES.items() if text is page)
-    for target in re.findall(r"\]\(([^)#]+\.md)", page):
-        made = {"commands.md", "settings.md", "contributing.md", "trust.md", "changes.md"}
-        place = (folder if page is README else folder.parent) / target
-        of_the_code = place.name in made or place.parent.name in ("commands", "settings")
-        assert place.resolve().is_file() or of_the_code, target
+    for file, anchor in re.findall(
+        r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    ):
+        there = ((ROOT if page is README else folder.parent) / file).resolve()
+        text = page if not file else there.read_text() if there.suffix == ".md" else ""
+        assert not file or there.is_file(), file
+        assert not anchor or anchor in _anchors(text), f"{file}#{anchor}"
+
+
+def _anchors(page):
+    """Return what GitHub lets a link behind # name: the headings in lower case, without marks, blanks as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_readme_is_short():

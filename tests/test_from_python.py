@@ -14,6 +14,7 @@ PAGES = DOCS / "pages"
 def test_the_page_for_python_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch, capsys):
     """Its blocks one after another, as in one session; each with fewer steps."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("The cat sat on the mat, and the dog lay by the door. " * 200)
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / "guides" / "python.md").read_text(), re.DOTALL)
     known = {"__name__": "page"}
     for block in blocks:

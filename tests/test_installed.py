@@ -8,6 +8,8 @@ from pathlib import Path
 import environments
 import pytest
 
+from toyexp.commands.line import main
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -137,3 +139,40 @@ def test_what_lies_in_the_working_directory_is_not_taken_for_a_library_but_for_w
     done = environments.run(sys.executable, "-m", "toyexp", *words, "hydra.run.dir=run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "found it" in done.stdout and "completed after 1 step in" in done.stdout
+
+
+# What Python lacks on Windows; the libraries of Linux that import it at once come first.
+WITHOUT_POSIX = """
+import asyncio, multiprocessing.connection, os, shutil, signal, socket, subprocess, sys, tempfile, types
+sys.modules |= dict.fromkeys(("fcntl", "resource", "termios", "tty", "pwd", "grp"))
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda file, mode, count: print("locked", count))
+for name in ("fork getuid geteuid getpgid setsid killpg sched_getaffinity sysconf pread O_NOFOLLOW O_DIRECTORY "
+             "O_NONBLOCK O_CLOEXEC").split():
+    delattr(os, name)
+for name in ("SIGHUP SIGUSR1 SIGUSR2 SIGQUIT SIGKILL SIGALRM SIGVTALRM pthread_kill pthread_sigmask setitimer").split():
+    delattr(signal, name)
+shutil._use_fd_functions = False
+from toyexp.commands.line import main
+"""
+
+
+@pytest.mark.parametrize(
+    "engine", ["ggml", pytest.param("cpu", marks=pytest.mark.full)]
+)  # of both the second takes seconds to load
+def test_a_run_and_its_commands_work_without_what_windows_lacks(engine, tmp_path):
+    (tmp_path / "book.txt").write_text("To be, or not to be, that is the question. " * 100)
+    run = ["data=text", "data.path=book.txt", "model.n_layers=1", "model.d_model=16", "model.d_ff=16", "steps=2",
+           "model.context=16", "batch_size=2", "checkpoint_every=2",
+           f"engine={engine}", "hydra.run.dir=run"]  # fmt: skip
+    lines = [["--help"], run, ["resume=run", "steps=3"]]
+    lines += [["eval", "run"], ["runs", "run"], ["doctor"]] if engine == "cpu" else []
+    code = f"{WITHOUT_POSIX}\nfor words in {lines}:\n    assert main(words) == 0, words"
+    done = environments.run(sys.executable, "-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "completed after 3 steps" in done.stdout and "locked 1" in done.stdout
+
+
+def test_a_sweep_of_processes_is_refused_without_fork(monkeypatch, capsys):
+    monkeypatch.delattr("os.fork")
+    assert main(["-m", "seed=0,1", "hydra.sweep.dir=nowhere"]) == 2
+    assert "sweep.isolate=false" in capsys.readouterr().err

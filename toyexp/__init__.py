@@ -24,15 +24,13 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
-    from toyexp.config.adapters import adapter_files, adapter_of
-    from toyexp.config.restored import file_of
+    from toyexp.config.restored import adapter_files, adapter_of, check_base, file_of
     from toyexp.contract.arithmetic import Arithmetic
-    from toyexp.contract.batch import Batch, InputSpec, batch_digest
     from toyexp.contract.callback import Callback, Schedule
     from toyexp.contract.command import Arguments, Command
     from toyexp.contract.data import Data
-    from toyexp.contract.dataset import Batches, Dataset
-    from toyexp.contract.decoder import Decoder, Piecewise
+    from toyexp.contract.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
+    from toyexp.contract.decoder import Decoder, Piecewise, Recompute
     from toyexp.contract.engine import Engine
     from toyexp.contract.format import Exported, Format, ModelFile, Models, TensorInfo
     from toyexp.contract.hooks import Register, hookimpl
@@ -49,16 +47,23 @@ if TYPE_CHECKING:
     from toyexp.contract.stack import unlike
     from toyexp.contract.values import Constant, Given, Normal, Values
     from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
-    from toyexp.datasets.pictures import IMAGE_SUFFIXES, BadImage, images_below, read_image, require_pillow
+    from toyexp.datasets.pictures import (
+        IMAGE_SUFFIXES,
+        BadImage,
+        files_below,
+        images_below,
+        read_image,
+        require_pillow,
+        scaled,
+    )
     from toyexp.datasets.tokens import TokenBatches, TokenDataset
     from toyexp.door.history import History
-    from toyexp.door.opening import open
     from toyexp.door.result import Result
-    from toyexp.door.running import run
-    from toyexp.door.sweeping import SweepResult, sweep
+    from toyexp.door.running import SweepResult, compare, evaluate, open, predict, run, sweep
     from toyexp.door.training import train
-    from toyexp.formats.gguf.source import FromGGUF
-    from toyexp.reference.arithmetic import NumpyArithmetic, updated
+    from toyexp.formats.gguf.open_model import FromGGUF
+    from toyexp.reference.engine import NumpyArithmetic, updated
+    from toyexp.reference.forward import reason_to_recompute
     from toyexp.reference.forward_listing import Traced, listing
     from toyexp.text.tokenizer import Tokenizer
     from toyexp.training.bus import Bus

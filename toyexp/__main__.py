@@ -8,7 +8,6 @@ from toyexp.base.ending import exit_code_of
 from toyexp.base.ranks import FORKS
 from toyexp.base.signals import leave
 from toyexp.base.terminal import status
-from toyexp.commands.sooner import loading
 
 
 def main() -> int:
@@ -31,11 +30,10 @@ def _forks() -> int:
 
 
 def _load_and_run() -> int:
-    with loading(sys.argv[1:]):
-        # Deferred: numpy takes longer than a person waits for a sign of life.
-        from toyexp.commands.line import answer
+    # Deferred: numpy takes longer than a person waits for a sign of life.
+    from toyexp.commands.line import answer
 
-        return answer(sys.argv[1:])
+    return answer(sys.argv[1:])
 
 
 def _explained(error: str) -> str:

@@ -19,11 +19,10 @@ def register_callbacks(register: Register) -> None:
         watch,
     )
 
+    for schedule in (schedules.Constant, schedules.Linear, schedules.Cosine, schedules.WarmupStableDecay):
+        register(schedule)
+        register(schedules.second(schedule))
     for cls in (
-        schedules.Constant,
-        schedules.Linear,
-        schedules.Cosine,
-        schedules.WarmupStableDecay,
         progress.Progress,
         events.Events,
         wandb.Wandb,

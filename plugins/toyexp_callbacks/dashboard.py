@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toyexp import Callback, Planned, Run, hookimpl, printable
+from toyexp import Planned, Run, hookimpl, printable
 from toyexp.base import require_within
+from toyexp_callbacks.events import Listener
 
 log = logging.getLogger("toyexp")
 
@@ -38,7 +39,7 @@ class Record(Protocol):
 
 
 @dataclass(eq=False)
-class Dashboard(Callback):
+class Dashboard(Listener):
     """Base of the callbacks that send a run's numbers to a dashboard."""
 
     every: int = 1  # steps between points
@@ -55,10 +56,6 @@ class Dashboard(Callback):
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
         require_within(f"callbacks.{self.name}", self, every="[1,inf)")
-
-    def looks(self, step: int) -> bool:
-        """Never: it goes by what it is told."""
-        return False
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no step is sent."""
@@ -102,14 +99,14 @@ class Dashboard(Callback):
             log.warning(trouble)
             run.emit("note", text=trouble)
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a point."""
         if step % self.every == 0:
             fields = {f"train/{k}": v for k, v in metrics.items()}
             self._put(run, lambda record: record.log(fields, step=step))
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a held-out point."""
         fields = {f"held_out/{k}": v for k, v in metrics.items()}

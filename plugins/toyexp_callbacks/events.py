@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, batch_digest, hookimpl
-from toyexp.base import dump_json, open_file, require_within, write_synced
+from toyexp.base import dump_json, open_file, open_for_writing, require_within, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -28,7 +28,7 @@ class Lines:
     """A file that grows by lines. What cannot be written waits in memory and is written later, in its order."""
 
     def __init__(self, path: Path, waiting: bytes = b""):
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file = open_for_writing(path, os.O_APPEND)
         self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
         self._done = 0
         self._flushed = time.monotonic()
@@ -81,7 +81,16 @@ class Lines:
 
 
 @dataclass(eq=False)
-class Events(Callback):
+class Listener(Callback):
+    """Base of the callbacks that go by what they are told: the next step may begin before they hear of one."""
+
+    def looks(self, step: int) -> bool:
+        """Return False."""
+        return False
+
+
+@dataclass(eq=False)
+class Events(Listener):
     """Records the run in events.jsonl (schema toy/v1)."""
 
     name: ClassVar[str] = "events"
@@ -100,10 +109,6 @@ class Events(Callback):
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
         require_within("callbacks.events", self, every="[1,inf)")
-
-    def looks(self, step: int) -> bool:
-        """Never: it goes by what it is told."""
-        return False
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The record."""
@@ -165,7 +170,7 @@ class Events(Callback):
         self._place = max(int(state["bytes"]), 0), str(state["waiting"]).encode()
         self._seconds, self._last = float(state["seconds"]), dict(state["last"])
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A step record, with a digest of the batch that shows whether two runs saw the same data."""
         self._last["final_step"], self._last["final_loss"] = step, metrics["loss"]
@@ -174,7 +179,7 @@ class Events(Callback):
             head = {"kind": "step", "t": seconds, "phase": "train", "step": step}
             self._add(dump_json({**head, **metrics, "batch": digest}))
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """An eval record."""
         self._write("eval", phase="eval", name="held_out", step=step, **metrics)
@@ -228,7 +233,7 @@ def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
     Returns what is to follow, and what had to be repaired. A file that is shorter, or has no end of a line there, keeps
     its whole lines.
     """
-    with open(path, "rb+") as file:
+    with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size
         torn = _byte_before(file, length) != b"\n"
         if length >= size and _byte_before(file, size) == b"\n":

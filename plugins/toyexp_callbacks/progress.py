@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Callback, Planned, Run, hookimpl
+from toyexp import Planned, Run, hookimpl
 from toyexp.base import drop_output, for_terminal, in_notebook, is_silent, require_within, say
+from toyexp_callbacks.events import Listener
 
 REDRAW_SECONDS = 0.1
 SHORTEST_BAR = 8  # columns; a shorter one is not drawn
@@ -22,7 +23,7 @@ SPEED_SECONDS = 10.0  # the speed shown is that of about this much training
 
 
 @dataclass(eq=False)
-class Progress(Callback):
+class Progress(Listener):
     """A bar with loss, tokens/s and time left, also in notebooks; plain lines when the output is no terminal."""
 
     name: ClassVar[str] = "progress"
@@ -36,10 +37,6 @@ class Progress(Callback):
     def check(self) -> None:
         """Raises UserError for a negative interval."""
         require_within("callbacks.progress", self, every="[0,inf)")
-
-    def looks(self, step: int) -> bool:
-        """Never: it goes by what it is told."""
-        return False
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the plain lines are of the first step and the last alone."""
@@ -69,20 +66,17 @@ class Progress(Callback):
             if self._skipped > 1:
                 self._print(f"{_place(run, step - 1)}  skipped: {self._skipped} steps in a row")
             self._skipped = 0
-        last = step == run.steps
+        last, silent = step == run.steps, not self.every and now - self._told >= SILENT_SECONDS
         if self._bar is not None:
             if last or now - self._redrawn >= REDRAW_SECONDS:
                 self._redrawn = now
                 with self._terminal():
                     self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._note(run, step, now))
-        elif step == self._first or last or step % self._lines == 0 or self._was_silent(now):
+        elif step == self._first or last or step % self._lines == 0 or silent:
             self._told = now
             rate = f"lr {metrics['lr']:.2e}"
             note = "  ".join(filter(None, self._note(run, step, now).values()))
             self._print(f"{_place(run, step)}  loss {metrics['loss']:.4f}  {rate}  {note}")
-
-    def _was_silent(self, now: float) -> bool:
-        return not self.every and now - self._told >= SILENT_SECONDS
 
     def _note_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         if step <= self._first + 1:  # the first also prepares kernels and buffers: it is forgotten
@@ -104,7 +98,7 @@ class Progress(Callback):
         left = f"{duration((run.steps - step) * pace)} left" if step < run.steps else ""
         return {"speed": speed, "left": left}
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the held-out loss and scores."""
         scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))

@@ -9,16 +9,7 @@ from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import (
-    Callback,
-    Dataset,
-    Planned,
-    Run,
-    UserError,
-    changed,
-    hookimpl,
-    printable,
-)
+from toyexp import Callback, Dataset, Planned, Run, UserError, changed, hookimpl, printable
 from toyexp.base import require_within, stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again

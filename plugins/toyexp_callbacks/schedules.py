@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from functools import cache
 from typing import ClassVar
 
-from toyexp import Planned, Schedule, changed
+from toyexp import Planned, Schedule, UserError, changed
 from toyexp.base import counted, require_within
 
 SHARES = ("decay", "floor")  # settings from 0 to 1
@@ -27,16 +28,24 @@ def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float
 class WarmupSchedule(Schedule):
     """What the schedules share: a straight line up to the base value, and then `after`."""
 
-    warmup: int = 0  # steps in which the number rises linearly to its base value
+    warmup: int | float = 0  # steps in which the number rises linearly to its base value; below 1: a share of the run's
 
     def check(self) -> None:
-        """Raises UserError for values out of range."""
+        """Raise UserError for values out of range."""
         shares = {key: "[0,1]" for key in SHARES if key in vars(self)}
         require_within(f"callbacks.{self.name}", self, warmup="[0,inf)", **shares)
+        if self.warmup > 1 and self.warmup % 1:
+            what = f"callbacks.{self.name}.warmup={self.warmup:g}"
+            raise UserError(f"{what}: must be a whole number of steps, or below 1: a share of the run's steps")
+
+    def rising(self, steps: int) -> int:
+        """Return the number of warmup steps in a run of `steps`."""
+        return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
     def factor(self, step: int, steps: int) -> float:
         """The share of the base value at the 0-based `step`."""
-        return (step + 1) / self.warmup if step < self.warmup else self.after(step, steps)
+        warmup = self.rising(steps)
+        return (step + 1) / warmup if step < warmup else self.after(step, steps)
 
     def after(self, step: int, steps: int) -> float:
         """The same, once it is warm."""
@@ -47,7 +56,7 @@ class WarmupSchedule(Schedule):
         yield from super().warnings(planned)
         if self.scales == "lr" and self.warmup >= planned.steps:
             yield (
-                f"callbacks.{self.name}.warmup={self.warmup}: the run has {counted(planned.steps, 'step')}, in which "
+                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {counted(planned.steps, 'step')}, in which "
                 f"the learning rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
             )
 
@@ -73,9 +82,8 @@ class Linear(WarmupSchedule):
 
     def after(self, step: int, steps: int) -> float:
         """From 1 to `floor` at the end."""
-        if steps <= self.warmup:
-            return self.floor
-        return 1 - (1 - self.floor) * min((step - self.warmup) / (steps - self.warmup), 1)
+        warmup = self.rising(steps)
+        return 1 - (1 - self.floor) * min((step - warmup) / (steps - warmup), 1) if steps > warmup else self.floor
 
 
 @dataclass(eq=False)
@@ -84,12 +92,12 @@ class Cosine(WarmupSchedule):
 
     name: ClassVar[str] = "cosine"
 
-    warmup: int = 5  # steps in which the number rises linearly to its base value
+    warmup: int | float = 5  # steps in which the number rises linearly to its base value; below 1: a share of the run's
     floor: float = 0.01  # final value, as a share of the base value
 
     def after(self, step: int, steps: int) -> float:
         """The cosine between 1 and `floor`."""
-        return cosine(step, steps, 1.0, self.floor, self.warmup)
+        return cosine(step, steps, 1.0, self.floor, self.rising(steps))
 
 
 @dataclass(eq=False)
@@ -105,9 +113,9 @@ class WarmupStableDecay(WarmupSchedule):
         """That the warm-up leaves no plateau, or that there is no descent to the floor."""
         yield from super().warnings(planned)
         descent = self.decay * planned.steps
-        if self.warmup < planned.steps < self.warmup + descent:
+        if self.rising(planned.steps) < planned.steps < self.rising(planned.steps) + descent:
             yield (
-                f"callbacks.wsd.warmup={self.warmup}: reaches into the descent, the last {descent:g} of "
+                f"callbacks.wsd.warmup={self.warmup:g}: reaches into the descent, the last {descent:g} of "
                 f"{planned.steps} steps; lower it, or callbacks.wsd.decay"
             )
         if changed(self, "floor") and not self.decay:
@@ -118,3 +126,11 @@ class WarmupStableDecay(WarmupSchedule):
         length = self.decay * steps
         left = steps - step
         return 1.0 if left >= length else self.floor + (1 - self.floor) * left / length
+
+
+@cache
+def second(schedule: type[Schedule]) -> type[Schedule]:
+    """Return the schedule under a second name, so that one run can have it for two numbers."""
+    about = f"{(schedule.__doc__ or '').strip()} A second one, for another number."
+    own = {"name": f"{schedule.name}_2", "__doc__": about, "__module__": __name__}
+    return make_dataclass(f"{schedule.__name__}2", [], bases=(schedule,), namespace=own, eq=False)

@@ -7,24 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import (
-    Callback,
-    Dataset,
-    Plan,
-    Planned,
-    Run,
-    RunFailed,
-    UserError,
-    choose,
-    hookimpl,
-    lower_is_better,
-    printable,
-)
+from toyexp import Dataset, Plan, Planned, Run, RunFailed, UserError, choose, hookimpl, lower_is_better, printable
 from toyexp.base import require_within
+from toyexp_callbacks.events import Listener
 
 
 @dataclass(eq=False)
-class Scored(Callback):
+class Scored(Listener):
     """What goes by a score of the held-out data."""
 
     metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
@@ -61,10 +50,6 @@ class EarlyStop(Scored):
         """Raises UserError for values that cannot work."""
         require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
-    def looks(self, step: int) -> bool:
-        """Never: it ends a run after an eval, where nothing is under way."""
-        return False
-
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
         return self.metric
@@ -86,7 +71,7 @@ class EarlyStop(Scored):
         """Goes on counting."""
         self._best, self._waited = float(state["best"]), int(state["waited"])
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Counts the evals since the last improvement."""
         # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
@@ -148,7 +133,7 @@ class QualityGate(Scored):
             "it out, or begin a new run"
         )
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Notes the value."""
         self._values.append(self.score(metrics))

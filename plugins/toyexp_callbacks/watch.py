@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import Callback, Planned, Run, changed, hookimpl
+from toyexp import Planned, Run, changed, hookimpl
 from toyexp.base import require_within
+from toyexp_callbacks.events import Listener
 
 LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
 EVALS = 2  # in a row whose loss has to be high
@@ -38,7 +39,7 @@ class Climb:
 
 
 @dataclass(eq=False)
-class Watch(Callback):
+class Watch(Listener):
     """Warns of loss spikes and of divergence, and never stops the run."""
 
     name: ClassVar[str] = "watch"
@@ -59,10 +60,6 @@ class Watch(Callback):
         """Raises UserError for values that cannot work."""
         require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
-
-    def looks(self, step: int) -> bool:
-        """Never: it goes by what it is told."""
-        return False
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That it cannot warn in so short a run, where it was told how long it takes."""

@@ -19,7 +19,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from toyexp.base import cache_dir
+from toyexp import UserError
+from toyexp.base import cache_dir, open_file, read_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,8 +97,8 @@ def _tidy(folder: Path) -> None:
 def recall(kind: str, key: str) -> dict[str, Any] | None:
     """What was remembered under the key, if it is there and whole."""
     path = _place(kind, key, "json")
-    with contextlib.suppress(OSError, ValueError):
-        digest, _, text = path.read_text("utf-8").partition("\n") if path else ("", "", "")
+    with contextlib.suppress(OSError, ValueError, UserError):
+        digest, _, text = read_file(path).decode().partition("\n") if path else ("", "", "")
         if digest and digest == hashlib.sha256(text.encode()).hexdigest():
             found: dict[str, Any] = json.loads(text)
             return found
@@ -175,7 +176,7 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
 
 def _open(path: Path) -> Packed | None:
     """What a file of the cache holds; None for one that is not there or not whole."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, _Full), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UserError, _Full), open_file(path) as file:
         return _parts(_mapped(file))
     return None
 

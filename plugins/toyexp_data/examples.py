@@ -75,7 +75,7 @@ class ExampleDataset(Dataset):
         """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
         whole = context + 1  # a row's tokens and the target of the last
         for name, part in (("training", self.train), ("held-out", self.held_out)):
-            if not part.usable(whole).any():
+            if len(part.first) and not part.usable(whole).any():
                 raise UserError(
                     f"model.context={context}: in none of the {len(part.lengths)} {name} examples does what is "
                     f"learned begin within it; the shortest needs model.context={part.first.min()}"
@@ -88,11 +88,11 @@ class Examples:
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
-        self.ids = np.concatenate([e.ids for e in examples])
-        self.learned = np.concatenate([e.learned for e in examples])
-        self.lengths = np.array([len(e.ids) for e in examples])
+        self.ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in examples)])
+        self.learned = np.concatenate([np.empty(0, bool), *(e.learned for e in examples)])
+        self.lengths = np.array([len(e.ids) for e in examples], np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.first = np.array([int(e.learned.argmax()) for e in examples])
+        self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
 
     def usable(self, whole: int) -> np.ndarray:
         """Which examples have a learned token among their first `whole`, [N]."""
@@ -145,6 +145,7 @@ class ExampleBatches(Batches):
         self._eval_batches = eval_batches
         shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
         self._rows = train.rows(context + 1, pack, shuffled)
+        self.rows_per_epoch = len(self._rows)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self.inputs, whole, parts = TOKENS.inputs(context), context + 1, (train, held_out)

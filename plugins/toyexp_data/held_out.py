@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from toyexp import IMAGES, Data, Planned, changed
+from toyexp import IMAGES, Data, Planned, UserError, changed
 from toyexp.base import require_within
 
 ON_ERROR = ("refuse", "skip")  # what an example that cannot be used does
@@ -16,13 +17,20 @@ NAMED = 20  # of those that are skipped the record of the run names so many
 class SplitData(Data):
     """Data with a `val_fraction`, of which an eval takes so many `eval_batches`, or `eval_images`."""
 
+    whole: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
+
     def check(self) -> None:
         """Raises UserError for a part that cannot be held out, or looked at."""
         taken = {"eval_images": "[0,inf)"} if self.gives is IMAGES else {"eval_batches": "[1,inf)"}
-        require_within("data", self, val_fraction="(0,1)", **taken)
+        require_within("data", self, val_fraction="(0,1]", **taken)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That an eval is to take more than is held out, or that there is none."""
+        """Yield that an eval is to take more than is held out, or that there is none.
+
+        Raises UserError where nothing is left to train on: all of it is held out for `toyexp eval` alone.
+        """
+        if getattr(self, "val_fraction", 0) == 1:
+            raise UserError("data.val_fraction=1.0: leaves nothing to train on; a run needs less than 1")
         key = "eval_images" if self.gives is IMAGES else "eval_batches"
         if not changed(self, key):
             return

@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import IMAGES, Kind, UserError, printable
+from toyexp import IMAGES, Kind, Planned, UserError, changed, printable
 from toyexp.base import read_text, require, require_folder, require_within, require_words
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
+
+HELD_OUT = ("val", "valid", "validation", "test")  # folders beside one named train
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Images(SplitData):
     @classmethod
     def recognises(cls, path: Path) -> int:
         """A folder with images in it, or in the folders in it."""
-        below = (f for depth in ("*", "*/*") for f in path.glob(depth)) if path.is_dir() else ()
+        below = (f for depth in ("*", "*/*", "*/*/*") for f in path.glob(depth)) if path.is_dir() else ()
         return 2 if any(f.suffix.lower() in toyexp.IMAGE_SUFFIXES for f in below) else 0
 
     @classmethod
@@ -75,36 +77,48 @@ class Images(SplitData):
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)
-        labels: list[int] = []
+        found: list[tuple[Path, int]] = []
+        sizes: set[tuple[int, int]] = set()
         skipped: list[str] = []
         for file, label in listed:
             try:
                 if isinstance(label, str):
                     raise toyexp.BadImage(label)
-                images[len(labels)] = toyexp.read_image(file, self.image_size, self.color, self.resize)
+                images[len(found)] = toyexp.read_image(file, self.image_size, self.color, self.resize, sizes)
             except toyexp.BadImage as reason:
                 if self.on_error == "refuse":
                     raise UserError(f"{file}: {reason} (data.on_error=skip leaves such images out)") from None
                 skipped.append(f"{_below(file, self.path)}: {reason}")
             else:
-                labels.append(label)
-        missing = sorted(set(range(len(names))) - set(labels))
-        if missing or len(names) < 2:
-            what = f"class {printable(names[missing[0]])} has no image" if missing else "has fewer than two classes"
+                found.append((file, label))
+        held = self._split()[1]
+        told = [*toyexp.scaled(sizes, self.image_size), *([f"held out: {held}"] if held else [])]
+        apart = np.array([held in file.parents for file, _ in found], bool)
+        trained = {label for (_, label), out in zip(found, apart, strict=True) if not out}
+        missing = [name for number, name in enumerate(names) if number not in trained]
+        if missing or len(names) < 2 or (held and not apart.any()):
+            empty = f"class {printable(missing[0])}" if missing else f"{held}, to be held out,"
+            what = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:NAMED]}
         return toyexp.ImageDataset(
-            images[: len(labels)], np.array(labels, np.int32), names,
+            images[: len(found)], np.array([label for _, label in found], np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
-            self._left_out({file for file, _ in listed}, skipped),
+            self._left_out({file for file, _ in listed}, skipped), told, apart if held else None,
         )  # fmt: skip
+
+    def warnings(self, planned: Planned) -> Iterable[str]:
+        """Yield that the folders say what is held out, and what SplitData has to say."""
+        yield from super().warnings(planned)
+        if changed(self, "val_fraction") and (held := self._split()[1]):
+            yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
 
     def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:
         """What of the folder is not learned from, and which key changes that."""
         told = (
             [f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {skipped[0]}"] if skipped else []
         )
-        others = sorted(f for f in _files_below(Path(self.path)) if f not in listed)
+        others = sorted(f for f in toyexp.files_below(Path(self.path)) if f not in listed)
         if self.labels:
             others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
             told += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
@@ -114,13 +128,28 @@ class Images(SplitData):
 
     def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """Every image below the class folders with its class, in path order, and the classes' names."""
-        folders = sorted(f for f in Path(self.path).iterdir() if f.is_dir() and not f.name.startswith("."))
+        train, held = self._split()
+        folders = _folders_in(train)
         if not folders:
             raise UserError(f"data.path={self.path}: holds no folders; data=images wants one of images per class")
+        names = [f.name for f in folders]
+        for folder in _folders_in(held) if held else []:
+            if folder.name not in names:
+                raise UserError(f"{folder}: is held out, and {train} has no class of that name")
+            folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
-            (file, label) for label, folder in enumerate(folders) for file in sorted(toyexp.images_below(folder))
+            (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.images_below(folder))
         ]
-        return listed, [f.name for f in folders]
+        return listed, names
+
+    def _split(self) -> tuple[Path, Path | None]:
+        """Return the folder of classes to train on and the one that is held out, if their names say so."""
+        whole = Path(self.path)
+        names = {f.name.lower(): f for f in _folders_in(whole)}
+        train, held = names.get("train"), next((names[name] for name in HELD_OUT if name in names), None)
+        if self.labels or not train or not held or not names.keys() <= {"train", *HELD_OUT} or not _folders_in(train):
+            return whole, None
+        return train, held
 
     def _listed(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """The files that `labels` lists, each with its class or with what is wrong with it, and the classes' names."""
@@ -155,12 +184,6 @@ class Images(SplitData):
             known[place] = number
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """All that is not hidden, as what a system keeps for itself in a folder of images is."""
-    inside = (f for f in folder.rglob("*") if not f.is_dir())
-    return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
 def _below(file: Path, folder: str) -> str:
     return printable(str(file.relative_to(folder) if file.is_relative_to(folder) else file))
 
@@ -170,3 +193,7 @@ def _whole_number(text: str) -> int | None:
         return int(text)
     except ValueError:
         return None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import partial
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import toyexp.formats
 import toyexp.text
 from toyexp import Planned, UserError, changed, choose, printable
-from toyexp.base import interruptible, read_file, require, require_words
+from toyexp.base import NOT_TEXT, interruptible, read_file, require, require_words
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
+from toyexp_data.corpus import meant
 from toyexp_data.held_out import NAMED, ON_ERROR
 from toyexp_data.text import TokenizedData, named
 
@@ -44,11 +45,11 @@ class Jsonl(TokenizedData):
     name: ClassVar[str] = "jsonl"
     fills: ClassVar[tuple[str, ...]] = ("date",)
 
-    path: str = ""  # a file of lines {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]} or {"text"}
+    path: str = ""  # of lines {"prompt", "completion"}, {"messages": [...]} or {"text"}: a file, or 'chats/*.jsonl'
     train_on: str = "completion"  # completion (what the assistant says, in a conversation) | all
     template: str = "auto"  # of conversations: auto (the tokenizer's GGUF's own, or plain) | plain
     date: str = ""  # the day that a template which writes one is told, 2026-11-21; empty: the day of the run
-    pack: bool = False  # several examples in a row, where they see one another; false: one, filled up
+    pack: bool = False  # several examples in a row, held out too, where they see one another; false: one, filled up
     on_error: str = "refuse"  # what a line that cannot be used does: refuse (ends the run) | skip (is counted)
     val_fraction: float = 0.05  # of the examples, spread evenly over the file, held out from training
 
@@ -62,7 +63,7 @@ class Jsonl(TokenizedData):
         super().check()
         if not self.path:
             raise UserError("data=jsonl needs a file of JSON lines: data.path=...")
-        require(self.path, f"data.path={self.path}")
+        self._files()
         require_words("data", self, train_on=TRAIN_ON, template=TEMPLATES, on_error=ON_ERROR)
         try:
             self._now()
@@ -89,15 +90,17 @@ class Jsonl(TokenizedData):
         template = self._template(vocabulary, now) if chats else None
         write = partial(template.rows, everything=self.train_on == "all") if template else plain
         examples = self._usable(values, lambda value: rows_of(value, write), skipped)
-        if len(examples) < 2:
-            raise UserError(f"{self.path}: {len(examples)} examples; one to train on and one to hold out are needed")
+        if len(examples) < 1 + (self.val_fraction < 1):
+            first = f" ({skipped[0]})" if skipped else ""
+            needed = "one to train on and one to hold out are needed"
+            raise UserError(f"{self.path}: {len(examples)} examples; {needed}{first}")
         held_out = spread(len(examples), self.val_fraction)
         tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
         # The rows of one conversation are all on one side.
         train, held = (self._tokenized(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
-        if not train or not held:
+        if not (train or self.val_fraction == 1) or not held:
             raise UserError(
                 f"{self.path}: no example is left {'to hold out' if train else 'to train on'} ({skipped[0]})"
             )
@@ -126,7 +129,7 @@ class Jsonl(TokenizedData):
         return self.read_tokenizer(vocabulary)
 
     def _tokenized(
-        self, examples: Iterable[tuple[int, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
+        self, examples: Iterable[tuple[str, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
         """The rows of these examples as ids."""
 
@@ -148,26 +151,33 @@ class Jsonl(TokenizedData):
             "thoughts_dropped": sum(made.thoughts_dropped for made in examples),
         }
 
-    def _lines(self) -> Iterable[tuple[int, bytes]]:
-        """The lines that are not empty, with their numbers."""
-        raw = read_file(Path(self.path)).removeprefix(codecs.BOM_UTF8)
-        # By newline alone: within JSON text, U+2028 and its kind end no line.
-        return [(number, line) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
+    def _files(self) -> list[Path]:
+        """Return the file that is named, or those that the pattern matches, in path order."""
+        return [require(path, f"data.path={path}") for path in meant(self.path)]
+
+    def _lines(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the lines that are not empty, each with its file and number."""
+        for path in self._files():
+            raw = read_file(path).removeprefix(codecs.BOM_UTF8)
+            if hint := _other_format(path, raw):
+                raise UserError(f"{path}: is no file of JSON lines; {hint}")
+            # By newline alone: within JSON text, U+2028 and its kind end no line.
+            yield from ((f"{path}:{n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
 
     def _usable(
-        self, numbered: Iterable[tuple[int, S]], make: Callable[[S], T], skipped: list[str]
-    ) -> list[tuple[int, T]]:
-        """What `make` makes of each line; one it cannot use ends the run, or goes to `skipped`."""
+        self, placed: Iterable[tuple[str, S]], make: Callable[[S], T], skipped: list[str]
+    ) -> list[tuple[str, T]]:
+        """Return what `make` makes of each line; one that it cannot use ends the run, or goes to `skipped`."""
         made = []
-        for number, thing in numbered:
+        for place, thing in placed:
             try:
-                made.append((number, make(thing)))
+                made.append((place, make(thing)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    raise UserError(
-                        f"{self.path}:{number}: {reason} (data.on_error=skip leaves such lines out)"
-                    ) from None
-                skipped.append(f"{Path(self.path).name}:{number}: {reason}")
+                    other_file = isinstance(reason, NotJson) and not made  # of which no line can be used
+                    hint = "" if other_file else " (data.on_error=skip leaves such lines out)"
+                    raise UserError(f"{place}: {reason}{hint}") from None
+                skipped.append(f"{Path(place).name}: {reason}")
         return made
 
     def _template(self, vocabulary: Path | None, now: datetime) -> ChatTemplate | None:
@@ -182,14 +192,27 @@ class Jsonl(TokenizedData):
         return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, now) if template else None
 
 
+class NotJson(BadExample):
+    """A line that is not JSON."""
+
+
+def _other_format(path: Path, raw: bytes) -> str:
+    """Return what makes JSON lines of a file that holds something else, or nothing."""
+    if raw.lstrip().startswith(b"["):
+        return f"it is a JSON array: jq -c '.[]' {path} > {path.stem}.jsonl"
+    if path.suffix.lower() in (".csv", ".tsv") and not raw.lstrip().startswith(b"{"):
+        return "it is a table: pandas.read_csv(FILE).to_json('x.jsonl', orient='records', lines=True) in Python"
+    return next((hint for magic, hint in NOT_TEXT.items() if raw.startswith(magic)), "")
+
+
 def parse(line: bytes) -> dict[str, Any]:
     """The object of a line, checked: its prompt and completion, its messages or its text."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
+        raise NotJson(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
     except (ValueError, RecursionError) as error:
-        raise BadExample(f"not one JSON object a line ({printable(str(error))})") from None
+        raise NotJson(f"not one JSON object a line ({printable(str(error))})") from None
     if not isinstance(value, dict):
         raise BadExample(f"is {_kind(value)}; {EXPECTED}")
     found = [form for form in FORMS if value.keys() & {*form}]
@@ -274,10 +297,10 @@ def rows_of(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], 
 
 
 def spread(count: int, fraction: float) -> np.ndarray:
-    """Which of `count` examples are held out: `fraction` of them, evenly spread, at least one and never all."""
+    """Return which of `count` examples are held out: `fraction`, evenly spread, at least one, and all only for 1."""
     import numpy as np
 
-    held_out = min(max(round(count * fraction), 1), count - 1)
+    held_out = min(max(round(count * fraction), 1), count - (fraction < 1))
     mask = np.zeros(count, bool)
     mask[np.arange(1, held_out + 1) * count // held_out - 1] = True
     return mask

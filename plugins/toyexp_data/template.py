@@ -142,7 +142,10 @@ class ChatTemplate:
         read, answer = asked[: turn_asked + len(header)], after[turn_after + len(header) :]
         opening, content = asked[len(read) :].strip(), message.said.lstrip()
         if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thought(message)):
-            return asked, answer, True  # what came before differs, or the template begins the answer itself
+            # What came before differs, or the template begins the answer itself, perhaps with the same words.
+            lead = answer[: max(begin - turn_after - len(header), 0)]
+            begun = next(n for n in range(len(lead), -1, -1) if asked[len(read) :].endswith(lead[:n]))
+            return asked, answer[begun:], True
         if content.startswith(opening):
             rest = content.removeprefix(opening).lstrip()
             tail = rest[len(rest.rstrip()) :]
@@ -151,25 +154,20 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """A conversation under a template; each of its beginnings is rendered once."""
+    """A conversation under a template; each of its beginnings is rendered once, and all in one request."""
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
         self.messages = messages
         self._template, self._tools = template, tools
-        self._done: dict[tuple[int, bool], Rendered] = {}
+        answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        turns = {key: None for number in answers for key in ((number, True), (number + 1, False))}
+        wanted = list({(len(messages), False): None, **turns})
+        found = template.render_beginnings([m.fields() for m in messages], wanted, tools)
+        self._done = dict(zip(wanted, found, strict=True))
 
     def until(self, count: int, ask: bool) -> Rendered:
-        """The first messages; with `ask`, up to where the assistant's next answer begins."""
-        key = count, ask
-        if key not in self._done:
-            self._done[key] = self._render(self.messages[:count], ask)
-        return self._done[key]
-
-    def _render(self, messages: Sequence[Message], ask: bool) -> Rendered:
-        try:
-            return self._template.render([m.fields() for m in messages], ask, self._tools)
-        except BadChat as reason:
-            raise BadExample(str(reason)) from None
+        """Return the first messages; with `ask`, up to where the assistant's next answer begins."""
+        return _require_written(self._done[count, ask])
 
     def place(self, number: int, count: int, ask: bool) -> tuple[int, int] | None:
         """Where in the text of the first messages stands what message `number` says, if anywhere.
@@ -179,7 +177,8 @@ class _Conversation:
         message, text = self.messages[number], self.until(count, ask).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
         changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
-        altered = self._render(changed, ask).text
+        fields = [m.fields() for m in changed]
+        altered = _require_written(*self._template.render_beginnings(fields, [(count, ask)], self._tools)).text
         begin = _shared(text, altered)
         if begin == len(text) == len(altered):
             return None
@@ -203,6 +202,12 @@ class _Conversation:
         wanted = [said.strip() if said.strip() in answer else said.rpartition("</think>")[2].strip(), *_called(calls)]
         if not answer or not all(text in answer for text in wanted):
             raise BadExample(f"the chat template leaves out what the assistant says; {_ADVICE}")
+
+
+def _require_written(found: Rendered | BadChat) -> Rendered:
+    if isinstance(found, BadChat):
+        raise BadExample(str(found))
+    return found
 
 
 def _thought(message: Message) -> str:

@@ -17,8 +17,7 @@ import toyexp.text
 from toyexp import TOKENS, Kind, Planned, UserError, changed, choose
 from toyexp.base import UnknownCharacter, complain, interruptible, require, require_within, require_words
 from toyexp_data.cache import packed, recall, remember
-from toyexp_data.corpus import Corpus, characters, megabytes, spread
-from toyexp_data.found import Found, find, meant
+from toyexp_data.corpus import Corpus, Found, characters, find, meant, megabytes, spread
 from toyexp_data.held_out import ON_ERROR, SplitData
 
 if TYPE_CHECKING:
@@ -111,6 +110,7 @@ class TextData(TokenizedData):
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
+        train = train if self.val_fraction < 1 else train[:0]  # what tokenizers begin and end a document with
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
             [*text.left_out(), *limits, *found.left_out()], self.few_learned(tokenizer),

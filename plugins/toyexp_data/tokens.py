@@ -12,12 +12,15 @@ import toyexp.formats
 from toyexp import TOKENS, Kind, UserError, printable
 from toyexp.base import open_file, read_file, require, require_words
 from toyexp_data.held_out import SplitData
+from toyexp_data.text import named
 
 if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+FEWER = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
 MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
@@ -63,8 +66,9 @@ class Tokens(SplitData):
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, {has}")
             vocab = tokenizer.vocab
+        facts = {"path": self.path, **(named(tokenizer) if tokenizer else {})}
         cut = len(ids) - int(len(ids) * self.val_fraction)
-        return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, {"path": self.path})
+        return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
 
 
 class Held(NamedTuple):
@@ -77,7 +81,7 @@ class Held(NamedTuple):
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
-    ids, declared, typed = _numpy(path, dtype) if path.suffix == ".npy" else _packed(path, dtype)
+    ids, declared, typed = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
     hint = "" if typed else "; is it uint16? data.dtype=uint16"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
@@ -85,6 +89,12 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     if top > MOST_IDS:
         raise UserError(
             f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense{hint}"
+        )
+    halves = ids.astype("<i4").view("<u2")  # a pair of uint16 ids, read as one of int32, is 65536 times the second
+    if not typed and dtype == "auto" and top > FEWER * (int(halves.max()) + 1):
+        raise UserError(
+            f"{path}: read as int32 its ids go up to {top - 1}, as uint16 up to {halves.max()}; "
+            "type data.dtype=uint16, or data.dtype=int32 if it is that"
         )
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
@@ -96,6 +106,8 @@ def _packed(path: Path, dtype: str) -> Held:
     import numpy as np
 
     raw = read_file(path)
+    if path.suffix in COMPRESSED:
+        raise UserError(f"{path}: is compressed, and ids are read as they lie there; decompress it first")
     declared, body, typed = 0, raw, raw[:4] == MAGIC
     if typed:
         if len(raw) < 16:

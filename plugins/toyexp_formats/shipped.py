@@ -32,7 +32,7 @@ class GGUF(Format):
     def check_model(self, model: Model) -> None:
         """Raises UserError for a model that no GGUF holds, or llama.cpp does not write."""
         formats.check_keys(model)
-        if self.type in K_QUANTS and not model.reads.text:
+        if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
             what = f"{self.type} is written by llama.cpp, which has no {architecture_of(model)}"
             raise UserError(f"{what}; {choose('', FILE_TYPES)}")
 
@@ -49,6 +49,11 @@ class GGUF(Format):
         """Every key stays as it is, and so does every tensor whose type does."""
         return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
+    def notes(self, exported: Exported) -> list[str]:
+        """Say that toyexp alone reads a model without a form."""
+        name = exported.model.name
+        return [] if "gguf" in exported.model.forms else [f"toyexp alone reads it: model={name} has no form of GGUF"]
+
     def read(self, path: Path, models: Models) -> Exported:
         """The file's model and tokenizer; the file stays open as long as its tensors are held."""
         return formats.exported_of(formats.GGUFFile(path), models)
@@ -60,10 +65,6 @@ class Safetensors(Format):
 
     name: ClassVar[str] = "safetensors"
     suffix: ClassVar[str] = ".safetensors"
-
-    def check_model(self, model: Model) -> None:
-        """Raises UserError for a model without those keys."""
-        gguf_form(model)
 
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the file; the keys are its metadata `gguf`, in JSON."""
@@ -108,11 +109,12 @@ class HuggingFace(Format):
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the directory."""
         read = exported.tensors.__getitem__
-        return formats.write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data)
+        card = formats.model_card(exported)
+        return formats.write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data, card)
 
     def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
         """Writes a directory for PEFT."""
-        return formats.write_adapter_folder(path, plan, exported.tensors)
+        return formats.write_adapter_folder(path, plan, exported)
 
     def notes(self, exported: Exported) -> list[str]:
         """What transformers and llama.cpp's converter make of it."""

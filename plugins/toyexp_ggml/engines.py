@@ -161,13 +161,16 @@ class GGMLGPU(GGMLEngine):
     on_gpu: ClassVar[bool] = True
     needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and CMake's flag that builds it in
     products: ClassVar[str] = "float16"  # what ggml's own kernels for matrix products round to
+    rounding: ClassVar[str] = ""  # the setting that lets them round more
 
     threads: int = 0  # cores of the CPU, which computes what the GPU refuses, or all if emulated; 0: all there are
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That the CPU has no part in a step."""
+        """Yield that the CPU has no part in a step, or that no product is computed on the GPU."""
         yield from super().warnings(planned)
+        if self.emulate and getattr(self, key := self.rounding, False):
+            yield f"engine.{key}=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
         if self.threads and not self.emulate:
             yield f"engine.threads={self.threads}: are the CPU's, which computes only what {self.name}'s GPU refuses"
 
@@ -238,6 +241,7 @@ class GGMLCUDA(GGMLGPU):
     priority: ClassVar[int] = 15
     profile: ClassVar[profiles.Profile] = profiles.CUDA
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
+    rounding: ClassVar[str] = "tf32"
     products: ClassVar[str] = "tf32"  # of a few rows, whatever cuBLAS does with the others
 
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
@@ -247,12 +251,6 @@ class GGMLCUDA(GGMLGPU):
     def gpus(self) -> int | None:
         """One, unless it is emulated."""
         return 0 if self.emulate else 1
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That no product is computed on the GPU."""
-        yield from super().warnings(planned)
-        if self.tf32 and self.emulate:
-            yield "engine.tf32=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
 
     def check(self) -> str:
         """The device. ggml asks cuBLAS for TF32; only a variable that is read once in a process says no."""
@@ -284,6 +282,7 @@ class GGMLVulkan(GGMLGPU):
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
+    rounding: ClassVar[str] = "half"
 
     half: bool = False  # let matrix products round their inputs to float16, which many GPUs multiply faster
 
@@ -298,12 +297,6 @@ class GGMLVulkan(GGMLGPU):
     def rounds_to(self) -> str:
         """What was asked for."""
         return "float16" if self.half and not self.emulate else "float32"
-
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        """That no product is computed on the GPU."""
-        yield from super().warnings(planned)
-        if self.half and self.emulate:
-            yield "engine.half=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
 
     def check(self) -> str:
         """The device, whether it is software, and what its products round to."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toyexp.base import cache_dir, in_one_piece, is_private
+from toyexp.base import cache_dir, in_one_piece, is_private, read_file
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -78,7 +78,7 @@ def _built(command: Sequence[str], target: Path) -> str:
 def _place(command: Sequence[str]) -> Path | None:
     """Where is kept what this compiler builds of that source on this machine; None where no place is private."""
     folder, compiler = cache_dir(), shutil.which(command[0])
-    if folder is None or not folder.is_absolute() or compiler is None or os.name != "posix":
+    if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
         return None
     there = Path(compiler).resolve()
     status = there.stat()  # another version of the compiler is another file
@@ -89,10 +89,17 @@ def _place(command: Sequence[str]) -> Path | None:
     return private / f"{digest}.so" if is_private(private) else None
 
 
+def _digest(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).hexdigest().encode()
+
+
 def _kept(command: Sequence[str], place: Path) -> ctypes.CDLL:
-    """What stands there, built before if it does not, or is another's; raises OSError where it cannot be used."""
-    if not is_private(place):
+    """Return the library at `place`; build it if it is missing, damaged or another's. Raise OSError if that fails."""
+    digest = place.with_suffix(".sha256")  # a file that a disk damaged would end the process when it is loaded
+    if not (is_private(place) and is_private(digest) and read_file(digest) == _digest(place)):
         with in_one_piece(place) as fresh:
             _built(command, fresh)
             fresh.chmod(0o600)
+        with in_one_piece(digest) as fresh:
+            fresh.write_bytes(_digest(place))
     return ctypes.CDLL(str(place))

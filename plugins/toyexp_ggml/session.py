@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
-from toyexp_ggml.binding import Backend, Graph, GraphError, Memory, Node, clear, get, get_all, host_arrays, put, version
-from toyexp_ggml.frozen import Frozen
+from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics, TensorInfo
+from toyexp.formats import in_place
+from toyexp_ggml.binding import (
+    Backend,
+    Graph,
+    GraphError,
+    MappedFile,
+    Memory,
+    Node,
+    clear,
+    get,
+    get_all,
+    host_arrays,
+    put,
+    version,
+)
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
@@ -329,3 +343,34 @@ class GGMLSession(Session):
 
 def _number(node: Node) -> float:
     return float(get(node).reshape(-1)[0])
+
+
+class Frozen:
+    """What of a plan needs no copy: frozen matrices of any type, and frozen float32 tensors of any shape."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._files: list[MappedFile] = []
+        self.nodes: dict[str, Node] = {}
+
+    def find(self, plan: Plan) -> None:
+        """Maps the tensors of the plan; raises GGUFError for a file without them, and for numbers that are none."""
+        wanted: dict[Path, list[tuple[str, tuple[int, ...], TensorInfo]]] = {}
+        for tensor in plan.tensors:
+            info = in_place(tensor)
+            if info is not None:
+                wanted.setdefault(info.path, []).append((tensor.name, tensor.shape, info))
+        for path, tensors in wanted.items():
+            file = MappedFile(self._backend, str(path), len(tensors))
+            self._files.append(file)
+            for name, shape, info in tensors:
+                nbytes = info.nbytes // info.shape[0] * shape[0]
+                self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
+            file.allocate()
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        self.nodes.clear()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from toyexp import LORA, Constant, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
-from toyexp_models.language import LanguageModel
+from toyexp_models.language import LanguageModel, require_shared_heads
 
 
 @dataclass
@@ -25,7 +25,7 @@ class GPT2(LanguageModel):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         super().check()
-        self.require_shared_heads()
+        require_shared_heads(self)
 
     def tensors(self) -> list[TensorSpec]:
         """Matrices N(0, 0.02), norms 1, biases 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toyexp import TOKENS, Dataset, Kind, Model, UserError
 from toyexp.base import MOST, require_within
@@ -31,14 +31,6 @@ class LanguageModel(Model):
         self.require_blocks("n_layers")
         require_within("model", self, vocab=f"[0,{MOST}]")
 
-    def require_shared_heads(self) -> None:
-        """Raises UserError unless the heads divide d_model among themselves."""
-        if self.d_model % self.n_heads:
-            raise UserError(
-                f"model.n_heads={self.n_heads} does not divide model.d_model={self.d_model}: "
-                f"a head would have {self.d_model / self.n_heads:g} features"
-            )
-
     def fit(self, dataset: Dataset) -> Model:
         """Takes the vocabulary from the data when none was given."""
         if self.vocab and self.vocab < dataset.vocab:
@@ -47,3 +39,12 @@ class LanguageModel(Model):
                 f"leave it at 0 or give at least {dataset.vocab}"
             )
         return replace(self, vocab=self.vocab or dataset.vocab)
+
+
+def require_shared_heads(model: Any) -> None:
+    """Raise UserError unless the heads divide d_model among themselves."""
+    if model.d_model % model.n_heads:
+        raise UserError(
+            f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}: "
+            f"a head would have {model.d_model / model.n_heads:g} features"
+        )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
 from toyexp.base import MOST, require_within
-from toyexp_models.language import LanguageModel
+from toyexp_models.language import LanguageModel, require_shared_heads
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RotaryModel(LanguageModel):
         require_within("model", self, head_dim=f"[0,{MOST}]")
         given = f"model.head_dim={self.head_dim}"
         if not self.head_dim:
-            self.require_shared_heads()
+            require_shared_heads(self)
             given = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")

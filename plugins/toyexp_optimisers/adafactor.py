@@ -16,6 +16,7 @@ class Adafactor(Optimiser):
     """Adafactor (Shazeer and Stern 2018): AdamW's steps with next to no memory; lr is relative to a tensor's size."""
 
     name: ClassVar[str] = "adafactor"
+    title: ClassVar[str] = "Adafactor"
 
     beta2_decay: float = -0.8  # at step t the share of the memory that is kept is 1 - t^beta2_decay
     eps1: float = 1e-30  # added to the squared gradient
@@ -26,11 +27,6 @@ class Adafactor(Optimiser):
         """Raises UserError for values that cannot work."""
         super().check()
         require_within("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
-
-    @property
-    def title(self) -> str:
-        """Adafactor."""
-        return "Adafactor"
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """The mean squares of a matrix's rows and of its columns; of anything else, of each number."""

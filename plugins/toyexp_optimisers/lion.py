@@ -15,6 +15,7 @@ class Lion(Optimiser):
     """Lion (Chen et al. 2023): the sign of a momentum; wants an lr 3 to 10 times below AdamW's."""
 
     name: ClassVar[str] = "lion"
+    title: ClassVar[str] = "Lion"
     elementwise: ClassVar[bool] = True
 
     beta1: float = 0.9  # share of the memory in a step's direction
@@ -24,11 +25,6 @@ class Lion(Optimiser):
         """Raises UserError for values that cannot work."""
         super().check()
         require_within("optim", self, beta1="[0,1)", beta2="[0,1)")
-
-    @property
-    def title(self) -> str:
-        """Lion."""
-        return "Lion"
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """The running mean of gradients."""

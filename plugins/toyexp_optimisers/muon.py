@@ -21,6 +21,7 @@ class Muon(Optimiser):
     """Muon on the blocks' matrices (Jordan 2024), AdamW on the rest."""
 
     name: ClassVar[str] = "muon"
+    title: ClassVar[str] = "Muon, and AdamW mode lora for what is no matrix of a block"
 
     momentum: float = 0.95  # share of the memory that is kept
     nesterov: bool = True  # look ahead by the momentum
@@ -36,11 +37,6 @@ class Muon(Optimiser):
         require_words("optim", self, scale=SCALES)
         require_within("optim", self, momentum="[0,1)", adamw_beta1="[0,1)", adamw_beta2="[0,1)")
         require_within("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
-
-    @property
-    def title(self) -> str:
-        """Both."""
-        return "Muon, and AdamW mode lora for what is no matrix of a block"
 
     def rules(self) -> Sequence[Rule]:
         """Itself, then AdamW with bias correction."""

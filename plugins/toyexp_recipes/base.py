@@ -20,7 +20,7 @@ class FromBase(Recipe):
     starts_from: ClassVar[str] = "base"
     other_classes: ClassVar[str] = "a new output layer for them: recipe=full recipe.new_head=true"
 
-    base: str | None = None  # GGUF, run's directory or checkpoint to start from: llama, qwen2, qwen3, gemma, gpt2, vit
+    base: str | None = None  # what to start from: a GGUF or another format that is read, a run, or a checkpoint
 
     def check(self) -> None:
         """Raises UserError when no base is given."""

@@ -32,8 +32,12 @@ from toyexp import (
 from toyexp.base import require_positive, require_within
 from toyexp_recipes.base import FromBase
 
-SHORT = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_qkv",
-         "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}  # fmt: skip
+SHORT = {  # what may be typed for a linear, here and in PEFT
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_qkv", "gate": "ffn_gate",
+    "up": "ffn_up", "down": "ffn_down", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
+    "o_proj": "attn_out*", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "all-linear": "*",
+    "c_attn": "attn_qkv", "c_fc": "ffn_up",
+}  # fmt: skip
 RANK = 8  # unless told
 QUERIES = ("attn_q", "attn_qkv")  # what is adapted by default: the first that the model has
 
@@ -74,6 +78,8 @@ class Lora(FromBase):
             yield "recipe.rslora=true: with recipe.rank=1 an adapter is scaled by alpha either way"
         if self.adapter and changed(self, "init_scale"):
             yield f"recipe.init_scale={self.init_scale}: is of new adapters, and recipe.adapter has its own values"
+        if self.adapter and (base := self.base_file()):
+            yield from toyexp.check_base(toyexp.adapter_of(Path(self.adapter), lambda: planned.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
         """The adapter that is trained on from."""
@@ -120,6 +126,8 @@ class Lora(FromBase):
         """Those of `recipe.adapter`; UserError for a setting that says otherwise."""
         path = toyexp.adapter_of(Path(str(self.adapter)), lambda: model)
         frozen, adapters = toyexp.formats.read_adapter(path, model)
+        if base := self.base_file():
+            toyexp.check_base(path, base)
         shapes = {t.name: t.shape for t in frozen}
         ranks = {a.target: shapes[lora_names(a.target)[0]][0] for a in adapters}
         alphas = sorted({float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters})

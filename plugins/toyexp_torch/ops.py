@@ -1,17 +1,23 @@
-"""The op vocabulary in PyTorch; autograd supplies the gradients."""
+"""The op vocabulary in PyTorch; autograd supplies the gradients. A decoder keeps keys and values between calls."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from toyexp import Ops, Params, Rotary
+from toyexp import Decoder, Ops, Params, Piecewise, Rotary, Session, SessionError
 from toyexp_torch.packed import Packed
-from toyexp_torch.recompute import computed_twice
+
+CHUNK = 256  # ids read at a time: the logits of each of them are computed, which for a long prompt is much memory
 
 
 class TorchOps(Ops):
@@ -120,3 +126,97 @@ def _rotations(
     wide = torch.tensor(frequencies, dtype=torch.float64)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def computed_twice(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x), which the backward pass computes again instead of keeping what it needs (Chen et al. 2016).
+
+    As torch.utils.checkpoint does it with use_reentrant=False, but for functions that draw no random numbers and save
+    the same tensors in the same order every time: with so much less to keep account of, half of its cost is gone.
+    """
+    if torch.compiler.is_compiling():  # the compiler knows its own
+        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    rounding = _autocast(x.device.type)
+    shapes, found = list[torch.Size](), dict[int, Tensor]()
+
+    def forget(tensor: Tensor) -> Any:
+        shapes.append(tensor.shape)
+        return len(shapes) - 1
+
+    def note(tensor: Tensor) -> None:
+        found[len(found)] = tensor.detach()
+
+    def find(place: Any) -> Tensor:
+        if place not in found:
+            found.clear()
+            with torch.enable_grad(), rounding(), saved_tensors_hooks(note, found.__getitem__):
+                function(x.detach().requires_grad_(x.requires_grad))
+            if [tensor.shape for tensor in found.values()] != shapes:
+                raise RuntimeError("a block that is called again computes something else")
+        return found.pop(place)
+
+    with saved_tensors_hooks(forget, find):
+        return function(x)
+
+
+def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What brings back the present rounding, which the backward pass is outside of."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+class CachedOps(Piecewise, TorchOps):
+    """The ops for the positions from `start` on of one sequence [1, T]; attention also sees those before."""
+
+    keeps = frozenset({"rope"})  # which counts from `start`
+
+    def __init__(self, context: int):
+        super().__init__()
+        self.longest = context
+        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, D] of each attention
+        self._calls = 0
+
+    def begin(self, start: int) -> None:
+        """A forward pass follows, whose first position is `start`."""
+        self.start, self._calls = start, 0
+
+    def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
+        """See Ops; from `start` on."""
+        rows = slice(self.start, self.start + n)
+        return table.dense(rows) if isinstance(table, Packed) else table[rows]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        """See Ops; keeps k and v, and sees those kept before."""
+        if not causal:
+            raise SessionError("decoder(): this model's attention looks ahead, so that no position can be kept")
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, T, D]
+        if self._calls == len(self._caches):
+            self._caches.append((self._room(k), self._room(v)))
+        keys, values = self._caches[self._calls]  # a model asks for its layers in the same order every time
+        self._calls += 1
+        new, end = q.shape[2], self.start + q.shape[2]
+        keys[:, :, self.start : end], values[:, :, self.start : end] = k, v
+        mask = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(self.start) if new > 1 else None
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(-2)
+
+    def _room(self, x: Tensor) -> Tensor:
+        return x.new_empty((1, x.shape[1], self.longest, x.shape[3]))
+
+
+class CachedDecoder(Decoder):
+    """Computes each position once; `forward` gives the logits [V] after the last of some ids [1, T]."""
+
+    def __init__(self, session: Session, forward: Callable[[TorchOps, np.ndarray], np.ndarray]):
+        super().__init__(session)
+        self._ops = CachedOps(self.context)
+        self._forward = forward
+
+    def do_feed(self, ids: np.ndarray) -> np.ndarray:
+        """See Decoder."""
+        for first in range(0, len(ids), CHUNK):
+            self._ops.begin(self.position + first)
+            logits = self._forward(self._ops, ids[None, first : first + CHUNK])
+        return logits

@@ -34,7 +34,7 @@ FAREWELL = 5.0  # seconds that ranks have to end when they are told to
 FOLLOW = (
     "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
     "from toyexp.base import calm_threads; calm_threads(); "
-    "from toyexp_torch.follower import main; main(told['file'])"
+    "from toyexp_torch.torchrun import main; main(told['file'])"
 )
 
 

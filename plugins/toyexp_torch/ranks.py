@@ -128,16 +128,13 @@ class SharedUpdate(Update):
 class RankSession(TorchSession):
     """What one rank computes: of a plan with its own rows. All ranks call the same methods in the same order."""
 
+    selects = False  # ranks would capture at different steps what all of them have to call together
+
     def __init__(self, plan: Plan, wanted: Wanted, place: Place):
         update = partial(SharedUpdate, share=Share(place.rank, place.count)) if place.shard else Update
         super().__init__(plan, wanted, update)
         self._place = place
         self._under_way: Callable[[], object] = lambda: None
-
-    @property
-    def selects(self) -> bool:
-        """No: ranks would capture at different steps what all of them have to call together."""
-        return False
 
     def join(self, group: Group) -> None:
         """From now on there are others."""

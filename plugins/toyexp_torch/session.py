@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Session, StepMetrics
-from toyexp_torch.decoder import CachedDecoder
+from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Recompute, Session, StepMetrics, reason_to_recompute
 from toyexp_torch.host_copy import HostCopy
 from toyexp_torch.loss import ProjectedLossOps, ops_of_loss
-from toyexp_torch.ops import TorchOps
+from toyexp_torch.ops import CachedDecoder, TorchOps
 from toyexp_torch.packed import Packed
 from toyexp_torch.resident import KEPT, Resident
 from toyexp_torch.update import ALIGNMENT, Update
@@ -292,7 +291,9 @@ class TorchSession(Session):
         return self.decoder_of(self)
 
     def decoder_of(self, session: Session) -> Decoder:
-        """A decoder of a session whose weights these are."""
+        """Return a decoder of a session whose weights these are; it recomputes what cannot be kept."""
+        if reason_to_recompute(self.plan):
+            return Recompute(session)
         # Dropout is of training: a plan without it needs no mask of what follows.
         whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
         params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)

@@ -47,7 +47,7 @@ PHASES = [
     ("toyexp_torch.stack", "Stack._taken", "steps begun"),
     ("toyexp_torch.stack", "Stack._losses", "held-out losses begun"),
     ("toyexp_torch.stack", "_Answers.all", "waits for the device"),
-    ("toyexp.training.ahead", "Ahead.batch", "batches"),
+    ("toyexp.training.loop", "Ahead.batch", "batches"),
     ("toyexp.contract.session", "Session.launch", "steps asked for"),
     ("toyexp.contract.session", "Session.launch_several", "several steps asked for"),
     ("toyexp.contract.session", "Session.launch_evaluation", "evals asked for"),

@@ -10,8 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+import toyexp
 from toyexp.base import dump_json
 from toyexp.commands.line import main
+from toyexp.contract.model import LOGGED
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
@@ -64,7 +66,8 @@ def test_a_completed_run_is_recorded_from_start_to_end(train):
     assert [(e["step"], e["bytes"]) for e in run.of("export")] == [(12, (run.dir / "model.gguf").stat().st_size)]
     end = run.events[-1]
     assert (end["reason"], end["exit_code"], end["final_step"]) == ("completed", 0, 12)
-    assert end["final_loss"] == run.result["train_loss"]
+    assert end["final_loss"] == run.result["train_loss"]  # of so few steps nothing is smoothed
+    assert run.result["first_train_loss"] == run.of("step")[0]["loss"] and run.result["diverged"] is False
     assert "error" not in end and "quality_gate" not in end
 
 
@@ -301,3 +304,101 @@ def test_a_record_that_is_gone_when_the_run_goes_on_is_told(train):
     assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]", "steps=6"]) == 0
     assert [e["step"] for e in run.of("step")] == [5, 6]
     assert any("gone" in e["text"] and "up to 4" in e["text"] for e in run.of("note"))
+
+
+LOGGER = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from toyexp import Callback, hookimpl
+
+
+@dataclass(eq=False)
+class Mine(Callback):
+    "Reports numbers of its own."
+
+    name: ClassVar[str] = "mine"
+    logs: ClassVar[tuple] = ("goodness",)
+
+    at: str = ""  # what to do wrong
+
+    @hookimpl
+    def on_start(self, run):
+        run.log(begun=0.5)
+
+    @hookimpl
+    def on_step(self, run, step, metrics):
+        if self.at == "write":
+            metrics["mine"] = 1
+        if self.at == "taken":
+            run.log(grad_norm=1.0)
+        if self.at == "text":
+            run.log(mine="much")
+        run.log(double=2 * metrics["loss"])
+
+    @hookimpl
+    def on_eval(self, run, step, metrics):
+        run.log(goodness=float("nan") if self.at == "nan" else float(-abs(step - 4)))
+
+    @hookimpl
+    def on_end(self, run):
+        run.log(over=7)
+
+
+@hookimpl
+def register_callbacks(register):
+    register(Mine)
+"""
+
+
+@pytest.fixture
+def logger(local_plugin):
+    yield local_plugin(LOGGER)
+    LOGGED.discard("goodness")
+
+
+def test_numbers_that_a_callback_logs_reach_whatever_records_and_decides(train, logger):
+    """The record, history, terminal, pictures, the best checkpoint and early stopping, though it comes last."""
+    words = ["checkpoint_best=goodness", "checkpoint_every=4", "callbacks=[default,early_stop,plots,tensorboard,mine]"]
+    words += ["callbacks.early_stop.metric=goodness", "callbacks.early_stop.patience=1", f"plugins=[{logger}]"]
+    run = train(*words)
+    assert run.code == 0, run.err
+    steps, evals = run.of("step"), run.of("eval")
+    assert all(step["double"] == 2 * step["loss"] for step in steps)
+    assert [event["goodness"] for event in evals] == [-4, 0, -4] and evals[0]["begun"] == 0.5
+    assert not any("begun" in event for event in (*steps, *evals[1:])), "it was logged once"
+    assert run.of("log")[-1]["over"] == 7
+    result = toyexp.open(run.dir)
+    np.testing.assert_array_equal(result.history["double"], 2 * result.history.loss)
+    assert list(result.history.held_out["goodness"]) == [-4, 0, -4] and "double" in result.history
+    assert run.result["eval_scores"]["goodness"] == 0 and result.best["step"] == run.result["eval_step"] == 4
+    assert run.result["last_eval"]["scores"]["goodness"] == -4
+    assert run.result["why"].startswith("early_stop: 1 evals without a held-out goodness")
+    assert "held-out goodness -4.0000 -> -4.0000" in run.out and "goodness 0.0000" in run.out
+    picture = (run.dir / "plots" / "curves.svg").read_text()
+    assert "held-out goodness" in picture and "double" in picture
+    logged = b"".join(path.read_bytes() for path in (run.dir / "tensorboard").iterdir())
+    assert b"train/double" in logged and b"held_out/goodness" in logged
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("write", "metrics are read-only; report a number of your own with run.log(name=value)"),
+        ("taken", "run.log(grad_norm=...): the run records a number of that name"),
+        ("text", "run.log(mine='much'): takes numbers"),
+        ("nan", "run.log(goodness=nan): a held-out score must be a finite number"),
+    ],
+)
+def test_a_number_that_cannot_be_logged_fails_the_run_in_words(train, logger, wrong, words):
+    run = train(f"plugins=[{logger}]", "callbacks=[default,mine]", f"callbacks.mine.at={wrong}", engine="cpu")
+    assert run.code == 1 and words in run.err and "callbacks.mine" in run.err
+
+
+def test_a_search_goes_by_a_logged_score(settings, tmp_path, logger, capsys):
+    module = tmp_path / f"{logger}.py"
+    module.write_text(LOGGER.replace("float(-abs(step - 4))", "float(-run.seed)"))
+    words = [word for word in settings(f"plugins=[{logger}]", "callbacks=[default,mine]") if "hydra" not in word]
+    sweep = ["seed=1,0,2", "sweep.search=grid", "sweep.metric=goodness", f"hydra.sweep.dir={tmp_path / 's'}"]
+    assert main(["-m", *words, *sweep, "sweep.isolate=false", "steps=2"]) == 0, capsys.readouterr().err
+    assert toyexp.open(tmp_path / "s").best.settings["seed"] == 0

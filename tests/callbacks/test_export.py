@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from toyexp.formats.gguf.encode import pieces_of
+from toyexp.formats.gguf.ggml_types import pieces_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
 

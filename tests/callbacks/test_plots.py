@@ -7,13 +7,18 @@ import matplotlib
 import numpy as np
 import pytest
 from drawings import words_of
+from made_runs import made
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from toyexp.base.drawing import MADE_BY, Sheet, is_drawn
+from toyexp.commands import bench
 from toyexp.commands.line import main
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.found import look
+from toyexp.runs.plot import sheet
 from toyexp_callbacks import plots
-from toyexp_callbacks.curves import Curves, drawn, smoothed, thinned
+from toyexp_callbacks.plots import Curves, drawn, smoothed, thinned
 
 
 class ThreadDoneAtOnce:
@@ -106,8 +111,8 @@ def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
     assert matplotlib.rcParams["svg.hashsalt"] is None
 
 
-def test_a_picture_on_the_way_that_cannot_be_written_is_told_once_and_the_run_goes_on(train, tmp_path, monkeypatch):
-    """Somebody has put a file of that name there meanwhile: the run does not replace it, and fails of it at its end."""
+def test_a_picture_that_cannot_be_written_is_told_once_and_fails_no_run(train, tmp_path, monkeypatch):
+    """Somebody has put a file of that name there meanwhile: the run does not replace it."""
     theirs = tmp_path / "run" / "plots" / "curves.png"
 
     def drawn_by(curves):
@@ -120,8 +125,9 @@ def test_a_picture_on_the_way_that_cannot_be_written_is_told_once_and_the_run_go
     monkeypatch.setattr(plots, "drawn", drawn_by)
     monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
     run = train("callbacks=[default,plots]", "steps=12", "eval_every=3", engine="noop")
-    assert run.code == 1 and run.of("step")[-1]["step"] == 12, run.err
-    assert [e["text"].count("this run did not write it; training goes on") for e in run.of("warning")] == [1]
+    assert run.code == 0 and run.result["reason"] == "completed" and run.result["steps"] == 12, run.err
+    (warning,) = run.of("warning")
+    assert "the run goes on" in warning["text"] and "this run did not write it" in warning["text"]
     assert theirs.read_bytes() == b"theirs"
 
 
@@ -172,6 +178,45 @@ def test_curves_with_holes_are_drawn_too(train, words):
     assert run.code == (1 if "nan" in words[0] else 0)
     assert ink(run.dir / "plots" / "curves.png") > 0.01
     assert "callback plots failed" not in (run.dir / "log.txt").read_text()
+
+
+def test_pictures_do_not_follow_a_matplotlibrc(tmp_path):
+    rc = {"text.usetex": True, "font.size": 30, "axes.facecolor": "black"}
+    curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([1], [1]), "lr": ([], [])})
+    made(tmp_path / "run", seed=0, steps=4)
+    engine = {"name": "ggml", "engine": "ggml", "rounds": [0.1], "quartiles": [0.1, 0.1], "ratio": 1.0,
+              "tokens_per_second": 100.0, "seconds_per_step": 0.1}  # fmt: skip
+
+    def pictures():
+        comparison = Comparison.of([look(tmp_path / "run")])
+        sheets = sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
+        return [drawn(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
+
+    plainly = pictures()
+    with matplotlib.rc_context(rc):
+        assert pictures() == plainly
+        assert all(matplotlib.rcParams[key] == value for key, value in rc.items()), "they are the program's"
+
+
+def test_an_error_while_drawing_is_a_warning_and_the_run_counts(train, monkeypatch):
+    def drawn_by(curves):
+        raise ValueError("no such font")
+
+    monkeypatch.setattr(plots, "drawn", drawn_by)
+    run = train("callbacks=[default,plots]", engine="noop")
+    assert run.code == 0 and run.result["reason"] == "completed", run.err
+    assert [e["text"] for e in run.of("warning")] == ["plots: no picture, the run goes on: no such font"]
+    assert not any("curves" in path for path in run.result["artifacts"])
+
+
+def test_a_backend_that_matplotlib_does_not_have_is_named(train, monkeypatch):
+    """matplotlib reads MPLBACKEND as it is imported, and raises this."""
+    said = "ValueError: Key backend: 'nonsense' is not a valid value for backend; supported values are agg, ..."
+    monkeypatch.setattr("toyexp.base.packages._broken", {"matplotlib": said})
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
+    run = train("callbacks=[default,plots]", engine="noop")
+    assert run.code == 2 and "MPLBACKEND=nonsense" in run.err and "unset MPLBACKEND" in run.err
+    assert "install" not in run.err and not run.dir.exists()
 
 
 def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):

@@ -1,9 +1,12 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toyexp import Planned
+from toyexp.commands.line import main
 from toyexp_callbacks.schedules import Constant, Cosine, Linear, WarmupStableDecay, cosine
 
 # n=20, 1e-3 -> 1e-5, warm-up 5: the original's own table.
@@ -64,6 +67,19 @@ def test_every_schedule_rises_to_at_most_one_and_then_never_rises_again(kind, st
     assert all(b <= a for a, b in itertools.pairwise(rates[warmup:]))
 
 
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_warmup_below_one_is_a_share_of_the_run(kind):
+    share, steps = kind(warmup=0.1), kind(warmup=3)  # of 21 steps, rounded up
+    assert [share.factor(k, 21) for k in range(21)] == [steps.factor(k, 21) for k in range(21)]
+
+
+def test_a_share_of_warmup_that_reaches_into_the_descent_is_told():
+    """Of 10 steps the last 6 descend: a warmup of half reaches into them, one of 0.4 ends where they begin."""
+    planned = Planned({"steps": 10}, None, None, SimpleNamespace(updates=()))
+    told = [[*WarmupStableDecay(warmup=share, decay=0.6).warnings(planned)] for share in (0.5, 0.4)]
+    assert [len(lines) for lines in told] == [1, 0] and "warmup=0.5: reaches into the descent" in told[0][0]
+
+
 def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):
     run = train("callbacks=[wsd,events]", "callbacks.wsd.warmup=3", "callbacks.wsd.decay=0.5", "lr=0.01")
     expected = [0.01 * WarmupStableDecay(warmup=3, decay=0.5).factor(k, 12) for k in range(12)]
@@ -77,6 +93,18 @@ def test_what_is_scaled_beside_the_rate_is_recorded_at_each_step(train):
     assert [e["weight_decay_factor"] for e in run.of("step")] == [1, 0.75, 0.5, 0.25]
     assert [e["weight_decay"] for e in run.of("step")] == [2, 1.5, 1, 0.5]
     assert run.events[0]["schedules"] == {"constant": "lr", "linear": "weight_decay"}
+
+
+def test_one_schedule_scales_two_numbers_of_a_run_under_its_two_names(train):
+    words = ["optim=sgd", "callbacks=[linear,linear_2,events]", "callbacks.linear.warmup=4", "lr=0.1"]
+    words += ["callbacks.linear_2.scales=momentum", "callbacks.linear_2.floor=0.5", "checkpoint_every=2"]
+    run = train(*words, "steps=2")
+    assert run.code == 0, run.err
+    assert main([f"resume={run.dir}", "steps=4"]) == 0
+    assert [e["lr"] for e in run.of("step")] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    factors = [e["momentum_factor"] for e in run.of("step")]
+    assert factors == pytest.approx([Linear(floor=0.5).factor(*at) for at in ((0, 2), (1, 2), (2, 4), (3, 4))])
+    assert [e["momentum"] for e in run.of("step")] == pytest.approx([0.9 * factor for factor in factors])
 
 
 def test_the_value_of_a_number_is_that_of_the_rule_which_has_it(train):

@@ -1,8 +1,10 @@
 """The event files are read back by hand: length, its checksum, the record, its checksum (TFRecord)."""
 
+import multiprocessing
 import struct
 import sys
-from types import SimpleNamespace
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -44,18 +46,31 @@ def test_a_run_has_all_its_numbers_in_an_event_file_and_goes_on_in_another_besid
     assert purged == [13] and sorted({step for name, step, _ in found if name == "train/loss"}) == [13, 14, 15]
 
 
-def test_a_writer_that_fails_never_fails_the_run_and_is_told_of(train, monkeypatch):
-    class Writer:
-        def __init__(self, *_, **__):
-            pass
+def test_a_full_disk_ends_the_writing_with_one_line_and_gives_its_room_to_the_run(train, monkeypatch):
+    from tensorboardX.record_writer import RecordWriter
 
-        def add_text(self, *_):
-            raise OSError("no space left")
+    before, flush = {*threading.enumerate(), *multiprocessing.active_children()}, RecordWriter.flush
 
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Writer, __spec__=SimpleNamespace()))
+    def flush_until_full(self):
+        flush(self)
+        if self.path and Path(self.path).stat().st_size > 2000:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "flush", flush_until_full)
     run = train("callbacks=[default,tensorboard]", engine="noop")
-    assert run.code == 0
-    assert [e["text"] for e in run.of("note")] == ["tensorboard gave up, the run goes on: OSError: no space left"]
+    assert run.code == 0 and "Traceback" not in run.err
+    told = "tensorboard gave up, the run goes on: OSError: [Errno 28] No space left on device"
+    assert [e["text"] for e in run.of("note")] == [told]
+    assert list((run.dir / "tensorboard").iterdir()) == [] and "tensorboard" not in str(run.result["artifacts"])
+    assert {*threading.enumerate(), *multiprocessing.active_children()} == before, "nothing may keep the process"
+
+
+def test_a_clock_that_is_set_back_does_no_harm(train, monkeypatch):
+    times = iter(range(1_800_000_000, 0, -40_000_000))
+    monkeypatch.setattr("time.time", lambda: next(times, 0))
+    run = train("callbacks=[default,tensorboard]", engine="noop")
+    (file,) = (run.dir / "tensorboard").iterdir()
+    assert run.code == 0 and len({step for name, step, _ in scalars(file)[0] if name == "train/loss"}) == 12
 
 
 def test_without_tensorboardx_the_run_is_refused_with_what_to_install(train, monkeypatch):

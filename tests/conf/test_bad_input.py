@@ -94,6 +94,8 @@ def register_optimisers(register):
     [
         ("optim.pace=0", "optim.pace=0.0: must be above 0"),
         ("optim.grad_clip=-1", "optim.grad_clip=-1.0: must be at least 0"),
+        ("optim.groups={blk.*: {lr: '0.1'}}", "lr='0.1': must be a finite number from 0; it is a text"),
+        ("optim.groups={blk.*: {lr: 0.1, frozen: true}}", "lr=0.1: has no effect with frozen=true; leave one"),
         ("optim.groups={blk.*: 3}", "optim.groups: blk.*: takes settings in braces"),
     ],
 )
@@ -165,7 +167,7 @@ VALUES = [
     ("recipe=lora recipe.targets=[q,null]", "recipe.targets[1]: cannot be null"),
     ("model.tied=maybe", "model.tied=maybe: must be true or false"),
     ("model.d_model=64.5", "model.d_model=64.5: must be a whole number"),
-    ("callbacks.cosine.warmup=x", "callbacks.cosine.warmup=x: must be a whole number"),
+    ("callbacks.cosine.warmup=x", "callbacks.cosine.warmup=x: must be a number"),
     ("name=[a]", "name=[a]: must be one text"),
     ("name=${nope}", "name", "${nope}, a key that is not there"),
     ("name=${name}", "name", "refers to itself"),
@@ -332,7 +334,7 @@ SYNTAX = [
     ("--batch-size 4", "a setting has no dashes: batch_size=4"),
     ("--data.max_mb 4", "a setting has no dashes: data.max_mb=4"),
     ("--learning_rate=0.1", "a setting has no dashes: lr=0.1"),
-    ("--epochs 3", "a setting has no dashes: steps=...", "optimiser steps"),
+    ("--num-train-epochs 3", "a setting has no dashes: epochs=3"),
     ("--bananas", "there is no such option", "--cfg"),
     ("--multirum", "did you mean --multirun?"),
 ]
@@ -369,7 +371,7 @@ def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept
         ("lr = 0.1", ["no space around =: lr=0.1"]),
         ("lr=1e-3 steps=3", ["2 settings in one pair of quotes", "lr=1e-3 steps=3"]),
         ("plugins=[a],[b]", ["plugins=[a,b]"]),
-        ("--trainer.max_epochs=3", ["steps=..."]),
+        ("--trainer.max_epochs=3", ["epochs=3"]),
         ("--learning_rate=3", ["lr=3"]),
         ("learning_rate=3", ["did you mean lr?"]),
         ("max_iters=3", ["did you mean steps?"]),
@@ -401,12 +403,9 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("help guides/compare", ["did you mean compare?"]),
         ("help guides/compar.md", ["did you mean compare?"]),
         ("help plugins/optimizer", ["did you mean plugins/optimiser?"]),
-        ("help lr", ["did you mean runs?"]),
-        ("help lora", ["recipe=lora is on toyexp help recipes"]),
-        ("help plots", ["callbacks=plots is on toyexp help callbacks"]),
         ("help zzzz", ["there is no such page; there is: after, "]),
         ("help export", ["is a command: toyexp export --help"]),
-        ("help data runs", ["takes one topic"]),
+        ("help zzzz runs", ["help zzzz runs: there is no such page"]),
         ("plugins --matrx", ["did you mean --matrix?"]),
         ("plugins lr=1", ["plugins lr=1: is a setting of a run"]),
         ("plugins plugins=[a-b]", ["takes names of Python modules"]),
@@ -421,11 +420,41 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("parity checkpoint_every=5", ["checkpoint_every=5: is of no effect"]),
         ("parity callbacks.gguf_export.type=q8_0", ["callbacks.gguf_export.type=q8_0", "learning rate"]),
         ("block_size=64", ["unknown key block_size; did you mean model.context?"]),
-        ("--gradient-accumulation-steps 4", ["a setting has no dashes: optim.accumulate=4"]),
+        ("--gradient-accumulation-steps 4", ["a setting has no dashes: optim.accumulate=... (it divides batch"]),
+        *[
+            (f"{command} ", [f"{command.split()[0]} '': is empty (a variable that is not set?)"])
+            for command in (
+                "models",
+                "plugins",
+                "doctor",
+                "predict",
+                "parity",
+                "help",
+                "export",
+                "new model",
+                "merge x",
+            )
+        ],
+        ("merge a b --out c --out d", ["--out d: was given already, as c; leave one of them out"]),
+        ("export m.gguf --type q8_0 --type=f16", ["--type f16: was given already, as q8_0"]),
+        ("recipe.r=8", ["unknown key recipe.r; did you mean recipe.rank?"]),
+        ("recipe.lora_alpha=16", ["did you mean recipe.alpha?"]),
+        ("load_in_4bit=true", ["recipe.base=... (a quantised GGUF, such as toyexp export"]),
+        ("packing=true", ["did you mean data.pack?"]),
+        ("bf16=true", ["did you mean engine.dtype=bfloat16?"]),
+        ("optim=adamw_torch", ["did you mean adamw?"]),
+        ("callbacks=[default,EarlyStopping]", ["did you mean early_stop?"]),
+        ("model=org/Llama-3.2-1B", ["names an architecture", "recipe.base=FILE.gguf"]),
+        ("generate m.gguf -ngl 99", ["-ngl: there is no such option; here it is --engine ggml_cuda"]),
+        ("generate m.gguf -c 2048", ["the model's own context"]),
+        ("epochs=2 steps=5", ["epochs=2: sets the number of steps; leave steps=5 out"]),
+        ("epochs=0", ["epochs=0.0: must be above 0"]),
+        ("callbacks.cosine.warmup=2.5", ["warmup=2.5: must be a whole number of steps, or below 1"]),
+        ("-m lr=1,2 epochs=2 sweep.search=grid sweep.prune=median", ["epochs=2: sweep.prune=median", "steps=..."]),
         ("trainer.precision=bf16", ["did you mean engine.dtype?"]),
         ("optim.warmup_steps=10", ["unknown key optim.warmup_steps"]),
         ("parity --lr 1e-3", ["parity --lr: a setting has no dashes: lr=1e-3"]),
-        ("parity --epochs=3", ["a setting has no dashes: steps=... (a run's length is in optimiser steps)"]),
+        ("parity --epochs=3", ["parity --epochs=3: there is no such option"]),
         ("bench --batch-size 4", ["bench --batch-size: a setting has no dashes: batch_size=4"]),
         ("bench --epochs 3", ["bench --epochs: there is no such option", "--rounds"]),  # nor steps=3
         ("lr=3e-4,", ["'lr=3e-4,': it ends in a comma: lr=3e-4"]),
@@ -566,6 +595,20 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ('hydra.run.dir="a\nb"', "hydra.run.dir=a\\nb: holds '\\n'"),
+        ("name=a\u202eb", "name=a\\u202eb: holds '\\u202e'"),
+        ("name=a\udc80b", "name=a\\udc80b: holds bytes that are not UTF-8"),
+        ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: holds bytes that are not UTF-8"),
+    ],
+)
+def test_names_that_nobody_can_read_are_one_plain_error(refused, word, told):
+    Path("b\udcffk.txt").write_text("text " * 1000)
+    refused([*BOOK, word], told)
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("data=digits", "recipe=vit_tiny model=vit data=digits"),
@@ -606,14 +649,15 @@ TOYC = struct.Struct("<4sIII")
     ("content", "line", "words"),
     [
         (None, "data=text", ["data.path=..."]),
+        (None, "data=text data.path=~no-user/x", ["data.path=~no-user/x", "no home directory ~no-user"]),
         (None, "data=text data.path=missing.txt", ["data.path=missing.txt: not found", "looked in"]),
         (b"caf\xe9", "data=text data.path=file", ["file: not UTF-8", "byte 3", "0xe9"]),
         (b"", "data=text data.path=file", ["there is no text"]),
         (b"abc", "data=text data.path=file", ["model.context=64 is longer than", "4 tokens"]),
         (b"a" * 9000, "data=text data.path=file model.context=10000", ["model.context=10000 is longer than"]),
         (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)", "at least 257"]),
-        (None, "data.val_fraction=0", ["data.val_fraction=0.0", "above 0 and below 1"]),
-        (None, "data.val_fraction=1", ["data.val_fraction=1.0", "above 0 and below 1"]),
+        (None, "data.val_fraction=0", ["data.val_fraction=0.0", "above 0 and at most 1"]),
+        (None, "data.val_fraction=1", ["data.val_fraction=1.0", "nothing to train on"]),
         (None, "data.max_mb=inf", ["data.max_mb=inf"]),
         (None, "data.max_mb=-1", ["data.max_mb=-1.0"]),
         (None, "data.eval_batches=0", ["data.eval_batches=0"]),

@@ -143,6 +143,28 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
     os.close(again)
 
 
+@pytest.mark.parametrize("held_at_first", [True, False])
+def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monkeypatch, held_at_first):
+    """Where no lock is held at first, as on a disk whose locks do not reach the node, the job runs to its end."""
+    work, asked = OnNode(Order(tmp_path / "s/0", tmp_path / "s/logs/0.log", [], [], False)), []
+    (tmp_path / "s").mkdir()
+    held = lock(tmp_path / "s")
+    if not held_at_first:
+        os.close(held)
+
+    def run(order, stop, show, poll):
+        for _ in range(2):
+            poll()
+            asked.append(stop.requested)
+            work._next_look = min(work._next_look, 0.0) if held_at_first else work._next_look
+            if held_at_first and len(asked) == 1:
+                os.close(held)
+        return Ended(0)
+
+    monkeypatch.setattr("toyexp.sweep.cluster.run_process", run)
+    assert work() == Ended(0) and asked == [False, held_at_first]
+
+
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +191,11 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
     [
         (["sweep.ray.address=127.0.0.1:1"], "", "sweep.ray.address=127.0.0.1:1: nothing answers there"),
         (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: takes auto, or HOST:PORT"),
+        (
+            ["sweep.ray.address=127.0.0.1:99999"],
+            "",
+            "10.0.0.1:6379; a port is from 1 to 65535",
+        ),
         (["sweep.ray.address=ray://h:10001"], "", "sweep.ray.address=ray://h:10001: takes auto, or HOST:PORT"),
         ([], "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: nothing answers there"),
         (["sweep.ray.gpus=1.5"], "", "sweep.ray.gpus=1.5: takes a whole number, or a share of one GPU: 0.5"),
@@ -207,16 +234,3 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     assert len(err.splitlines()) == 2 and "job 3: callbacks.mishap failed" in err and "job 6: killed by SIGKILL" in err
     told = eval((run_of(1) / "told").read_text())
     assert told[2:] == ["yes", str(Path.cwd())] and told[1] in ("1", "2")
-
-
-def test_what_a_killed_sweep_left_of_its_own_cluster_is_removed_and_nothing_else(tmp_path):
-    from toyexp.sweep.on_ray import OWN, _clear
-
-    for name in ("killed", "runs", "foreign"):
-        (tmp_path / f"{OWN}{name}" / "session").mkdir(parents=True)
-    (tmp_path / f"{OWN}killed" / "run.lock").touch()  # which nobody holds any more
-    (tmp_path / f"{OWN}link").symlink_to(tmp_path / f"{OWN}runs")
-    held = lock(tmp_path / f"{OWN}runs")
-    _clear(tmp_path)
-    os.close(held)
-    assert sorted(path.name for path in tmp_path.glob(f"{OWN}*")) == [f"{OWN}{n}" for n in ("foreign", "link", "runs")]

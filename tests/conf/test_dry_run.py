@@ -1,7 +1,9 @@
 """--dry-run says what a run or a sweep would be, by the figures of the run that follows, and leaves nothing."""
 
 import json
+import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from toyexp.base.threads import CORES
 from toyexp.base.words import duration
 from toyexp.commands.line import main
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.sweep.forking import PLATFORMS
 from toyexp.training.settings import evaluations
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -32,7 +36,15 @@ def dry(capsys, *words):
 
 
 def test_a_run_is_what_was_said_of_it(capsys):
-    words = [*SMALL, "recipe=lora", "recipe.base=base/model.gguf", "steps=11", "eval_every=4", "name=mine"]
+    words = [
+        *SMALL[:-1],
+        "callbacks=[events,gguf_export]",
+        "recipe=lora",
+        "recipe.base=base/model.gguf",
+        "steps=11",
+        "eval_every=4",
+        "name=mine",
+    ]
     assert main([*SMALL, "steps=1", "hydra.run.dir=base", "callbacks=[events,gguf_export]"]) == 0
     capsys.readouterr()
     before = tree()
@@ -40,8 +52,13 @@ def test_a_run_is_what_was_said_of_it(capsys):
     assert tree() == before
     assert main([*words, "hydra.run.dir=deep/run"]) == 0
     events = [json.loads(line) for line in Path("deep/run/events.jsonl").read_text().splitlines()]
-    assert told["parameters"] == events[0]["model"]["parameters"]
-    assert 0 < told["trainable"] < told["parameters"]
+    model = GGUFFile(Path("base/model.gguf"))
+    base = sum(math.prod(tensor.shape) for tensor in model.tensors.values())
+    assert told["parameters"] == events[0]["model"]["parameters"] == base
+    shapes = [tensor.shape for tensor in GGUFFile(Path("deep/run/adapter.gguf")).tensors.values()]
+    assert told["trainable"] == events[0]["model"]["trainable"] == sum(map(math.prod, shapes))
+    frozen = sum(tensor.nbytes for tensor in model.tensors.values())
+    assert told["frozen_bytes"] == pytest.approx(frozen, rel=0.01) and told["weights_bytes"] < frozen / 2
     assert told["tokens"] == sum(e["tokens"] for e in events if e["kind"] == "step")
     assert told["epochs"] == pytest.approx(told["tokens"] / events[0]["data"]["train_tokens"])
     assert told["tried"]["evaluations"] == sum(e["kind"] == "eval" for e in events)
@@ -60,8 +77,30 @@ def test_passes_through_data_count_what_is_learned_and_no_padding(capsys):
         "data.tokenizer=byte",
     ]
     told = dry(capsys, *words, "model.context=64", "batch_size=4", "steps=10", "eval_every=0")
-    assert told["epochs"] == pytest.approx(40 / 19) and told["tokens"] == 40 * 64
+    assert told["epochs"] == pytest.approx(40 / 19) and told["tokens"] < 40 * 64 / 2
+    assert main([*words, "model.context=64", "batch_size=4", "steps=10", "eval_every=0", "hydra.run.dir=run"]) == 0
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert told["tokens"] == pytest.approx(sum(e["tokens"] for e in events if e["kind"] == "step"), rel=0.02)
     assert any("in 19 examples" in line for line in told["about"])
+
+
+def test_epochs_become_steps_when_the_data_are_open(capsys):
+    """Of examples their rows, of text its windows; the run's configuration holds the steps, and resume takes more."""
+    lines = [json.dumps({"prompt": f"what is {n}", "completion": " it is red"}) for n in range(100, 120)]
+    Path("chats.jsonl").write_text("\n".join(lines))
+    words = [word for word in SMALL if not word.startswith(("data", "batch_size", "callbacks"))]
+    words += ["data=jsonl", "data.path=chats.jsonl", "data.tokenizer=byte", "batch_size=4", "eval_every=0",
+              "callbacks=[events,cosine]", "callbacks.cosine.warmup=0.2", "model.context=32"]  # fmt: skip
+    assert dry(capsys, *words, "epochs=3")["epochs"] == pytest.approx(60 / 19)
+    assert main([*words, "epochs=3", "hydra.run.dir=run"]) == 0
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert "steps: 15" in (saved := Path("run/config.yaml").read_text()) and "epochs: null" in saved
+    assert (rates := [e["lr"] for e in events if e["kind"] == "step"]).index(max(rates)) == 2 and len(rates) == 15
+    assert main(["resume=run", "epochs=4"]) == 0 and "steps: 19" in Path("run/config.yaml").read_text()
+    Path("book.txt").write_text("abcdefgh" * 200)
+    text = [*words, "data=text", "data.path=book.txt", "data.val_fraction=0.1"]
+    capsys.readouterr()
+    assert dry(capsys, *text, "epochs=0.5")["steps"] == -(-(1439 // 32 - 1) // 8), "half of the windows, by 4"
 
 
 def test_a_person_reads_every_figure(capsys):
@@ -98,6 +137,19 @@ def test_a_run_that_goes_on_has_the_steps_that_are_left(capsys):
 def test_flags_that_would_be_passed_over_are_refused(capsys):
     assert main(["--json"]) == 2 and "--json: goes with --dry-run" in capsys.readouterr().err
     assert main(["--cfg", "job", "--dry-run"]) == 2 and "one thing at a time" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform not in PLATFORMS, reason="jobs are only forked on Linux")
+def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
+    """By the fork server: a process that imports everything takes a second or more to begin, which no job does."""
+
+    def spawn(*order):
+        raise AssertionError("no job is spawned here")
+
+    monkeypatch.setattr("toyexp.sweep.foresight.spawned", spawn)
+    monkeypatch.setattr("toyexp.sweep.forking.spawned", spawn)
+    told = dry(capsys, "-m", *SMALL, "seed=0,1", "steps=4", "hydra.sweep.dir=s")
+    assert told["jobs"] == 2 and told["shapes"][0]["start"] > 0 and tree() == {}
 
 
 def test_of_a_sweep_one_job_of_each_shape_is_tried(capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The first ten minutes: what is said to whoever has trained nothing yet, and which page an error leads to."""
 
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,11 @@ import pytest
 from lines import failed
 
 from toyexp.commands import doctor, line
-from toyexp.commands.first import after_the_doctor
-from toyexp.commands.habits import ELSEWHERE
 from toyexp.commands.line import main
-from toyexp.commands.pages import page_about, read, topics
+from toyexp.commands.pages import after_the_doctor, page_about, read, topics
+from toyexp.config.keys import Keys
+from toyexp.config.shipped import PAGES
+from toyexp.config.top_level import GROUPS, other_tools
 from toyexp.contract.plugins import load
 from toyexp.contract.rules import KINDS
 from toyexp.training import verdict
@@ -69,11 +71,46 @@ def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypat
 
 def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys):
     known = {*load().offers["command"]}
-    for word, ours in ELSEWHERE.items():
+    for word, ours in other_tools("commands").items():
         told, _ = failed(capsys, word, codes=(2,))
         assert f"that is: toyexp {ours}" in told and word not in known
         first = shlex.split(ours)[0]
         assert first in known or "=" in first or first == "--version", ours
+
+
+def known_settings():
+    every = Keys.of(load())
+    keys = {f"{place}.{key}".lstrip(".") for place in every.classes for key in every.under(place)}
+    return keys | {*every.classes, *GROUPS, "hydra.run.dir"}
+
+
+def test_settings_of_other_tools_lead_to_settings_that_there_are():
+    every = Keys.of(load())
+    known = known_settings()
+    for ours, theirs in other_tools("settings").items():
+        assert not {*theirs.split()} & known, theirs
+        for setting in re.sub(r" \(.*\)", "", ours).split():
+            key, _, value = setting.strip("'~").partition("=")
+            assert key in known or key.startswith("callbacks."), ours
+            for name in re.findall(r"\w+", value if key in GROUPS else ""):
+                assert name in (*every.offers[key], "default"), ours
+    options = {*load().offers["command"]["generate"].cls.switches, *load().offers["command"]["generate"].cls.values}
+    for theirs, ours in other_tools("generate").items():
+        assert theirs not in options and (not ours.startswith("--") or ours.split()[0] in options), ours
+
+
+def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there_are():
+    known, commands = known_settings(), load().offers["command"]
+    rows = re.findall(r"^\| .+? \| (.+) \|$", (PAGES / "guides" / "coming-from.md").read_text(), re.MULTILINE)
+    cells = [cell for row in rows for cell in re.findall(r"`([^`]+)`", row)]
+    ours = [
+        word.strip("'~") for cell in cells if not cell.startswith(("toyexp", "-", "{", "on_")) for word in cell.split()
+    ]
+    settings = [word for word in ours if re.match(r"[a-z_.]+(=|$)", word)]
+    assert len(settings) > 80 and {word.partition("=")[0] for word in settings} - known == set()
+    options = {option for offer in commands.values() for option in (*offer.cls.switches, *offer.cls.values)}
+    assert {option for cell in cells for option in re.findall(r"--[a-z]+", cell)} <= options
+    assert {name for cell in cells for name in re.findall(r"^toyexp (\w+)", cell)} <= {*commands}
 
 
 NEWCOMERS = [

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -194,8 +195,8 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
     class Killed(Forks):
         def start(self, *order):
             if len(started) == 1:
-                self._loading.process.kill()
-                self._loading.process.wait()
+                self._process.kill()
+                self._process.wait()
             started.append(super().start(*order))
             return started[-1]
 
@@ -223,7 +224,7 @@ def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(
 def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engine, package):
     pytest.importorskip(package)
     words = [f"engine={engine}", *TINY, "callbacks=[events]"]
-    server = Forks(forking.Loading(dict(os.environ)), words, lambda: False)
+    server = Forks(dict(os.environ), words, lambda: False)
     try:
         for name, start in (("forked", server.start), ("spawned", forking.spawned)):
             with start([*words, f"hydra.run.dir={name}"], dict(os.environ), False) as process:
@@ -234,6 +235,42 @@ def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engin
         server.close()
     one, other = (json.loads((place / name / "result.json").read_text()) for name in ("forked", "spawned"))
     assert one["train_loss"] == other["train_loss"] > 0
+
+
+@pytest.fixture
+def server():
+    """A fork server with an environment of its own, stopped before it reads what to load."""
+    forks = Forks({**os.environ, "OMP_NUM_THREADS": "3"}, ["seed=1"], lambda: False)
+    forks._process.send_signal(signal.SIGSTOP)
+    yield forks
+    forks.close()
+
+
+@forks
+def test_the_fork_server_has_the_cores_of_the_jobs_and_a_process_group_of_its_own(server):
+    """Libraries count their threads once, when they are loaded; and the sweep alone passes Ctrl-C on to jobs."""
+    environment = Path(f"/proc/{server._process.pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=3" in environment
+    assert os.getpgid(server._process.pid) == server._process.pid
+
+
+@forks
+def test_a_fork_server_that_does_not_answer_is_killed(server):
+    ending = threading.Thread(target=server.close, daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive() and server._process.returncode == -signal.SIGKILL
+
+
+@forks
+def test_jobs_are_spawned_when_the_fork_server_was_killed_before_it_loaded(server, monkeypatch):
+    spawned = []
+    monkeypatch.setattr(forking, "spawned", lambda *order: spawned.append(order))
+    server._process.kill()
+    server._process.wait()
+    server.start(["seed=1"], {}, False)
+    server.close()
+    assert spawned == [(["seed=1"], {}, False, ())]
 
 
 # -- what is composed beforehand --------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from tiny import plan
 
 from toyexp import unlike
 from toyexp.base.errors import UserError
-from toyexp.base.ownership import fingerprint
+from toyexp.base.ownership import fingerprint, fingerprint_once
 from toyexp.config import build
 from toyexp.config.request import Request
 from toyexp.contract.plan import optimised
-from toyexp.training.resume import _fingerprint
 from toyexp.training.rundir import runnable
 from toyexp_optimisers.sgd import SGD
 
@@ -106,12 +105,12 @@ def test_a_file_that_changes_between_two_jobs_is_read_again(tmp_path, how):
     path = tmp_path / "base.gguf"
     path.write_bytes(b"a" * 100)
     then = path.stat()
-    assert _fingerprint(path) == fingerprint(path)
-    before, place = _fingerprint(path), path if how == "written" else tmp_path / "new"
+    assert fingerprint_once(path) == fingerprint(path)
+    before, place = fingerprint_once(path), path if how == "written" else tmp_path / "new"
     place.write_bytes(b"b" * 100)
     os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
     place.replace(path)
-    assert _fingerprint(path) == fingerprint(path) != before
+    assert fingerprint_once(path) == fingerprint(path) != before
 
 
 @dataclass

@@ -12,7 +12,9 @@ from toyexp.base.errors import UserError
 from toyexp.sweep import journal
 from toyexp.sweep.directory import Job, Status, SweepDir, rows
 from toyexp.sweep.journal import JOURNAL, Seldom
+from toyexp.sweep.places import Places
 from toyexp.sweep.ranking import ranked
+from toyexp.sweep.study import Study
 
 ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
 
@@ -56,7 +58,7 @@ def test_a_link_in_place_of_a_summary_is_left_alone_and_told_once(tmp_path, capl
         folder.note([job])
     folder.close()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"{summary}: not written (what stands there is a link, and not ours; move it away)")
+    assert line.startswith(f"{summary}: not written ({summary}: it is a link, not a file; move it away)")
     assert summary.is_symlink() and summary.read_text() == "mine" and on_disk(tmp_path) == ["completed"] * 2
     assert "0-x" in (tmp_path / "s/summary.md").read_text()
 
@@ -162,3 +164,61 @@ def test_a_strange_journal_is_refused_in_a_line(tmp_path, line, told):
     with pytest.raises(UserError, match="is damaged") as error:
         SweepDir.open(tmp_path / "s")
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+LINKED = ("run.lock", "sweep.json", "sweep.jsonl", "summary.csv", "study.log", "search.json", "report.html", "logs",
+          "logs/0.log", "plots", "submitit", "0-x", "deep/0-x")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing", "folder"])
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_in_a_sweep_is_refused_and_what_it_leads_to_stays(name, kind, tmp_path):
+    folder = many(tmp_path, 2)
+    folder.jobs[0].directory = "deep/0-x" if "deep" in name else "0-x"
+    folder.jobs[0].status = Status.RUNNING
+    folder.save()
+    folder.close()
+    place = tmp_path / "s" / name
+    place.parent.mkdir(exist_ok=True)
+    mine = tmp_path / "mine"
+    if kind == "folder":
+        mine.mkdir()
+        (mine / "run.lock").write_text("mine")
+    elif kind == "file":
+        mine.write_bytes((tmp_path / "s/sweep.json").read_bytes())
+    before = mine.read_bytes() if kind == "file" else None
+    place.unlink(missing_ok=True)
+    place.symlink_to(mine)
+    with pytest.raises(UserError) as error:
+        SweepDir.open(tmp_path / "s")
+    gone = name == "sweep.json" and kind != "file"  # no sweep is there then
+    assert "holds no sweep" in str(error.value) if gone else f"{place}: it is a link" in str(error.value)
+    if kind == "file":
+        assert mine.read_bytes() == before
+    elif kind == "folder":
+        assert [(p.name, p.read_text()) for p in mine.iterdir()] == [("run.lock", "mine")]
+    else:
+        assert not mine.exists()
+
+
+def test_the_link_by_which_optuna_locks_its_journal_is_no_strangers(tmp_path):
+    many(tmp_path, 1).close()
+    (tmp_path / "s/study.log.lock").symlink_to("study.log")
+    SweepDir.open(tmp_path / "s").close()
+
+
+def test_a_job_is_not_put_behind_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "s/deep").mkdir(parents=True)
+    (tmp_path / "s/deep/0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="s/deep/0: it is a link"):
+        Places([]).give(Job(0, []), tmp_path / "s", tmp_path / "s/deep/0/x")
+
+
+def test_a_study_is_not_written_through_a_link(tmp_path):
+    pytest.importorskip("optuna")
+    (tmp_path / "mine").write_text("")
+    (tmp_path / "study.log").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"study\.log.*link"):
+        Study(tmp_path, "tpe", "loss", [], 0)
+    assert (tmp_path / "mine").read_text() == ""

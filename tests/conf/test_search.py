@@ -23,7 +23,7 @@ from toyexp.training.rundir import lock
 optuna = pytest.importorskip("optuna")
 
 SLOW = """
-import time
+import errno, os, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -47,6 +47,8 @@ class Slow(Callback):
     @hookimpl
     def on_step(self, run):
         assert run.lr <= self.fails_above
+        if Path("full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not Path("mended").exists():
             time.sleep(self.wait)
 """
@@ -112,10 +114,8 @@ def test_what_is_chosen_reaches_the_runs_and_the_best_is_kept_with_what_repeats_
     assert len({trial.params["lr"] for trial in trials()}) == 7
     kept = found()
     assert kept["best"]["score"] == min(scores.values()) == scores[kept["best"]["jobs"][0]]
-    assert (
-        sum(kept["importances"].values()) == pytest.approx(1)
-        and kept["importances"].keys() == trials()[0].params.keys()
-    )
+    assert kept["importances"] == {} and "7 points are too few" in kept["no_importances"]
+    assert f"what matters is unknown: {kept['no_importances']}" in out
     assert f"again   {kept['best']['command']}" in out and "optuna-dashboard s/study.log" in out
     assert main([*shlex.split(kept["best"]["command"])[1:], "hydra.run.dir=again"]) == 0
     assert json.loads(Path("again/result.json").read_text())["eval_loss"] == kept["best"]["score"]
@@ -218,6 +218,24 @@ def test_a_point_whose_run_fails_has_no_score_and_the_search_goes_on(capsys):
     assert [job["status"] for job in jobs()] == ["completed", "failed", "completed"]
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED", "COMPLETE"]
     assert "error in job 1: callbacks.slow failed" in capsys.readouterr().err
+    assert main(["sweep.resume=s", "sweep.retry=true", "plugins=[toyexp.testing.null,slow]"]) == 1
+    assert [job["attempts"] for job in jobs()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_points_that_a_full_disk_hindered_are_run_again_and_not_learned_from(capsys, repeats):
+    Path("full").touch()
+    own = ["sweep.search=random", "sweep.trials=2", f"sweep.repeats={repeats}", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *NOOP, LOG, *own]) == 1
+    assert [job["status"] for job in jobs()] == ["failed"] * 2
+    assert [trial.state.name for trial in trials()] == ["RUNNING"] * 2
+    assert "0 of 2 points are done; go on: toyexp 'sweep.resume=\"s\"' sweep.retry=true" in capsys.readouterr().out
+    Path("full").unlink()
+    asked = [trial.params for trial in trials()]
+    assert main(["sweep.resume=s", "sweep.retry=true", "plugins=[toyexp.testing.null,slow]"]) == 0
+    assert [job["status"] for job in jobs()] == ["completed"] * 2 * repeats
+    assert [(trial.state.name, trial.params) for trial in trials()] == [("COMPLETE", params) for params in asked]
+    assert found()["best"]
 
 
 @contextlib.contextmanager
@@ -393,3 +411,15 @@ def test_what_is_missing_for_a_search_is_told_with_what_to_type(monkeypatch, cap
         assert told in capsys.readouterr().err
         monkeypatch.undo()
     assert not Path("s").exists()
+
+
+def test_a_search_over_tokenizers_says_that_its_scores_do_not_compare(capsys):
+    Path("book.txt").write_text("It was a bright cold day in April. " * 300)
+    text = ["data=text", "data.path=book.txt", "data.tokenizer=byte,char", "steps=2"]
+    words = [word for word in CPU if not word.startswith(("data", "steps"))]
+    assert main(["-m", *words, *text, "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
+    told, kept = capsys.readouterr().out, json.loads(Path("s/search.json").read_text())
+    assert told.count("the search goes on, and their scores do not compare") == 1 and "best    none" in told
+    assert kept["best"] is None and "tok" in kept["notes"][0]
+    pytest.importorskip("matplotlib")
+    assert main(["compare", "s", "--plot", "s.svg"]) == 0 and "do not compare" in Path("s.svg").read_text()

@@ -7,10 +7,12 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.config.words import parse
+from toyexp.sweep.importance import _ranks, importance
 from toyexp.sweep.pruning import Pruning, first_asked
 from toyexp.sweep.space import probes, size, space
 from toyexp.sweep.study import Judge, Study
@@ -112,6 +114,82 @@ def test_what_is_searched_is_found_by_what_was_told(tmp_path):
         study.tell(number, distance)
         near += number >= 20 and distance < 0.2
     assert near >= 10
+
+
+DRAW = {
+    "lr": lambda number: 10 ** number.uniform(-5, 0),
+    "a": lambda number: number.uniform(-1, 1),
+    "b": lambda number: number.uniform(-1, 1),
+    "narrow": lambda number: number.uniform(0.5, 0.51),
+    "name": lambda number: number.choice(["adamw", "sgd", "lion", "muon"]),
+    "x": lambda number: number.choice("xy"),
+    "few": lambda number: number.choice([1, 2]),
+    "many": lambda number: number.randrange(100),
+}
+# What is searched, the score, and the share of each setting that matters.
+KNOWN = {
+    "one decides": ("lr a b", lambda p, noise: (math.log10(p["lr"]) + 2.5) ** 2, {"lr": 1}),
+    "two are equal": ("a b many", lambda p, noise: p["a"] ** 2 + p["b"] ** 2, {"a": 0.5, "b": 0.5}),
+    "three to one": ("a b many", lambda p, noise: 3**0.5 * p["a"] + p["b"], {"a": 0.75, "b": 0.25}),
+    "an interaction": ("a b many", lambda p, noise: p["a"] * p["b"], {"a": 0.5, "b": 0.5}),
+    "an interaction of names": ("x few a", lambda p, noise: (p["x"] == "x") == (p["few"] == 1), {"x": 0.5, "few": 0.5}),
+    "a name": ("name a", lambda p, noise: {"adamw": 0, "sgd": 3, "lion": 1, "muon": 2}[p["name"]], {"name": 1}),
+    "divergence above a rate": ("lr a", lambda p, noise: 3 - p["lr"] if p["lr"] < 0.1 else 1e30, {"lr": 1}),
+    "a narrow range": ("a narrow", lambda p, noise: p["a"] + p["narrow"], {"a": 1}),
+    "two values of hundred": ("few many a", lambda p, noise: p["few"], {"few": 1}),
+    "hundred values of two": ("few many a", lambda p, noise: p["many"], {"many": 1}),
+    "half noise": ("a b", lambda p, noise: p["a"] + noise.gauss(0, 0.4), {"a": 1}),
+    "noise alone": ("a b lr", lambda p, noise: noise.gauss(0, 1), "do not predict"),
+    "a constant": ("a b lr", lambda p, noise: 2.5, "same score"),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_importance_agrees_with_searches_whose_answer_is_known(case):
+    keys, score, known = KNOWN[case]
+    for seed in range(5):
+        number = random.Random(seed)
+        points = [{key: DRAW[key](number) for key in keys.split()} for _ in range(60)]
+        scores = [score(point, number) for point in points]
+        shares, why = importance({key: [point[key] for point in points] for key in keys.split()}, scores)
+        if isinstance(known, str):
+            assert not shares and known in why
+            continue
+        assert not why and shares == pytest.approx({key: known.get(key, 0) for key in shares}, abs=0.2), shares
+        assert sum(shares.values()) == pytest.approx(1)
+        few = {key: [point[key] for point in points[:4]] for key in keys.split()}
+        assert importance(few, scores[:4])[1]
+    assert "change together" in importance({"a": range(60), "b": range(0, 120, 2)}, range(60))[1]
+
+
+def test_importance_is_unknown_if_a_model_predicts_a_tenth_of_the_variance_or_has_as_many_columns_as_points():
+    number = random.Random(0)
+    scores = [point + number.gauss(0, 45) for point in range(60)]
+    noise = [number.random() for _ in range(60)]
+    assert "do not predict" in importance({"a": range(60), "b": noise}, scores)[1]
+    number = random.Random(1)
+    a, b = ([number.uniform(-1, 1) for _ in range(11)] for _ in "ab")
+    assert "do not predict" in importance({"a": a, "b": b}, [x * y for x, y in zip(a, b, strict=True)])[1]
+
+
+def test_equal_scores_have_the_mean_of_their_ranks():
+    ranks = np.array([1.5, 1.5, 3.0, 4.0])
+    assert _ranks([1, 1, 2, 5]) == pytest.approx((ranks - 2.5) / ranks.std())
+
+
+def test_importance_counts_pruned_points_behind_the_others(tmp_path):
+    """Half are pruned, as bad as their rate is far from the best; of the completed ones `a` decides alone."""
+    study = Study(tmp_path, "random", "loss", space("random", parse([LOG, "a=interval(0.0, 1.0)"])), 0)
+    for point in range(40):
+        lr, a = (float(word.partition("=")[2]) for word in study.ask(point))
+        far = abs(math.log10(lr) + 2.5)
+        Judge(study.path, point, "asha", 10).stops(10, 5 + far)
+        study.tell(point, None if far > 0.75 else 3 + a)
+    shares, why = study.importances()
+    assert not why and shares["lr"] > 0.8
+    done = [trial for trial in trials(study) if trial.state.name == "COMPLETE"]
+    alone, _ = importance({key: [t.params[key] for t in done] for key in ("lr", "a")}, [trial.value for trial in done])
+    assert alone["a"] > 0.95  # without the pruned ones the rate would not matter
 
 
 @pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("accuracy", -1)])

@@ -14,6 +14,7 @@ import pytest
 from toyexp.commands.line import main
 from toyexp.sweep.directory import Job, Status, SweepDir
 from toyexp.sweep.ranking import ranked
+from toyexp.sweep.runner import Runner
 from toyexp.training.rundir import lock
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -64,8 +65,77 @@ def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back(
     for one in jobs:
         one.result["eval_loss"] = None
     trained = ranked(jobs)
-    assert trained.column == "train loss" and [j.number for j, _ in trained.jobs()] == [2, 1, 0]
+    assert trained.column == "smoothed train loss" and [j.number for j, _ in trained.jobs()] == [2, 1, 0]
     assert ranked([job(0, "lr=1", Status.FAILED)]).best is None
+
+
+def test_jobs_that_read_other_bytes_are_other_points_and_over_other_data_none_is_best():
+    bases = [("lr=1", "b1"), ("lr=1", "b1"), ("lr=1", "b2"), ("lr=2", "b2")]
+    jobs = [job(i, f"{lr} seed={i}", eval_loss=1.0 + i, sources={"data": "d", "base": base, "vocabulary": base})
+            for i, (lr, base) in enumerate(bases)]  # fmt: skip
+    found = ranked(jobs)
+    assert [(p.label, p.mean, len(p.values)) for p in found.points] == [
+        ("lr=1 base#b1", 1.5, 2), ("lr=1 base#b2", 3.0, 1), ("lr=2", 4.0, 1)]  # fmt: skip
+    assert found.apart == ["base"] and found.best is found.points[0] and len(found.notes()) == 1
+    jobs[3].result["sources"] = {"data": "e", "base": "b2", "tokenizer": "byte"}
+    jobs[0].result["sources"]["tokenizer"] = "char"
+    found = ranked(jobs)
+    assert found.best is None and found.other_data == ["data", "tokenizer"] and "tokenizer" in found.notes()[1]
+    jobs[3].status = Status.FAILED  # it has no number that could be taken for better
+    assert ranked(jobs).best is not None
+
+
+def test_the_same_data_under_another_tokenizers_name_have_a_best_point():
+    jobs = [job(i, f"lr={i}", eval_loss=1.0 + i, sources={"data": "d", "tokenizer": name})
+            for i, name in enumerate(("byte", "char"))]  # fmt: skip
+    found = ranked(jobs)
+    assert found.best is found.points[0] and not found.other_data and not found.notes()
+
+
+@pytest.mark.parametrize("swept", [["seed=0,1,2"], ["data.tokenizer=byte,char"]], ids=["replaced", "tokenizers"])
+def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypatch, capsys, swept):
+    """The file is replaced once the first job has ended; other tokenizers make other losses of the same text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
+    real = Runner._take_down
+
+    def replace(self, number, ended):
+        real(self, number, ended)
+        if swept == ["seed=0,1,2"]:
+            (tmp_path / "book.txt").write_text("The quick brown fox jumps over it. " * 300)
+
+    monkeypatch.setattr(Runner, "_take_down", replace)
+    words = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2", "hydra.sweep.dir=s"]
+    words = [
+        *SMALL,
+        *(word for word in words if word.partition("=")[0] != swept[0].partition("=")[0]),
+        "sweep.isolate=false",
+        *swept,
+    ]
+    assert main(["-m", *words]) == 0
+    told, rows = capsys.readouterr().out, table("s/summary.csv")
+    assert "losses do not compare" in told and "losses do not compare" in Path("s/summary.md").read_text()
+    assert not any(row["best"] for row in rows) and "  best" not in told
+    if swept == ["seed=0,1,2"]:
+        assert [row["seeds"] for row in sorted(rows, key=lambda row: row["seed"])] == ["1", "2", "2"]
+        assert len({row["data digest"] for row in rows}) == 2 and "data changed" in told
+    assert main(["compare", "s"]) == 0 and "losses do not compare" in capsys.readouterr().out
+
+
+def test_a_job_whose_loss_ends_above_where_it_began_is_said_to_have_diverged(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "steps=20", "optim.grad_clip=0", "callbacks=[events,constant]", "hydra.sweep.dir=s"]
+    assert main(["-m", *words, "lr=1e-3,3", "sweep.isolate=false"]) == 0
+    told = capsys.readouterr().out
+    assert "diverged after 20 steps" in told and "try a lower lr" in told
+    assert [row["status"] for row in table("s/summary.csv")] == ["completed", "diverged"]
+    assert [json.loads(path.read_text())["diverged"] for path in sorted(Path("s").glob("*/result.json"))] == [
+        False,
+        True,
+    ]
+    assert main(["runs", "s", "state=diverged", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["lr"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +154,8 @@ def swept(tmp_path_factory):
 
 def test_the_files_of_a_sweep_have_the_best_first(swept):
     rows = table(swept / "s/summary.csv")
-    assert list(rows[0])[:9] == ["job", "lr", "seed", "status", "steps taken", "train loss", "held-out loss", "seconds",
-                                 "run"]  # fmt: skip
+    assert list(rows[0])[:9] == ["job", "lr", "seed", "status", "steps taken", "smoothed train loss", "held-out loss",
+                                 "seconds", "run"]  # fmt: skip
     assert [row["lr"] for row in rows] == ["0.01"] * 3 + ["5"] * 3
     assert [row["best"] for row in rows] == ["best"] * 3 + [""] * 3
     losses = [json.loads((Path(row["run"]) / "result.json").read_text())["eval_loss"] for row in rows[:3]]

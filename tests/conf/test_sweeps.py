@@ -568,6 +568,21 @@ def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
     assert set(first_look(found, ahead)) == {0, 2}
 
 
+def test_what_only_jobs_find_out_is_told_once_in_the_same_words(capsys):
+    words = [*QUICK, "data=text", "data.path=tiny.txt", "seed=0,1,2", "sweep.isolate=false", "hydra.sweep.dir=s"]
+    Path("tiny.txt").write_text("abc")
+    assert main(["-m", *words]) == 2
+    out, err = capsys.readouterr()
+    (why,) = {job["error"] for job in jobs("s")}
+    assert "model.context=16" in why and err.count(why) == 1 and out.count(why) == 1
+    assert "error in job 2: as in job 0" in err and out.count("refused, as job 0") == 2
+
+
+def test_lists_that_vary_hold_plain_words():
+    (override,) = parse(['recipe.targets=[qkv],["*"]'])
+    assert [value for _, value in swept(override)] == [["qkv"], ["*"]]
+
+
 def test_a_sweep_of_a_thousand_jobs_looks_at_all_of_them_in_a_moment():
     found, ahead = lookahead("seed=range(0,1000)")
     began = time.process_time()
@@ -597,7 +612,7 @@ def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
 
 
 def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, capsys):
-    for launcher in ("joblib", "submitit", "ray"):
+    for launcher in ("submitit", "ray"):
         monkeypatch.setitem(sys.modules, launcher, None)
         assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={launcher}"]) == 2
         assert f"{launcher} is not installed: pip install 'toyexp[{launcher}]'" in capsys.readouterr().err

@@ -15,9 +15,9 @@ from toyexp import Planned, PlanTensor
 from toyexp.commands.line import main
 from toyexp.config.request import Request
 from toyexp.contract.plugins import load
-from toyexp.formats.gguf.source import FromGGUF
+from toyexp.formats.gguf.open_model import FromGGUF
 from toyexp.training.experiment import prepare
-from toyexp.training.introduction import introduction
+from toyexp.training.parts import introduction
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR
@@ -70,10 +70,10 @@ IDLE = {
         "steps=5 eval_every=5", ["callbacks.cosine.warmup=5: the run has 5 steps"], "steps=6 eval_every=5",
     ),
     "groups that change nothing": (
-        "optim.groups={*attn_q*:{frozen:true,lr:1},*attn*:{lr:1},*attn_k*:{lr:2},*norm*:{weight_decay:1}} "
+        "optim.groups={*attn*:{lr:1},*attn_k*:{lr:2},*norm*:{weight_decay:1}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
         ["callbacks.linear.scales=weight_decay: scales optim.weight_decay=0",
-         "optim.groups: *attn_q*: lr=1: they are frozen", "optim.groups: *attn_k*: *attn* takes all its tensors",
+         "optim.groups: *attn_k*: *attn* takes all its tensors",
          "optim.groups: *norm*: weight_decay=1: norms"],
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",

@@ -375,8 +375,10 @@ class Raising(Callback):
     def lr(self, step):
         self.at("lr")
     @hookimpl
-    def on_step(self, step):
+    def on_step(self, run, batch):
         self.at("on_step")
+        if self.where == "batch":
+            run.session.evaluate([{name: array[:, :-1] for name, array in batch.items()}])
     @hookimpl
     def on_eval(self, step):
         self.at("on_eval")
@@ -420,6 +422,12 @@ def run_raising(tmp_path, monkeypatch):
         return __import__(name).HEARD, code
 
     return run
+
+
+def test_a_batch_of_another_size_that_a_callback_asks_about_is_told_as_that_callback_s(run_raising, capsys):
+    _, code = run_raising("batch")
+    err = capsys.readouterr().err
+    assert code == 1 and "callbacks.raising at step 1: batch['tokens']: expected [rows, 8] int32, got [8, 7]" in err
 
 
 @pytest.mark.parametrize("hook", ["on_start", "lr", "on_step", "on_eval", "stop_reason"])

@@ -67,6 +67,30 @@ def test_the_first_answer_is_that_of_a_single_question_and_engines_agree(chat, c
     assert json.loads(capsys.readouterr().out)["ids"] == talks[0][0]
 
 
+def test_a_system_turn_comes_first_and_stays_when_others_are_left_out(chat, capsys):
+    system = ["--system", "Be brief."]
+    answers, told = chat("Hi\n" * 5, *system, "--tokens", "8", "--temperature", "0")
+    head = rendered(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
+    assert answers[0]["prompt_ids"] == rendered(("system", b"Be brief."), ("user", b"Hi"))
+    assert all(answer["prompt_ids"][: len(head)] == head for answer in answers)
+    assert "the oldest turns are left out now" in told
+    asked = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
+    assert main([*asked, "--tokens", "8", "--temperature", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_ids"] == answers[0]["prompt_ids"]
+
+
+def test_a_system_turn_that_nothing_writes_is_refused(chat, capsys, tmp_path):
+    assert main(["generate", "chat.gguf", "--prompt", "Hi", "--system", "x"]) == 2
+    assert "--system: is written by a chat template: add --chat" in capsys.readouterr().err
+    _, told = chat("Hi\n", "--system", "x", file="text.gguf", code=2)
+    assert "text.gguf: has no chat template, which would write --system" in told
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    write_base(tmp_path / "deaf.gguf", "llama", tokenizer=tokenizer, context=120)
+    _, told = chat("Hi\n", "--system", "Be brief.", file="deaf.gguf", code=2)
+    assert "deaf.gguf: the chat template leaves --system out" in told
+
+
 def test_quit_ends_it_and_what_follows_is_not_read(chat):
     assert len(chat("a\n/quit\nb\n", "--tokens", "1")[0]) == 1
     assert chat("", "--tokens", "1")[0] == []
@@ -100,8 +124,8 @@ def test_turns_leave_an_answer_room_for_its_tokens_or_a_quarter_of_the_context(c
         assert answers[1]["prompt_ids"] == rendered(*(() if more else before), ("user", message))
 
 
-def test_a_message_that_is_too_long_is_told_and_the_chat_goes_on(chat):
-    answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2")
+def test_a_message_that_is_too_long_is_told_and_the_chat_goes_on_to_exit_code_1(chat):
+    answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
     assert "the message takes 219 tokens, and the context is 120: left out" in told
     assert [answer["prompt_ids"] for answer in answers] == [rendered(("user", b"Hi"))]
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ from toyexp.training.checkpoint import (
     write,
 )  # fmt: skip
 from toyexp.training.keeper import Keeper
+from toyexp.training.parts import Outcome
+from toyexp.training.resume import _outcome
 from toyexp.training.settings import Interval
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
@@ -49,6 +52,16 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return write(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
+
+
+@pytest.mark.parametrize("evals", [[], {"2": 1.0}, {"2": {"loss": "low"}}, {"8": {"loss": 1.0}}, {"x": {}}])
+def test_evals_that_a_run_did_not_write_are_refused(saved, evals):
+    """A run of 7 steps writes the scores of an evaluation by its step, each a number or null."""
+    state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
+    whole = replace(read(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
+    assert _outcome(whole).steps == _outcome(replace(whole, state=state)).steps == 7
+    with pytest.raises(UserError, match="its evals are none"):
+        _outcome(replace(whole, state={**state, "evals": evals}))
 
 
 def test_what_is_read_is_what_was_written_to_the_bit(saved):
@@ -88,7 +101,7 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
     [
         (MANIFEST, "[]", "holds no object"),
         (MANIFEST, "[" * 100_000, "is not JSON"),
-        (MANIFEST, json.dumps({"format": 99}), "has format 99; this toyexp reads 1"),
+        (MANIFEST, json.dumps({"format": 0}), "has format 0; this toyexp reads 1"),
         (MANIFEST, json.dumps({"format": 1, "step": 7, "files": {"../../etc/passwd": {}}}), "does not list"),
         (STATE, "[1]", "is not what was written"),
         (ARRAYS, "", "is not what was written"),

@@ -133,8 +133,8 @@ class Two(Command):
 
 
 def test_words_are_told_apart():
-    found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=d"])
-    assert found == Arguments({"--all"}, {"--to": "d"}, ["a", "c=1"], ["m", "n"])
+    found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=b"])
+    assert found == Arguments({"--all"}, {"--to": "b"}, ["a", "c=1"], ["m", "n"])
     assert found.settings == ["a", "c=1", "plugins=[m,n]"]
 
 
@@ -147,6 +147,7 @@ def test_words_are_told_apart():
         (["--output-to=x"], "two --output-to=x: there is no such option; did you mean --to?"),
         (["--to"], "--to needs a value, such as --to x.gguf"),
         (["--to", "--all"], "--to needs a value, such as --to x.gguf"),
+        (["--to", "b", "--to=c"], "--to c: was given already, as b; leave one of them out"),
         (["--all=1"], "--all takes no value"),
         (["plugins=a-b"], "plugins=a-b: takes names of Python modules"),
         (["plugins=a,b"], r"such as plugins=\[a,b\]"),

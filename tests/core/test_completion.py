@@ -9,10 +9,9 @@ import sys
 import pytest
 import shells
 
-from toyexp.commands.completion import SHELLS, complete, values_of
+from toyexp.commands.completion import SHELLS, complete, read_line, values_of
 from toyexp.commands.flags import FLAGS
 from toyexp.commands.line import main
-from toyexp.commands.shells import read_line
 from toyexp.commands.table import COMMANDS
 from toyexp.config import schema
 from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level

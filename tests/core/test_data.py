@@ -21,12 +21,15 @@ from toyexp import TokenDataset, UserError
 from toyexp.base.files import read_text
 from toyexp.base.random import stream
 from toyexp.commands.line import main
-from toyexp.contract.batch import batch_digest
+from toyexp.config.request import Request
+from toyexp.contract.dataset import batch_digest
+from toyexp.contract.plugins import load
 from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.pieces import encoded
+from toyexp.text.tokenizer import encoded
+from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
+from toyexp_data import corpus as finding
 from toyexp_data import corpus as reading
-from toyexp_data import found as finding
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
@@ -61,6 +64,26 @@ def test_a_batch_depends_on_seed_and_number_alone(train, context, rows, seed, k)
     for other in (k + 7, 0, k // 2):  # whatever was asked before leaves no trace
         used.batch(other)
     assert batch_digest(used.batch(k)) == batch_digest(fresh)
+
+
+def test_seeds_of_data_and_model_are_set_apart():
+    registry = load(["toyexp.testing.null"])
+    small = ["engine=noop", "data=random", "model.d_model=16", "model.n_layers=1", "model.d_ff=16"]
+
+    def drawn(*words):
+        """The digests of the first batch and of the initial values."""
+        run = prepare(Request([], registry, ["toyexp.testing.null"]).parts(*small, *words))
+        return batch_digest(run.batches.batch(0)), run.plan.initial(run.plan.tensors[0]).tobytes()
+
+    (order, values), (other_order, other_values) = drawn("seed=1"), drawn("seed=2")
+    assert order != other_order and values != other_values
+    assert drawn("seed=1", "data_seed=2") == (other_order, values)
+    assert drawn("seed=1", "model_seed=2") == (order, other_values)
+    assert drawn("seed=3", "data_seed=1", "model_seed=2") == (order, other_values)
+    with pytest.raises(UserError, match=r"unknown key data\.seed; did you mean data_seed\?"):
+        drawn("data.seed=2")
+    with pytest.raises(UserError, match="model_seed=-1: must be a whole number from 0"):
+        drawn("model_seed=-1")
 
 
 def test_another_seed_gives_another_order():
@@ -558,7 +581,7 @@ def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch)
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")
     opened(tmp_path / "in")
-    assert [line.rpartition("in ")[2] for line in told] == ["2 folders", "4 folders"]
+    assert [line.rpartition("in ")[2] for line in told] == ["2 folders", "4 folders", "reading the text"]
 
 
 @pytest.mark.parametrize("vocab", [257, 1_000_000_000])
@@ -677,6 +700,17 @@ def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch, ho
     monkeypatch.setenv("TOYEXP_CACHE", str(place / "below" if how == "the parent is a file" else place))
     (tmp_path / "t.txt").write_text("abcd" * 100)
     assert len(opened(tmp_path / "t.txt").train) == 301
+
+
+def test_a_pipe_in_the_place_of_what_is_kept_is_replaced_and_not_waited_for(cache):
+    packed("key", 10, lambda: [[np.arange(9)]])
+    remember("facts", "key", {"a": 1})
+    for path in cache.iterdir():
+        path.unlink()
+        os.mkfifo(path)
+    assert recall("facts", "key") is None
+    assert packed("key", 10, lambda: [[np.arange(9)]]).parts[0].tolist() == list(range(9))
+    assert [p.is_file() for p in cache.glob("*.ids")] == [True]
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -854,6 +888,39 @@ def test_every_form_of_token_file_gives_the_same_ids(tmp_path, raw, dtype, vocab
     assert (len(dataset.train), dataset.vocab, dataset.tokenizer) == (8, vocab, None)
 
 
+@pytest.mark.parametrize(
+    ("raw", "dtype", "vocab"),
+    [
+        (np.random.default_rng(0).integers(0, 250_000, 500, np.int32).tobytes(), "auto", 250_000),
+        (struct.pack("<100i", *range(65_500, 65_600)), "auto", 65_600),
+        (struct.pack("<200H", *np.arange(200)), "int32", 199 * 65536 + 199),
+        (struct.pack("<200H", *np.arange(200)), "uint16", 200),
+    ],
+    ids=["a large vocabulary", "ids about 65536", "int32, as typed", "uint16, as typed"],
+)
+def test_int32_ids_are_not_taken_for_uint16(tmp_path, raw, dtype, vocab):
+    assert token_file(tmp_path, raw, dtype=dtype, val_fraction=0.2).vocab == pytest.approx(vocab, rel=0.01)
+
+
+def test_a_type_that_is_known_is_not_doubted(tmp_path):
+    ids = np.array([0, 3 << 16] * 20, "<i4")  # which look like uint16
+    np.save(tmp_path / "ids.npy", ids)
+    (tmp_path / "ids.bin").write_bytes(ids.tobytes())
+    for name, dtype in (("ids.npy", "auto"), ("ids.bin", "int32")):
+        assert read_tokens(tmp_path / name, dtype)[0].tolist() == ids.tolist()
+    with pytest.raises(UserError, match=r"type data\.dtype=uint16"):
+        read_tokens(tmp_path / "ids.bin", "auto")
+
+
+def test_an_archive_and_a_compressed_file_hold_no_ids(tmp_path):
+    np.savez(tmp_path / "ids.npz", ids=IDS)
+    with pytest.raises(UserError, match=r"ids\.npz: is an archive of arrays; token ids are one array"):
+        read_tokens(tmp_path / "ids.npz", "auto")
+    (tmp_path / "ids.bin.gz").write_bytes(UINT16)
+    with pytest.raises(UserError, match=r"ids\.bin\.gz: is compressed.*decompress it"):
+        read_tokens(tmp_path / "ids.bin.gz", "uint16")
+
+
 def test_the_largest_uint16_ids_stay_positive(tmp_path):
     assert token_file(tmp_path, struct.pack("<4H", 65535, 0, 40000, 1), dtype="uint16", val_fraction=0.5).vocab == 65536
 
@@ -868,6 +935,8 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (b"", "auto", "0 bytes"),
         (struct.pack("<3i", 1, -2, 3), "auto", "position 1 holds the id -2; ids begin at 0; is it uint16? data.dtype="),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; at most 16777216 make sense"),
+        (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271, as uint16 up to 49; type data.dtype=uint16"),
+        (struct.pack("<200H", *np.arange(200)), "auto", "type data.dtype=uint16"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; leave data.dtype=uint16 out"),
         (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),

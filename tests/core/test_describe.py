@@ -364,6 +364,12 @@ def make(kind):
             save_file({"x": np.zeros(3, np.float32)}, model)
         case "transformers":
             Path("run/config.json").write_text("{}")
+        case "a ViT of transformers":
+            Path("run/config.json").write_text('{"model_type": "vit", "image_size": 224, "patch_size": 16}')
+        case "a ViT of timm":
+            config = '{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"input_size": [3, 224, 224]}}'
+            Path("run/config.json").write_text(config)
+            Path("run/model.gguf").write_bytes(b"\x50" + bytes(7) + b'{"patch_embed.proj.weight":{"dtype":"F32"}}   ')
         case "peft":
             Path("run/adapter_config.json").write_text("{}")
 
@@ -378,6 +384,8 @@ def make(kind):
         ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp makes one"),
         ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
         ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
+        ("a ViT of transformers", "run holds a model of images, of which toyexp reads those that it trained itself"),
+        ("a ViT of timm", "run holds a model of images, of which toyexp reads those that it trained itself"),
     ],
 )
 def test_what_stands_where_a_model_should_is_named(kind, said, capsys):

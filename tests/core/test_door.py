@@ -1,5 +1,6 @@
 """The Python door: run, train, sweep and open, what they return, and what they leave behind in the process."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +21,13 @@ from tiny import write_base
 
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
+from toyexp.base.lazy import lazy
 from toyexp.commands.line import main
 from toyexp.config import beforehand, schema
 from toyexp.config.shipped import CONF
 from toyexp.config.words import parse
+from toyexp.door.aside import worded
 from toyexp.door.history import History
-from toyexp.door.words import worded
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.text.byte_level import Bytes
 from toyexp_data.text import Text
@@ -47,6 +50,7 @@ def here(tmp_path_factory):
     os.chdir(before)
 
 
+ON_GGML = {"engine": "ggml", "engine.threads": 1}
 WORDS = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1"]
 
 
@@ -269,6 +273,41 @@ def test_what_is_no_directory_is_said_to_be_none(trained, given):
         toyexp.run(quiet="no")
 
 
+def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
+    found = toyexp.evaluate(trained, **ON_GGML)
+    assert found.loss == pytest.approx(trained.held_out["loss"], abs=1e-6) and found.own
+    part = {"data.val_fraction": trained.settings["data.val_fraction"]}
+    named = toyexp.evaluate(trained.files["model.gguf"], data="book.txt", **ON_GGML, **part)
+    assert found.loss == pytest.approx(named.loss, abs=1e-6)
+    assert "first/model.gguf, llama" in str(found).splitlines()[0] and len(found.figures) == 2
+    compared = toyexp.compare(trained, "lr=0.01")
+    assert [entry.run.path for entry in compared.comparison.entries] == [trained.directory]
+    assert "held-out loss" in str(compared) and f"{trained.held_out['loss']:.4f}" in str(compared)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: toyexp.evaluate(run, lr=1), "lr: the model comes from its file"),
+        (lambda run: toyexp.evaluate(run, data="nowhere"), "data.path=nowhere: not found"),
+        (
+            lambda run: toyexp.predict(run, "book.txt"),
+            r"try toyexp.open\(...\).generate\(...\), or toyexp.evaluate\(...\)",
+        ),
+        (lambda run: toyexp.predict(run), "takes images"),
+        (lambda run: toyexp.compare(run, metric="mine"), "metric mine: no run here has such a score"),
+        (lambda run: toyexp.compare("nowhere"), "nowhere"),
+        (lambda run: run.generate("a", chat=True), "has no chat template; leave chat out"),
+        (lambda run: run.generate("a", system="Be brief."), "system='Be brief.': takes a text, with chat=True"),
+        (lambda run: run.generate("a", engine="nope"), "engine nope"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_model_is_told_in_python_s_words(trained, call, words):
+    with pytest.raises(UserError, match=words) as caught:
+        call(trained)
+    assert "--" not in str(caught.value) and "toyexp eval" not in str(caught.value).replace("toyexp.eval", "")
+
+
 def test_logits_take_as_many_ids_as_the_context_and_no_more(trained):
     assert trained.logits([1] * MODEL["context"]).shape[0] == MODEL["context"]
     with pytest.raises(UserError, match="16"):
@@ -279,6 +318,16 @@ def test_a_result_goes_to_another_process(trained):
     again = pickle.loads(pickle.dumps(trained))
     assert again.directory == trained.directory and again.held_out == trained.held_out
     np.testing.assert_array_equal(again.history.loss, trained.history.loss)
+
+
+@pytest.mark.parametrize(("method", "told"), [
+    ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"), ("on_train_end", "there is: .*on_end"),
+])  # fmt: skip
+def test_a_method_that_would_never_be_called_is_named(here, method, told):
+    silent = type("Silent", (Callback,), {"name": "silent", method: lambda self, step: None})
+    with pytest.raises(UserError, match=rf"Silent\.{method} .*{told}"):
+        toyexp.train(**parts(silent()), directory="silent")
+    assert not (here / "silent").exists()
 
 
 def test_callbacks_are_told_apart_by_their_names(trained):
@@ -453,6 +502,47 @@ def test_a_run_leaves_the_process_as_it_was(here):
     told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
+
+
+def test_a_run_computes_the_same_in_whatever_state_of_torch_it_is_called(here):
+    torch = pytest.importorskip("torch")
+    words = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "callbacks=[events]"]
+    told = []
+    for ambient in (False, True):
+        with contextlib.ExitStack() as entered:
+            if ambient:
+                torch.set_default_dtype(torch.float64)
+                entered.callback(torch.set_default_dtype, torch.float32)
+                torch.set_float32_matmul_precision("medium")
+                entered.callback(torch.set_float32_matmul_precision, "highest")
+                contexts = [torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()]
+                for context in [*contexts, torch.inference_mode()]:
+                    entered.enter_context(context)
+            run = toyexp.run(*words, model=MODEL, **SETTINGS, quiet=True)
+            told.append((run.history.loss.tolist(), run.held_out["loss"], run.logits("It was").sum()))
+            if ambient:
+                assert torch.empty(1).device.type == "meta" and torch.get_default_dtype() is torch.float64
+                assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
+                assert torch.get_float32_matmul_precision() == "medium"
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("call", ["a name that is loaded", "a run"])
+def test_an_interrupt_waits_for_the_end_of_an_import(here, call, monkeypatch):
+    """Or every later call would fail over the half that was loaded."""
+    monkeypatch.syspath_prepend(str(here))
+    name = f"slowly_{len(call)}"
+    (here / f"{name}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\n" + BESIDE
+    )
+    (here / "names.py").write_text(f"    from {name} import Beside\n")
+    sys.modules["names"] = types.ModuleType("names")
+    with pytest.raises(KeyboardInterrupt):
+        if call == "a run":
+            toyexp.run(*WORDS, "callbacks=[beside]", model=MODEL, **SETTINGS, plugins=[name], quiet=True)
+        lazy("names", str(here / "names.py"))[0]("Beside")
+        time.sleep(1)
+    assert sys.modules[name].Beside.name == "beside"
 
 
 def test_modules_are_looked_for_where_they_were_once_a_run_is_opened(trained, here, monkeypatch):

@@ -15,8 +15,8 @@ from tiny import MODELS, split, write_base
 from toyexp.base.errors import RunFailed
 from toyexp.base.writing import required
 from toyexp.commands.line import main
-from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.form import read_model
+from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.text.byte_level import Bytes

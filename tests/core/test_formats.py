@@ -2,9 +2,10 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -13,23 +14,69 @@ from kinds import VIT
 from safetensors.numpy import load_file, save_file
 from tiny import MODELS, VOCAB, write_base
 
-from toyexp import Callback, Format, UserError, hookimpl
+import toyexp
+from toyexp import Callback, Exported, Format, UserError, hookimpl
 from toyexp.commands.line import main
 from toyexp.contract.exporter import exporter
 from toyexp.contract.plugins import load
 from toyexp.contract.rules import check_class
 from toyexp.contract.settings import settings_of
+from toyexp.formats.gguf.form import PlainForm
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 from toyexp.testing import FormatSuite, OpModel
 from toyexp.text.byte_level import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
+from toyexp_models.gpt2 import GPT2
 
 TEXT = [replace(MODELS[name], vocab=257) for name in ("llama", "llama_all", "qwen2", "qwen3", "gemma", "gpt2")]
 
 
+@dataclass
+class Bare(GPT2):
+    """GPT-2 under another name, which no format knows."""
+
+    name: ClassVar[str] = "bare"
+    forms: ClassVar[dict] = {}
+
+    vocab: int = 257
+
+
+@dataclass
+class Npz(Format):
+    """Numpy's arrays, which it reads too."""
+
+    name: ClassVar[str] = "npz"
+    suffix: ClassVar[str] = ".npz"
+
+    def write(self, exported, path):
+        with open(path, "wb") as file:
+            np.savez(file, **exported.tensors, sizes=json.dumps(exported.model.settings()))
+        return []
+
+    def read(self, path, models):
+        arrays = dict(np.load(path))
+        return Exported(Bare(**json.loads(str(arrays.pop("sizes")))), arrays)
+
+
+@dataclass
+class Folder(Npz):
+    """The same in a directory."""
+
+    name: ClassVar[str] = "folder"
+    suffix: ClassVar[str] = "-npz"
+    contents: ClassVar[frozenset] = frozenset({"all.npz"})
+
+    def write(self, exported, path):
+        path.mkdir()
+        return super().write(exported, path / "all.npz")
+
+    def read(self, path, models):
+        return super().read(path / "all.npz", models)
+
+
 class TestGGUF(FormatSuite):
-    form, models, refused = GGUF(), [*TEXT, VIT], [OpModel()]
+    form, models, refused = GGUF(), [*TEXT, VIT, Bare(d_model=32)], [Bare(norm_eps=float("nan"))]
 
 
 class TestGGUFInFloat16(FormatSuite):
@@ -37,7 +84,7 @@ class TestGGUFInFloat16(FormatSuite):
 
 
 class TestSafetensors(FormatSuite):
-    form, models, refused = Safetensors(), [*TEXT, VIT], [OpModel()]
+    form, models = Safetensors(), [*TEXT, VIT, Bare(d_model=32)]
 
 
 class TestHuggingFace(FormatSuite):
@@ -172,9 +219,9 @@ def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys
     told = capsys.readouterr().out
     assert told.startswith("file        model.safetensors, ") and "read as GGUF" in told.splitlines()[0]
     assert "llama (model=llama)" in told and "trained on ids" not in told
-    assert "recipe=" not in told and "no: runs start from a GGUF: toyexp export model.safetensors --type gguf" in told
-    assert main(["recipe=full", "recipe.base=model.safetensors"]) == 2
-    assert "toyexp export model.safetensors --type gguf makes one" in capsys.readouterr().err
+    assert re.search(r"toyexp recipe=full recipe\.base=\S*model\.safetensors", told)
+    assert main(["recipe=full", "recipe.base=model.safetensors", "model.context=64"]) == 2
+    assert "model.context=64: model.safetensors holds a model for up to 12 positions" in capsys.readouterr().err
     for words in (["generate", "model.safetensors", "--prompt", "a"], ["eval", "model.safetensors", "engine=ggml"]):
         assert main(words) == 2
         assert capsys.readouterr().err.startswith("toyexp: error: model.safetensors: ")
@@ -318,34 +365,80 @@ def test_a_run_writes_a_strangers_format_on_the_way_and_at_the_end(tall, capsys)
     assert main(["resume=run", "steps=6", "plugins=[tall_plugin]"]) == 0, capsys.readouterr().err
 
 
-MODEL = """
-from dataclasses import dataclass
-from types import ModuleType
-from typing import ClassVar
+OWN = """
 from toyexp import hookimpl
-from toyexp_models.gpt2 import GPT2
-
-@dataclass
-class Bare(GPT2):
-    "GPT-2 under another name, which no format knows."
-    name: ClassVar[str] = "bare"
-    forms: ClassVar[dict] = {}
+from test_formats_tall import Bare, Folder, Npz
 
 @hookimpl
 def register_models(register):
     register(Bare)
+
+@hookimpl
+def register_formats(register):
+    register(Npz)
+    register(Folder)
 """
 
 
-def test_a_model_that_no_format_knows_trains_and_its_export_says_what_it_lacks(tall, capsys):
-    (tall / "bare_model.py").write_text(MODEL)
-    bare = [*(w for w in RUN if "checkpoint" not in w), "model=bare", "plugins=[bare_model]", "hydra.run.dir=run"]
-    assert main([*bare, "~callbacks.gguf_export"]) == 0, capsys.readouterr().err
-    for name, lacks in (("gguf", "GGUF form"), ("safetensors", "GGUF form"), ("hf", "Hugging Face layout")):
-        assert main([*bare, f"callbacks=[{name}_export]", "hydra.run.dir=other"]) == 2
-        err = capsys.readouterr().err
-        assert f"model=bare has no {lacks}" in err and f"'~callbacks.{name}_export'" in err and err.count("\n") == 1
-    assert not (tall / "other").exists()
+@pytest.fixture
+def bare(tall, capsys):
+    """A run of a model without any form, whose last checkpoint has the weights that it exported."""
+    (tall / "bare_model.py").write_text(OWN)
+    words = [*(w for w in RUN if "_every" not in w), "model=bare", "plugins=[bare_model]", "hydra.run.dir=run"]
+    assert main([*words, "checkpoint_every=2", "eval_every=4"]) == 0, capsys.readouterr().err
+    assert "toyexp alone reads it: model=bare has no form of GGUF" in (tall / "run" / "log.txt").read_text()
+    assert main([*words, "callbacks=[hf_export]", "hydra.run.dir=other"]) == 2
+    assert "model=bare has no Hugging Face layout" in capsys.readouterr().err
+    return tall
+
+
+def evaluated(what, capsys):
+    capsys.readouterr()
+    assert main(["eval", what, "--json", "plugins=[bare_model]", "engine=ggml"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)["loss"]
+
+
+def test_a_model_without_a_form_is_evaluated_continued_and_asked_for_text(bare, capsys):
+    said = toyexp.open("run", plugins=["bare_model"])
+    loss = evaluated("run", capsys)
+    assert loss == pytest.approx(said.held_out["loss"], abs=1e-6)
+    assert evaluated("run/checkpoints/step-4", capsys) == pytest.approx(loss, abs=1e-6)
+    earlier = toyexp.open("run/checkpoints/step-2", plugins=["bare_model"])
+    assert earlier.directory == said.directory and earlier.model == said.model and "step-2" in repr(earlier)
+    last, ggml = toyexp.open("run/checkpoints/step-4", ["bare_model"]), "ggml:threads=1"
+    written, again = (one.generate([1, 2], 4, temperature=0, engine=ggml) for one in (said, last))
+    assert written == again and len(written) == 4
+    assert np.abs(earlier.logits([1, 2, 3], ggml) - said.logits([1, 2, 3], ggml)).max() > 1e-4
+    (bare / "run" / "model.gguf").unlink()  # as of a run that was killed
+    assert evaluated("run", capsys) == pytest.approx(loss, abs=1e-6)
+    assert main(["generate", "run", "--ids", "1,2", "--engine", ggml, "plugins=[bare_model]"]) == 0
+    assert main(["recipe=full", "recipe.base=run", *NEXT]) == 0, capsys.readouterr().err
+    assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
+    shutil.rmtree("run/checkpoints")
+    assert main(["eval", "run", "plugins=[bare_model]"]) == 2
+    assert "the run left no weights: callbacks=[default] writes model.gguf" in capsys.readouterr().err
+
+
+def test_settings_that_a_model_without_a_form_does_not_have_are_refused(tmp_path):
+    plain = PlainForm()
+    header = SimpleNamespace(architecture="bare", path=tmp_path, error=lambda cause: UserError(cause))
+    for text in ("", "[]", "[1]", '{"d_model": 8, "depth": 3}', "3"):
+        header.text = lambda key, text=text: text
+        with pytest.raises(UserError, match="settings of model=bare"):
+            plain.read(Bare, header)
+
+
+NEXT = ["data=random", "data.vocab=32", "model.context=8", "steps=1", "engine=ggml", "engine.threads=1",
+        "hydra.run.dir=next", "plugins=[bare_model]", "eval_every=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["npz", "folder"])
+def test_what_a_format_reads_is_a_base(bare, kind, capsys):
+    word = {"npz": "m.npz", "folder": "m-npz"}[kind]
+    assert main(["export", "run", "--type", kind, "--to", word, "plugins=[bare_model]"]) == 0, capsys.readouterr().err
+    loss = evaluated("run", capsys)
+    assert main(["recipe=full", f"recipe.base={word}", *NEXT]) == 0, capsys.readouterr().err
+    assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tall, capsys):

@@ -202,6 +202,9 @@ def files(tmp_path):
     """Files of every kind: with a tokenizer, with a chat's, with none, a classifier's, and an adapter's."""
     write_base(tmp_path / "text.gguf", "llama", tokenizer=Bytes(), context=30)
     write_base(tmp_path / "chat.gguf", "llama", tokenizer=chat_tokenizer(), context=80)
+    silent = chat_tokenizer()
+    silent.chat_template = "{{ messages.__class__ }}"
+    write_base(tmp_path / "silent.gguf", "llama", tokenizer=silent)
     write_base(tmp_path / "ids.gguf", "llama")
     model = ViT(d_model=8, n_layers=1, n_heads=2, d_ff=8).fit(image_dataset())
     write_model(tmp_path / "vit.gguf", model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
@@ -300,6 +303,12 @@ def test_a_prompt_comes_through_a_pipe(generated, monkeypatch):
     assert generated("text.gguf", "--prompt", "-", "--json")["prompt_ids"] == [0xC3, 0xA9, 0x0A]
 
 
+def test_a_prompt_that_fits_no_context_is_refused_before_it_is_tokenized(generated, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * ((16 << 20) + 1))))
+    assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
+    assert "--prompt -: more than 16 MiB, which fits no context" in capsys.readouterr().err
+
+
 def test_an_empty_prompt_starts_with_end_of_text(generated):
     assert generated("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
 
@@ -362,6 +371,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --ids 99999999999999999999999", "takes token ids"),
         ("text.gguf --ids 1 --chat", "takes its message from --prompt"),
         ("text.gguf --prompt x --chat", "has no chat template"),
+        ("silent.gguf --prompt x --chat", "the chat template writes nothing"),
         ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens, the model's context is 30"),
         ("text.gguf --prompt x --engine ggm", "--engine ggm: did you mean ggml?"),
         ("text.gguf --prompt x --engine llamacpp", "did you mean llama.cpp?"),

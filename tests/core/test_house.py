@@ -1,4 +1,6 @@
-"""The rooms of toyexp/ and the imports between them: one way, and never in a circle."""
+"""The rooms of toyexp/ and the imports between them: one way, and never in a circle. And who writes files."""
+
+import ast
 
 import pytest
 from structure import ROOT, circles, module_graph
@@ -41,3 +43,70 @@ def test_a_room_imports_only_those_below_it(name):
 @pytest.mark.parametrize("package", ["toyexp", *sorted(p.name for p in (ROOT / "plugins").glob("*/"))])
 def test_no_two_modules_import_each_other_by_any_way_round(package):
     assert circles(module_graph(package)) == []
+
+
+# Writers besides base/writing.py, whose functions follow no link, and why that is safe.
+FRESH = "into a folder or under a name that in_one_piece or Ledger.output has just made"
+ELSEWHERE = "outside of any run or sweep"
+WRITERS = {
+    ("toyexp/base/drawing.py", "write_bytes"): FRESH,
+    ("toyexp/commands/new.py", "mkdir"): ELSEWHERE,
+    ("toyexp/commands/new.py", "write_text"): FRESH,
+    ("toyexp/commands/plugin_check.py", "write_text"): ELSEWHERE,
+    ("toyexp/commands/bench_stepper.py", "write_text"): "to /proc",
+    ("toyexp/commands/predict.py", "write_text"): FRESH,
+    ("toyexp/config/schema.py", "write_text"): ELSEWHERE,
+    ("toyexp/formats/gguf/write.py", "open"): FRESH,
+    ("toyexp/formats/huggingface.py", "mkdir"): FRESH,
+    ("toyexp/formats/safetensors.py", "open"): FRESH,
+    ("toyexp/runs/report.py", "write_bytes"): FRESH,
+    ("toyexp/sweep/directory.py", "mkdir"): "the directory itself, which links above it may lead to",
+    ("toyexp/sweep/directory.py", "write_bytes"): FRESH,
+    ("toyexp/sweep/on_submitit.py", "touch"): "in a folder that mkdtemp has made",
+    ("toyexp/sweep/search.py", "write_text"): FRESH,
+    ("toyexp/sweep/stack.py", "open"): "a pipe, by its number",
+    ("toyexp/base/terminal.py", "open"): "/dev/null",
+    ("toyexp/training/checkpoint.py", "open"): "what save_file has just written",
+    ("toyexp/training/checkpoint.py", "save_file"): "into a folder that make_fresh has made",
+    ("toyexp/training/rundir.py", "FileHandler"): "its _open calls open_for_writing",
+    ("toyexp/training/rundir.py", "mkdir"): "the directory itself, which links above it may lead to",
+    ("plugins/toyexp_callbacks/plots.py", "write_bytes"): FRESH,
+    ("plugins/toyexp_callbacks/tensorboard.py", "touch"): "a new file, in a folder that make_folder has checked",
+    ("plugins/toyexp_callbacks/tensorboard.py", "RecordWriter"): "fills that new file",
+    ("plugins/toyexp_data/cache.py", "open"): "a new file of the cache (mode x)",
+    ("plugins/toyexp_data/cache.py", "mkdir"): ELSEWHERE,
+    ("plugins/toyexp_ggml/native.py", "mkdir"): ELSEWHERE,
+    ("plugins/toyexp_ggml/native.py", "write_bytes"): FRESH,
+}
+NAMES = ("write_text", "write_bytes", "touch", "mkdir", "makedirs", "symlink_to", "symlink", "link", "hardlink_to",
+         "savez", "save_file", "FileHandler", "RecordWriter", "copyfile", "copytree", "copy2")  # fmt: skip
+
+
+def writes(node):
+    """The name under which a node of a syntax tree opens, makes or fills a file, if it does."""
+    if isinstance(node, ast.ClassDef):
+        return next((name for base in node.bases if (name := ast.unparse(base).split(".")[-1]) in NAMES), None)
+    if not isinstance(node, ast.Call):
+        return None
+    attribute = isinstance(node.func, ast.Attribute)
+    name = node.func.attr if attribute else getattr(node.func, "id", "")
+    if name not in (*NAMES, "open", "fdopen"):
+        return None
+    called = ast.unparse(node.func)
+    if name in NAMES and (attribute or name[0].isupper() or name == "save_file"):
+        return name
+    words = [ast.unparse(word) for word in (*node.args, *(k.value for k in node.keywords))]
+    if called == "os.open":
+        return "open" if any(f"O_{flag}" in word for word in words for flag in ("WRONLY", "RDWR", "CREAT")) else None
+    if name not in ("open", "fdopen") or "open_for_writing" in "".join(words):
+        return None
+    return "open" if any(set(w.strip("'")) & set("wax+") for w in words if w[:1] == "'" and len(w) < 6) else None
+
+
+def test_nothing_is_written_but_by_the_functions_that_follow_no_link_and_these():
+    found = set()
+    for path in [*(ROOT / "toyexp").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
+        name = path.relative_to(ROOT).as_posix()
+        if name != "toyexp/base/writing.py" and not name.startswith("toyexp/testing/"):
+            found |= {(name, word) for node in ast.walk(ast.parse(path.read_text())) if (word := writes(node))}
+    assert found == set(WRITERS)

@@ -13,18 +13,20 @@ from safetensors.numpy import load_file
 from texts import write_untrained
 from tiny import MODELS, split, write_base
 
-from toyexp import Rotary, RunFailed, UserError
+from toyexp import Exported, Rotary, RunFailed, UserError
 from toyexp.commands.line import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.formats.huggingface import hf_notes, write_folder
+from toyexp.formats.huggingface import hf_notes, model_card, write_folder
 from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import BLANK, SentencePiece
 from toyexp.text.tokenizer import SYMBOLS
-from toyexp_models.scaling import rope_scaling
+from toyexp_models.huggingface import rope_scaling
+from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
 
-FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+CARD = "README.md"
+FILES = [CARD, "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +164,7 @@ def test_what_is_missing_or_does_not_fit_is_told(capsys):
     write_untrained(Path("ids.gguf"), None, 40)
     assert main(["export", "ids.gguf", "--type", "hf"]) == 0
     assert "warning: written without a tokenizer: ids.gguf: it has no tokenizer" in capsys.readouterr().out
-    assert names("ids-hf") == ["config.json", "generation_config.json", "model.safetensors"]
+    assert names("ids-hf") == [CARD, "config.json", "generation_config.json", "model.safetensors"]
     config = json_of("ids-hf/config.json")
     assert config["eos_token_id"] is None and config["bos_token_id"] is None and config["pad_token_id"] is None
     model = write_base(Path("big.gguf"), "llama", tokenizer=Bytes())
@@ -227,7 +229,7 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(module, "write_synced", write)
                 with pytest.raises(RunFailed, match="out: could not be written: No space left on device"):
-                    write_folder(Path("out"), model, file.read, Bytes())
+                    write_folder(Path("out"), model, file.read, Bytes(), card="# Out")
             assert names() == ["m.gguf"]
         write_folder(Path("out"), model, file.read, Bytes())
         Path("out/config.json").write_text("first")
@@ -382,6 +384,11 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     words = ["recipe=scratch", "callbacks=[default,hf_export]", "callbacks.hf_export.every=2"]
     assert main([*RUN, *words, "callbacks.hf_export.dtype=bfloat16"]) == 0
     assert names("run/model-hf") == names("run/model-2-hf") == FILES
+    card, score = Path("run/model-hf", CARD).read_text(), json_of("run/result.json")["eval_loss"]
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n") and "base" not in card
+    for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0"):
+        assert f"| {row} |" in card
+    assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
     assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
     assert f"model-hf  {size / 1e6:.2f} MB" in capsys.readouterr().out
@@ -389,6 +396,13 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert "model-hf: llama.cpp's convert_hf_to_gguf.py cannot" in Path("run/log.txt").read_text()
     told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]
     assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
+
+
+def test_a_card_names_the_licence_and_the_repository_of_the_base():
+    general = {"name": "mine", "license": "apache-2.0", "base_model.0.repo_url": "https://huggingface.co/org/base"}
+    card = model_card(Exported(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
+    assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
+    assert "PeftModel.from_pretrained(base" in card
 
 
 @pytest.mark.parametrize("merged", ["true", "false"])
@@ -399,9 +413,11 @@ def test_a_lora_run_leaves_its_adapter_too(merged):
     settings = [w for w in RUN if ("tokenizer" not in w and not w.startswith("model.")) or "context" in w]
     assert main([*settings, *words, "model.context=12", f"callbacks.hf_export.merged={merged}"]) == 0
     assert Path("run/model-hf").exists() is (merged == "true")
-    assert names("run/adapter-hf") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert names("run/adapter-hf") == [CARD, "adapter_config.json", "adapter_model.safetensors"]
+    assert "| base | base.gguf |" in Path("run/adapter-hf", CARD).read_text()
     config = json_of("run/adapter-hf/adapter_config.json")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
+    assert config["base_model_name_or_path"] == "base.gguf"
     assert config["target_modules"] == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.contract.batch import batch_digest
+from toyexp.contract.dataset import batch_digest
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.formats.gguf.write import write_model
@@ -414,6 +414,46 @@ def test_a_line_that_is_no_example_is_named_or_counted(tmp_path, line, words):
     assert facts["skipped_lines"][0].startswith(f"x.jsonl:3: {words}")
 
 
+@pytest.mark.parametrize(("line", "words"), [(b"caf\xe9", "not UTF-8 text"), (b"hello", "not one JSON object a line")])
+def test_a_file_of_something_else_is_not_told_to_skip_every_line(tmp_path, line, words):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line + b"\n" + line)
+    with pytest.raises(UserError, match=rf"x\.jsonl:1: {words}") as error:
+        opened(path)
+    assert "on_error" not in str(error.value)
+    with pytest.raises(UserError, match=rf"0 examples; .*\(x\.jsonl:1: {words}"):
+        opened(path, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.json", b'\n[\n {"text": "a"},\n {"text": "b"}]', r"JSON array: jq -c '\.\[\]' .*x\.json > x\.jsonl"),
+        ("x.jsonl", b"[1]\n[2]", "JSON array"),
+        ("x.csv", b"prompt,completion\na,b", r"table: pandas\.read_csv"),
+        ("x.parquet", b"PAR1\x15\0", r"Parquet: pandas\.read_parquet"),
+        ("x.jsonl.gz", b"\x1f\x8b\x08", "compressed: gunzip it"),
+    ],
+)
+def test_a_file_of_another_format_is_told_as_that(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{re.escape(name)}: is no file of JSON lines; it is .*{words}"):
+        opened(tmp_path / name, on_error="skip")
+
+
+def test_a_pattern_takes_the_files_that_it_matches(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "other.json"):
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": name[0] * 3}) for _ in range(2)))
+    dataset = opened(tmp_path / "*.jsonl", val_fraction=0.25)
+    assert dataset.tokenizer.decode(dataset.train.ids[dataset.train.learned]).count("aaa") == 2
+    assert dataset.describe()["examples"] == 4
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{}')
+    with pytest.raises(UserError, match=r"b\.jsonl:2: has the keys none"):
+        opened(tmp_path / "*.jsonl")
+    with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
+        opened(tmp_path / "*.txt")
+
+
 def test_what_other_programs_write_is_read(tmp_path):
     path = tmp_path / "x.jsonl"
     line = '{"id": 7, "prompt": "a\u2028b", "completion": "é\\ud83d\\ude42"}'
@@ -435,7 +475,7 @@ def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 examples"), (b"\n \n", "0 examples"), (b"[]\n" * 3, "0 examples")]
+    ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 examples"), (b"\n \n", "0 examples"), (b"{}\n" * 3, "0 examples")]
 )
 def test_too_few_examples_are_refused(tmp_path, raw, words):
     (tmp_path / "x.jsonl").write_bytes(raw)
@@ -452,7 +492,7 @@ def test_too_few_examples_are_refused(tmp_path, raw, words):
         ({"template": "gguf"}, "data.template=gguf: there is: auto, plain"),
         ({"on_error": "ignore"}, "data.on_error=ignore: there is: refuse, skip"),
         ({"date": "tomorrow"}, "data.date=tomorrow: must be a day such as 2026-11-21"),
-        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be above 0 and below 1"),
+        ({"val_fraction": 1.1}, "data.val_fraction=1.1: must be above 0 and at most 1"),
         ({"tokenizer": "words"}, "data.tokenizer=words"),
     ],
 )

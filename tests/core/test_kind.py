@@ -12,7 +12,7 @@ from toyexp.commands.bench import positions
 from toyexp.commands.evaluate import Evaluation
 from toyexp.contract.compatibility import of_kind, refusal, unread
 from toyexp.contract.plugins import load
-from toyexp.datasets.dropout import Dropout
+from toyexp.datasets.tokens import Dropout
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset
 from toyexp.text.byte_level import Bytes

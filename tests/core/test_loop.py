@@ -10,7 +10,8 @@ import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMetrics, hookimpl
 from toyexp.base.errors import BadBatch, PluginFailed
-from toyexp.contract.batch import batch_digest
+from toyexp.base.words import smooth_loss
+from toyexp.contract.dataset import batch_digest
 from toyexp.contract.micro_batches import micro_batches, readied
 from toyexp.contract.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
@@ -18,7 +19,7 @@ from toyexp.testing.null import NullSession
 from toyexp.training import driver
 from toyexp.training.driver import Evaluate, Step, drive, drive_together
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
-from toyexp.training.outcome import Outcome, Saver
+from toyexp.training.parts import Outcome, Saver
 
 BASE_LR = 0.25
 GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)
@@ -838,3 +839,37 @@ def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
 
     assert not Flat().looks(3) and Plateau().looks(3) and Falls().looks(3)
     assert not Callback().looks(3) and Recorder().looks(3)
+
+
+# -- what a run says of its loss ------------------------------------------------------------------------------------
+
+
+def test_the_smoothed_loss_is_an_exponential_mean_that_begins_short():
+    losses = np.random.default_rng(0).normal(3.0, 0.5, 2000)
+    found = None
+    for step, loss in enumerate(losses, 1):
+        found = smooth_loss(found, float(loss), step)
+    share = np.maximum(0.02, np.minimum(1.0, 20 / np.arange(1, 2001)))
+    weights = share * np.append(np.cumprod((1 - share)[::-1])[::-1][1:], 1.0)
+    assert weights.sum() == pytest.approx(1.0) and found == pytest.approx(float(weights @ losses), rel=1e-12)
+    assert smooth_loss(found, math.nan, 2001) == found and smooth_loss(None, math.inf, 1) is None
+    assert 40 < float(weights @ np.arange(1999, -1, -1.0)) < 60  # steps that it lies behind
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "diverged"),
+    [
+        ((4.0, 4.5), (4.0, 4.6), True),
+        ((4.0, 4.5), (4.0, 3.9), False),  # one noisy batch
+        ((2.0, 0.1), (2.0, 2.9), False),  # overfitted
+        ((4.0, 4.39), (4.0, 4.39), False),  # by less than a tenth
+        ((0.01, 0.09), (None, None), False),  # by less than 0.1 nats
+        ((4.0, 9.0), (None, None), True),
+        ((None, 9.0), (None, None), False),  # resumed from a checkpoint that does not have it
+    ],
+)
+def test_a_run_has_diverged_if_its_losses_end_above_where_they_began(train, held_out, diverged):
+    outcome = Outcome(
+        train_loss=train[1], first_train_loss=train[0], eval_loss=held_out[1], first_eval_loss=held_out[0]
+    )
+    assert outcome.diverged is diverged

@@ -12,12 +12,14 @@ from pathlib import Path
 import environments
 import pytest
 
+from toyexp.commands import pages
 from toyexp.commands.line import main
 from toyexp.commands.new import KINDS, renamed
 from toyexp.commands.pages import read, topics
 from toyexp.config.shipped import TEMPLATES
 from toyexp.contract.plugins import load_beside
 from toyexp.contract.rules import KINDS as REGISTERED
+from toyexp.contract.run import Run
 
 pytestmark = pytest.mark.xdist_group("new")
 SMALL = ["steps=2", "eval_every=1", "data.max_mb=0.1", "model.context=16", "model.d_model=16", "model.d_ff=16"]
@@ -53,6 +55,11 @@ def test_what_is_written_bears_its_name_alone_and_is_a_package_with_its_entry_po
     for file, text in files.items():
         assert not re.search(rf"my_{kind}|My{kind.capitalize()}|my-{kind}", text), file
         compile(text, file, "exec") if file.endswith(".py") else None
+
+
+def test_a_part_may_have_the_name_of_its_template_and_a_directory_that_is_not_there(tmp_path):
+    assert main(["new", "model", "my_model", "--into", str(tmp_path / "new")]) == 0
+    assert "class MyModel(" in (tmp_path / "new" / "toyexp-my-model" / "toyexp_my_model.py").read_text()
 
 
 def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(made):
@@ -104,6 +111,7 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
     ("words", "told"),
     [
         ("optimiser Sgd-R", "did you mean sgd_r?"),
+        (f"callback {'a' * 300}", "has 300 letters; a name has at most 60"),
         ("optimiser 3", "did you mean my_3?"),
         ("optimiser 1st", "did you mean my_1st?"),
         ("optimiser ünï", "did you mean uni?"),
@@ -175,13 +183,16 @@ def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypat
     [
         ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
         ("test_more.py", "raise SystemExit('left')", "could not be run: SystemExit: left"),
+        ("conftest.py", "import pytest\npytest.skip('no', allow_module_level=True)", "conftest.py: pytest.skip: no"),
     ],
 )
-def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, file, text, told):
+def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, monkeypatch, file, text, told):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     shutil.copytree(place(made, "callback"), tmp_path / "its")
     (tmp_path / "its" / file).write_text(text)
     done = check("its", tmp_path)
     assert done.returncode == 1 and told in done.stdout and not done.stderr, done.stdout + done.stderr
+    assert not list(tmp_path.glob("pytest-of-*")), "temporary files stay"
 
 
 ENDS = """
@@ -290,6 +301,7 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
         ("none.py", "x = 1", 1, "none offers nothing"),
         ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
         ("exits.py", "import os; os._exit(0)", 1, "exits: SystemExit: os._exit(0) would end toyexp"),
+        ("segfaults.py", "import ctypes\nctypes.string_at(0)", -11, 'segfaults.py", line 2 in <module>'),
         ("gone.py", None, 2, "there is no such file or directory"),
         ("notes.txt", "x", 2, "is no Python file"),
         ("empty/notes.txt", "x", 2, "holds neither a pyproject.toml nor an __init__.py"),
@@ -331,3 +343,26 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
     assert capsys.readouterr().out.rstrip().endswith("Of the command: toyexp runs --help")
     for kind in KINDS:
         assert f"plugins/{kind}" in topics(), "which toyexp new names"
+
+
+def test_the_page_on_callbacks_lists_every_field_and_method_of_a_run():
+    listed = re.findall(r"`(\w+)[`(]", "".join(re.findall(r"^\| (`.*?) \|", read("plugins/callback"), re.MULTILINE)))
+    public = {name for name in (*vars(Run), *Run.__dataclass_fields__) if name[0] != "_"} - {"bus", "ledger", "remedy"}
+    assert public <= {*listed}
+
+
+def test_help_with_a_word_that_names_no_page_searches_the_pages(capsys, monkeypatch, tmp_path):
+    """The page of a setting of that name first, then headings, then text; a word of one page prints that page."""
+    for name, text in {
+        "data": "# Data\n\nrows, and Warmup\nwarmup too", "runs": "# Runs\n\n## Warmup\n",
+        "speed": "# Speed\n\nlr of lions\n",
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.md").write_text(text)
+    monkeypatch.setattr(pages, "PAGES", tmp_path)
+    assert main(["help", "warmup"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:5] for line in told[1:]] == [["runs", "line", "3"], ["data", "line", "3"]]
+    for words in (["lions"], ["of", "lions"]):
+        assert main(["help", *words]) == 0
+        assert capsys.readouterr().out == "# Speed\n\nlr of lions\n"
+    assert main(["help", "ions"]) == 2, "no word begins with it"

@@ -8,14 +8,13 @@ import pytest
 from tiny import VOCAB, batches, plan
 
 from toyexp import Ops, SessionError
-from toyexp.contract.decoder import Piecewise
+from toyexp.contract.decoder import Piecewise, Recompute
 from toyexp.reference.opmodel import CASES
 from toyexp.testing import OpModel, ReferenceOps, op_batch, op_plan, reference_logits
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
-from toyexp_torch.decoder import CachedOps
 from toyexp_torch.engines import TorchCPU
-from toyexp_torch.ops import TorchOps
+from toyexp_torch.ops import CachedDecoder, CachedOps, TorchOps
 
 # What an engine's author writes, and nothing else: the rest is as Ops makes it of these.
 Primitives = type("Primitives", (Ops,), {name: getattr(ReferenceOps, name) for name in Ops.__abstractmethods__})
@@ -103,20 +102,14 @@ def test_an_op_that_a_model_makes_of_primitives_works_on_every_engine(kind, engi
         np.testing.assert_allclose(session.logits(batch), expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_decoder_keeps_what_stays_in_its_position_and_refuses_what_does_not():
+@pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["torch", "ggml"])
+@pytest.mark.parametrize("kind", [Squared, Shifted])
+def test_a_decoder_gives_the_logits_of_the_whole_for_ops_of_a_model_s_own(kind, engine):
     ids = np.arange(12, dtype=np.int32)
-    with TorchCPU(threads=1).realize(planned(Squared)) as session:
+    with engine.realize(planned(kind)) as session:
         session.build()
-        decoder = session.decoder()
-        whole = session.logits({"tokens": ids[None]})[0]
-        np.testing.assert_allclose([decoder.feed([i]) for i in ids], whole, atol=1e-5)
-    with TorchCPU(threads=1).realize(planned(Shifted)) as session:
-        session.build()
-        with pytest.raises(SessionError, match=r"ops\.part may look beyond its own position"):
-            session.decoder().feed(ids[:1])
-    with GGMLCPU(threads=1).realize(planned(Shifted)) as session:
-        session.build()
-        whole, decoder = session.logits({"tokens": ids[None]})[0], session.decoder()
+        decoder, whole = session.decoder(), session.logits({"tokens": ids[None]})[0]
+        assert isinstance(decoder, CachedDecoder) is (kind is Squared and engine.name == "cpu")
         np.testing.assert_allclose([decoder.feed([i]) for i in ids], whole, atol=1e-5)
 
 
@@ -127,13 +120,14 @@ class Positions(OpModel):
         return ops.add(ops.embed(p["x"], batch["tokens"]), p["table"])
 
 
-def test_a_decoder_refuses_a_table_for_a_whole_sequence():
+def test_a_decoder_recomputes_with_a_table_for_a_whole_sequence():
     the_plan = op_plan("first_rows")
-    tensors = tuple(replace(t, shape=(5, 8)) if t.name == "table" else t for t in the_plan.tensors)
+    (length,) = the_plan.inputs["tokens"].shape
+    tensors = tuple(replace(t, shape=(length, 8)) if t.name == "table" else t for t in the_plan.tensors)
     with TorchCPU(threads=1).realize(replace(the_plan, model=Positions("first_rows"), tensors=tensors)) as session:
         session.build()
-        with pytest.raises(SessionError, match=r"ops\.add may look beyond"):
-            session.decoder().feed([1])
+        assert isinstance(session.decoder(), Recompute)
+        np.testing.assert_array_equal(session.decoder().feed([1]), session.logits({"tokens": np.int32([[1]])})[0, 0])
 
 
 class Wider(TorchOps):

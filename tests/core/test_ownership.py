@@ -1,17 +1,23 @@
 """A run begins in an empty directory, and nothing that it writes replaces what it did not write."""
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lines import failed, noop
 
 from toyexp import RunFailed, UserError
-from toyexp.base.ownership import LEDGER, Ledger, require_empty
-from toyexp.base.writing import swap
+from toyexp.base.drawing import Sheet
+from toyexp.base.ownership import LEDGER, Ledger, Owned, require_empty, require_inside, require_left
+from toyexp.base.writing import require_place, swap
 from toyexp.commands.line import main
 from toyexp.contract.run import Run
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.report import Report
 from toyexp.training.rundir import RunDir, lock
 
 PLUGINS, *TINY = noop()
@@ -308,10 +314,8 @@ def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written
         assert f"{name}.yaml, line 2: hydra.{key} is not taken" in line and f"hydra.{key}.dir=..." in line
     put("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
     put("theirs/model/place.yaml", "dir: chosen")
-    assert main(["--config-dir", "theirs", "experiment=sly", *NOOP]) == 0
-    assert not Path("chosen").exists() and len(list(Path("outputs").glob("*/*/model.gguf"))) == 1
-    assert main(["--config-dir", "theirs", "experiment=sly", *NOOP, "hydra.run.dir=mine"]) == 0
-    assert Path("mine/model.gguf").exists()
+    line = refused(capsys, "--config-dir", "theirs", "experiment=sly", *NOOP)
+    assert "sly.yaml, line 2: /model@hydra.run" in line and not Path("chosen").exists()
 
 
 @pytest.mark.parametrize("name", ["link", "link/below"])
@@ -319,3 +323,182 @@ def test_a_link_to_nothing_is_called_one(capsys, name):
     Path("link").symlink_to("gone")
     assert "link: is a link to gone, which is not there" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
     assert not Path("gone").exists()
+
+
+# -- links in the directory of a stranger -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_of_a_stranger(tmp_path_factory):
+    """A run to copy, with a checkpoint, and a sweep."""
+    place = tmp_path_factory.mktemp("stranger")
+    assert main([*NOOP, f"hydra.run.dir={place / 'D'}"]) == 0
+    return place / "D"
+
+
+def put_link(place, kind):
+    """Put a link in the place of a file or folder of a run, and what it leads to beside the run."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    Path("outside").mkdir()
+    target = Path("outside", {"file": "thesis.txt", "nothing": "gone", "folder": "folder"}[kind]).absolute()
+    if kind == "folder":
+        put("outside/folder/step-2/manifest.json", "mine")
+        put("outside/folder/mine.txt")
+    elif kind == "file":
+        put("outside/thesis.txt", '{"kind": "run_start"}\n')
+    place.symlink_to(target)
+
+
+LINKED = ("run.lock", "log.txt", "events.jsonl", "config.yaml", "result.json", "written.json", "model.gguf",
+          "checkpoints", "checkpoints/step-2", "checkpoints/step-4", "plots", "plots/curves.png", "tensorboard",
+          "tensorboard/events.out", "anything")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing", "folder"])
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "D")
+    put_link(Path("D", name), kind)
+    line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
+    assert f"D/{name}: it is a link, not a file; move it away" in line
+    with pytest.raises(UserError, match=f"D/{name}: it is a link"):
+        RunDir(Path("D"), {}, continued=True)
+
+
+@pytest.mark.parametrize("name", ["run.lock", "log.txt", "events.jsonl"])
+def test_a_file_that_grows_and_has_a_second_name_is_refused(name, run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "D")
+    os.link(f"D/{name}", "mine")
+    line = refused(capsys, "resume=D", PLUGINS, "steps=9")
+    assert f"D/{name}" in line and "second name" in line
+
+
+def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_other():
+    Path("D").mkdir()
+    os.close(lock(Path("D")))
+    with open("D/run.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as another process that asks
+        require_left(Path("D"))
+        with pytest.raises(Owned):
+            lock(Path("D"))
+
+
+@pytest.mark.parametrize("name", ["logs/0.log", "study.log", "sweep.jsonl"])
+def test_a_file_of_a_sweep_that_grows_and_has_a_second_name_is_refused(name):
+    Path("S/logs").mkdir(parents=True)
+    Path("S/summary.md").write_text("mine")
+    os.link("S/summary.md", "copied.md")  # which a sweep replaces, and does not change where it is
+    require_inside(Path("S"))
+    Path("S", name).write_text("mine")
+    os.link(f"S/{name}", "mine")
+    with pytest.raises(UserError, match=f"S/{name}: it has a second name"):
+        require_inside(Path("S"))
+
+
+def test_a_ledger_that_calls_any_file_the_runs_own_lets_none_be_cut(run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "D")
+    put("thesis.txt", "mine\n" * 1000)
+    Path("D/events.jsonl").unlink()
+    os.link("thesis.txt", "D/events.jsonl")
+    put("D/written.json", '{"events.jsonl": ["0+e3b0c44298fc1c14"]}')  # the digest of no bytes, with which all begin
+    assert "D/events.jsonl" in refused(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
+
+
+def test_hidden_links_that_a_killed_process_could_have_left_are_removed_and_not_followed(run_of_a_stranger):
+    shutil.copytree(run_of_a_stranger, "D")
+    put("outside/config.yaml")
+    for name in (f".tmp-{os.getpid()}", f".written.json.{os.getpid()}.tmp"):
+        Path("D", name).symlink_to(Path("outside").absolute())
+    Path("D/.#config.yaml").symlink_to("user@host.1234")  # an editor's lock, which is no harm
+    assert main(["resume=D", PLUGINS, "steps=6"]) == 0
+    assert contents("outside") == {"outside/config.yaml": b"mine"}
+
+
+def test_links_above_a_run_are_the_users_own(capsys):
+    Path("disk").mkdir()
+    Path("outputs").symlink_to("disk")
+    assert main([*NOOP, "hydra.run.dir=outputs/D"]) == 0
+    Path("D").symlink_to("outputs/D")
+    assert main(["resume=D", PLUGINS, "steps=6"]) == 0
+    assert "6" in Path("disk/D/result.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "files"),
+    [
+        ("hydra.run.dir", ("log.txt",)),
+        ("hydra.run.dir", ("log.txt", "config.yaml")),
+        ("hydra.sweep.dir", ("sweep.json",)),
+    ],
+)
+def test_of_a_directory_that_another_process_writes_its_process_is_named_and_nobody_is_told_to_remove_it(
+    key, files, capsys
+):
+    for name in files:
+        put(f"D/{name}")
+    held = lock(Path("D"))
+    try:
+        words = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
+        line = refused(capsys, *words, *NOOP, f"{key}=D")
+    finally:
+        os.close(held)
+    assert f"D: is being written by process {os.getpid()} on " in line and f"{key}=..." in line and "remove" not in line
+
+
+@pytest.mark.parametrize("resume", ["resume=outputs/D", "resume=auto"])
+def test_a_checkpoint_of_a_newer_format_is_refused_and_kept(resume, run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "outputs/D")
+    manifest = Path("outputs/D/checkpoints/step-4/manifest.json")
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    line = (
+        refused(capsys, *NOOP, "hydra.run.dir=outputs/${name}", resume, "steps=9")
+        if "auto" in resume
+        else refused(capsys, resume, PLUGINS, "steps=9")
+    )
+    assert "step-4: has format 2" in line and "newer toyexp" in line
+
+
+def test_a_sweep_inside_the_directory_of_a_run_is_refused(run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "D")
+    for words in ([], ["--dry-run"]):
+        line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D/more/s", *words)
+        assert "D/more/s is inside" in line and "hydra.sweep.dir=..." in line
+
+
+def test_a_file_of_a_run_that_cannot_be_read_is_not_called_somebody_elses(run_of_a_stranger, capsys, monkeypatch):
+    shutil.copytree(run_of_a_stranger, "D")
+    put("D/events.jsonl")
+
+    def denied(path):
+        raise UserError(f"{path}: cannot be read: Permission denied")
+
+    monkeypatch.setattr("toyexp.training.resume.open_file", denied)  # a test may run as root, who reads everything
+    line = refused(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
+    assert "D/events.jsonl: cannot be read: Permission denied" in line
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".svg", "loop/x.svg", "closed/x.svg", "none/x.svg"])
+def test_a_place_that_cannot_be_written_is_bad_input_before_any_work(name, monkeypatch):
+    Path("loop").symlink_to("loop")
+    Path("closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
+    with pytest.raises(UserError, match=r"--to x: (cannot be written|there is no directory)"):
+        require_place("--to x", Path(name))
+    require_place("--to x", Path("here.svg"))
+
+
+def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module, write in (("runs.report", Report("").write), ("base.drawing", Sheet.write)):
+        monkeypatch.setattr(f"toyexp.{module}.in_one_piece", full)
+        monkeypatch.setattr(Report, "_page", lambda *_: b"")
+        with pytest.raises(RunFailed, match="No space left"):
+            if module == "runs.report":
+                write(Comparison.of([], "loss"), Path("a.html"))
+            else:
+                write(SimpleNamespace(pictures=lambda suffix: {suffix: b""}), Path("a.svg"))

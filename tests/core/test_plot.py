@@ -116,7 +116,7 @@ def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
             if "eval_loss" in kept[0]:
                 kept[0]["eval_loss"] = None
             path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert "train loss" in drawn(capsys, "none", "none.svg")
+    assert "smoothed train loss" in drawn(capsys, "none", "none.svg")
 
 
 def test_any_name_and_any_number_makes_a_picture_that_can_be_read(tmp_path, capsys):

@@ -115,7 +115,11 @@ BROKEN = {
     ),
     "forgets to mark a hook of a callback": (
         callback("other", "def on_step(self, step):\n    pass"),
-        ["Mine.on_step has a hook's name but is not marked @hookimpl"],
+        ["Mine.on_step has a hook's name but is not marked @hookimpl; put @hookimpl above it"],
+    ),
+    "misspells a hook of a callback and forgets to mark it": (
+        callback("other", "def on_steps(self, step):\n    pass"),
+        ["Mine.on_steps is no hook", "did you mean on_step?"],
     ),
     "has a callback hook with an unknown argument": (
         callback("other", "@hookimpl\ndef on_step(self, step, metric):\n    pass"),
@@ -351,8 +355,9 @@ def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypa
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert main(["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2"]) == 2
-    assert "the working directory is no longer there" in capsys.readouterr().err
+    for words in (["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2"], ["plugins"], ["doctor"]):
+        assert main(words) == 2
+        assert "the working directory is no longer there" in capsys.readouterr().err
 
 
 def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_of_a_run(
@@ -475,7 +480,8 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
 
 def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
     found = {s.name: (s.default, s.type, s.comment) for s in settings_of(shipped.get("callbacks", "cosine"))}
-    assert found["warmup"] == (5, "int", "steps in which the number rises linearly to its base value")
+    told = "steps in which the number rises linearly to its base value; below 1: a share of the run's"
+    assert found["warmup"] == (5, "int | float", told)
     assert found["floor"][:2] == (0.01, "float")
 
 
@@ -520,7 +526,6 @@ INSIDE_FUNCTIONS = {
     "jinja2",
     "xllamacpp",
     "llama_cpp",
-    "joblib",
     "submitit",
     "ray",
     "optuna",

@@ -4,8 +4,11 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +16,11 @@ import pytest
 from made_runs import made
 
 import toyexp
+from toyexp.base.words import as_csv
 from toyexp.commands.line import main
-from toyexp.runs.chosen import ordered
-from toyexp.runs.found import Run
+from toyexp.runs.chosen import divided, filtered, ordered
+from toyexp.runs.comparison import Comparison
+from toyexp.runs.found import Run, look, unzipped
 from toyexp.training.rundir import lock
 
 
@@ -91,6 +96,11 @@ def test_a_run_that_a_process_writes_runs(here, capsys):
         (["engine.threads=1", "seed=9"], 1),
         (["optim.beta2=null"], 9),
         (["loss>1e9"], 0),
+        (["name==warm-llama"], 4),
+        (["optim.beta2=None"], 9),
+        (["when>2020"], 9),
+        (["when>2026-11-22T09:00+00:00", "when<=2026-11-23"], 9),
+        (["data=stdlib"], 9),
     ],
 )
 def test_filters_take_columns_and_settings(here, capsys, words, count):
@@ -127,7 +137,7 @@ def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatc
     compared = answered(capsys, "compare", "outputs").splitlines()
     assert max(map(len, compared)) <= width and "weight_decay" in compared[0] and "beta2" in compared[0]
     assert "held-out loss" in compared[0] and compared[1].endswith("best") and "speed" not in compared[0]
-    assert any(line.startswith("no room here for: speed, train loss") for line in compared)
+    assert any(line.startswith("no room here for: speed, smoothed train loss") for line in compared)
 
 
 def test_csv_has_a_row_for_each_run(here, capsys):
@@ -209,10 +219,10 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
     told = answered(capsys, "compare", "outputs/other", "outputs/sweep")
-    assert "their data differ (tokens_sha256)" in told and "best" not in told
+    assert "the data differ between points (tokens)" in told and "best" not in told
     assert not any(p["best"] for p in json.loads(answered(capsys, "compare", "outputs", "--json"))["points"])
     assert not any(row["best"] for row in csv.DictReader(io.StringIO(answered(capsys, "compare", "outputs", "--csv"))))
-    assert "their data differ" not in answered(capsys, "compare", "outputs/sweep")
+    assert "data differ" not in answered(capsys, "compare", "outputs/sweep")
 
 
 def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
@@ -236,6 +246,11 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
         (["runs", "loss<"], ["loss<", "takes a value"]),
         (["runs", "loss<abc"], ["loss<abc", "is a number"]),
+        (["runs", "when>soon"], ["when>soon", "when>2026-11", "yesterday"]),
+        (["runs", "recipe>abc"], ["recipe>abc", "is text", "recipe=..."]),
+        (["runs", "recipe.init>3"], ["recipe.init>3", "is text (default)"]),
+        (["runs", ""], ["runs ''", "a variable that is not set?"]),
+        (["compare", ""], ["compare ''", "a variable that is not set?"]),
         (["compare", "outputs", "--csv", "r.csv"], ["--csv r.csv", "--csv > r.csv"]),
         (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
         (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),
@@ -311,3 +326,225 @@ def test_thousands_of_runs_take_a_moment(tmp_path):
     assert told.stdout.splitlines()[-1] == "3 of 2000 runs: 3 completed"
     took = usage.children_user + usage.children_system - before.children_user - before.children_system
     assert took < 6
+
+
+BOMBS = {
+    "aliases": "a0: &a0 [1,1]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+    "merges": "a0: &a0 {k: 1}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)),
+    "recursive": "z: &z [*z]\n",
+    "deep": "z: " + "[" * 300_000,
+    "deeper than Python goes": "z: " + "[" * 2000 + "]" * 2000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_configuration_whose_aliases_explode_ends_neither_runs_nor_compare(tmp_path, capsys, bomb):
+    for name in "ab":
+        made(tmp_path / name, steps=5)
+    config = tmp_path / "b/config.yaml"
+    config.write_text(config.read_text() + BOMBS[bomb])
+    assert "whose config.yaml cannot be read" in " ".join(answered(capsys, "compare", str(tmp_path)).split())
+    assert len(listed(capsys, str(tmp_path), "engine.threads=1")) == 1
+
+
+def test_a_boolean_and_a_loss_are_found_as_they_are_typed_and_printed(here, capsys):
+    made("outputs/tied", model__tied=False, steps=5, held_out=3.03947)
+    paths = [
+        listed(capsys, *words)[0]["path"] for words in (["model.tied=False"], ["loss=3.0395"], ["model.tied=false"])
+    ]
+    assert paths == ["outputs/tied"] * 3 and not listed(capsys, "model.tied=True") and not listed(capsys, "lr=0.0031")
+
+
+def test_runs_of_today_and_those_of_a_sweep_are_found(here, capsys):
+    (here / "outputs/sweep/sweep.json").write_text("{}")
+    assert len(listed(capsys, "sweep=sweep")) == 8 and "sweep" in answered(capsys, "runs").splitlines()[0].split()
+    now = datetime.now(UTC)
+    for days, name in enumerate(("scratch", "warm")):
+        run = made(f"outputs/new/{name}", recipe=name, steps=5)
+        events, when = run / "events.jsonl", (now - timedelta(days=4 * days)).isoformat()
+        events.write_text(events.read_text().replace("2026-11-22T10:00:00.000+00:00", when))
+    assert [len(listed(capsys, "outputs/new", word)) for word in ("when>yesterday", "when<=yesterday")] == [1, 1]
+
+
+def test_yesterday_begins_a_day_before_today():
+    late = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(hours=1)
+    _, filters = divided(["when>=yesterday", "when>=today"])
+    assert [one.takes(late.isoformat()) for one in filters] == [True, False]
+
+
+def test_a_run_that_cannot_be_read_is_said_not_to_have_been_asked():
+    notes = []
+    run = Run(Path("a"), unread="config.yaml is a pipe")
+    assert filtered([run], divided(["recipe=warm"])[1], notes) == []
+    assert notes == ["not asked: a, config.yaml is a pipe"]
+
+
+def sources(data="d1", **others):
+    return {"data": data, "text": data, "tokenizer": "t", "tokens": data, **others}
+
+
+@pytest.mark.parametrize("role", ["data", "base"])
+def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys, monkeypatch, role):
+    """Equal settings, seeds 0 to 3; the last two read other bytes at the same path."""
+    monkeypatch.chdir(tmp_path)
+    for seed in range(4):
+        read = sources(**({"base": "b1"} | {role: "1122334455667788"} if seed > 1 else {"base": "b1"}))
+        made(f"pa/{seed}", seed=seed, steps=5, held_out=1.0 + seed, sources=read)
+    told = json.loads(answered(capsys, "compare", "pa", "--json"))
+    assert [(p["mean"], p["counted"], p["best"]) for p in told["points"]] == [
+        (1.5, 2, role == "base"), (3.5, 2, False)]  # fmt: skip
+    assert told["points"][1]["settings"] == {f"{role} digest": "11223344"}
+    assert any(f"{role} digest" in note and "counted apart" in note for note in told["notes"])
+    assert any("do not compare" in note for note in told["notes"]) is (role == "data")
+    table = answered(capsys, "compare", "pa")
+    assert f"{role} digest" in table.splitlines()[0] and "1.5000 ± 0.7071" in table and "3.5000 ± 0.7071" in table
+    assert main(["compare", "pa", "--csv"]) == 0
+    out, err = capsys.readouterr()
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["held-out loss mean"] for row in rows] == ["1.5"] * 2 + ["3.5"] * 2 and "counted apart" in err
+    for form in ("--html", "--plot"):
+        assert main(["compare", "pa", form, {"--html": "r.html", "--plot": "r.svg"}[form]]) == 0
+        assert "counted apart" in capsys.readouterr().err
+
+
+def test_runs_without_a_record_of_their_data_are_told_apart_by_what_they_say_of_it(tmp_path, capsys):
+    for seed in range(2):
+        run = made(tmp_path / str(seed), seed=seed, steps=5)
+        events = run / "events.jsonl"
+        events.write_text(events.read_text().replace('"tokens_sha256": "ab"', f'"tokens_sha256": "{seed}"'))
+    assert [p["counted"] for p in json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]] == [1, 1]
+
+
+def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for person in ("ann", "bob"):
+        for seed in (0, 1):
+            made(f"class/{person}/outputs/{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
+
+    def points(*words):
+        told = json.loads(answered(capsys, "compare", *words, "--json"))
+        return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]], told["notes"]
+
+    apart, notes = points("class")
+    assert apart == [("ann", 1.5), ("bob", 2.5)] and any("--pool" in note for note in notes)
+    assert points("class", "--pool")[0] == [(None, 2.0)]
+    assert points("class/ann")[0] == [(None, 1.5)]  # one person's seeds are one point
+    one, other = "class/ann/outputs/0", "class/bob/outputs/1"
+    assert points(one, other)[0] == [(None, 2.0)]
+    for run in (one, other):  # of equal settings and other seeds, begun in different directories
+        events = Path(run, "events.jsonl")
+        events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{run[6:9]}", "schema"'))
+    assert points(one, other)[0] == [("ann", 1.0), ("bob", 3.0)]
+    for person in ("cy", "di"):  # side by side, told apart by their names alone
+        made(f"flat/{person}", steps=5, name=person, held_out=1.0 + (person == "di"))
+    assert points("flat")[0] == [("cy", 1.0), ("di", 2.0)]
+
+
+def test_repeats_side_by_side_are_told_apart_unless_others_have_other_seeds(tmp_path, capsys):
+    def points():
+        told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
+        return [(point["settings"].get("whose"), point["mean"]) for point in told]
+
+    for held_out, name in enumerate("ab", 1):
+        made(tmp_path / name, steps=5, held_out=float(held_out))
+    assert points() == [("a", 1.0), ("b", 2.0)]
+    made(tmp_path / "c", steps=5, seed=1, held_out=2.0)
+    assert points() == [(None, 1.75)]  # the mean of both seeds
+
+
+def test_a_run_whose_settings_cannot_be_read_adds_no_digest_to_those_of_others(tmp_path, capsys):
+    for name, data in (("0", "d1"), ("1", "d1"), ("bad", "d2")):
+        made(tmp_path / name, seed=int(name == "1"), steps=5, sources=sources(data))
+    (tmp_path / "bad/config.yaml").write_text("")
+    told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))
+    assert not any(point["settings"] for point in told["points"])
+    assert not any("counted apart" in note for note in told["notes"])
+
+
+def archive(path, **members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+
+
+def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
+    shutil.make_archive("class", "zip", "outputs")
+    assert len(listed(capsys, "class.zip")) == 9 and "9 runs: 8 completed" in answered(capsys, "runs", "class.zip")
+    means = [[p["mean"] for p in json.loads(answered(capsys, "compare", place, "--json"))["points"]]
+             for place in ("outputs", "class.zip")]  # fmt: skip
+    assert means[0] == means[1]
+
+
+def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(here / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (here / "tmp").mkdir()
+    monkeypatch.setattr("toyexp.runs.found.UNZIPPED", 1000)
+    archive("out.zip", **{"../config.yaml": "a: 1"})
+    archive("big.zip", **{"a/config.yaml": b" " * 2000})
+    (here / "bad.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)
+    for name, told in (("out.zip", "lies outside"), ("big.zip", "take more than"), ("bad.zip", "no zip archive")):
+        for command in ("runs", "compare"):
+            assert main([command, name]) == 2
+            error = capsys.readouterr().err
+            assert name in error and told in error and error.count("\n") == 1
+    assert not [*(here / "tmp").iterdir()] and not (here / "config.yaml").exists()
+
+
+def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
+    real, denied = os.scandir, here / "outputs/sweep/3"
+
+    def scandir(path):
+        if Path(path) == Path("outputs/sweep/3"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr("toyexp.runs.found.os.scandir", scandir)
+    for name in ("config.yaml", "events.jsonl"):  # as root finds no file that it may not read
+        (denied / name).unlink()
+        os.mkfifo(denied / name)
+    (here / "outputs/sweep/4/events.jsonl").unlink()
+    os.mkfifo(here / "outputs/sweep/4/events.jsonl")
+    for command in (["runs", "outputs"], ["runs", "outputs", "optim.grad_clip=0"], ["compare", "outputs/sweep"]):
+        told = " ".join(answered(capsys, *command).split())
+        assert "sweep/3, config.yaml is a pipe" in told and "sweep/4, events.jsonl is a pipe" in told
+    assert main(["runs", "outputs", "--csv"]) == 0
+    assert "not read: outputs/sweep/3" in capsys.readouterr().err
+
+
+def test_of_a_zip_only_the_records_of_runs_are_extracted(here):
+    archive("class.zip", **{"a/config.yaml": "a: 1", "a/model.gguf": "x", "a/checkpoints/step-1/arrays": "x"})
+    with unzipped(["class.zip", "outputs"]) as (place, other):
+        assert [path.name for path in Path(place).rglob("*") if path.is_file()] == ["config.yaml"]
+    assert other == "outputs" and not Path(place).exists()
+
+
+def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
+    run = made(tmp_path / "run", reason=None, until=30, steps=50)
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    expected = 0.0
+    for event in (event for event in events if event["kind"] == "step"):
+        expected += min(20 / event["step"], 1) * (event["loss"] - expected)
+    assert look(run).train_loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
+    runs = [look(made(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))]
+    whole = Comparison.of(runs, pooled=True)
+    whole.unasked = ["not asked: d"]
+    best = whole.best(2)
+    assert best.pooled and best.left_from == 3 and len(best.entries) == 2
+    assert {"not asked: d", "the best 2 of 3 runs are shown"} <= {*best.notes()}
+
+
+@pytest.mark.parametrize("cell", ["=1+1", "+cmd|calc", "-x", "@SUM(A1)", "\tx"])
+def test_a_spreadsheet_runs_no_text_of_a_run(tmp_path, capsys, cell):
+    made(tmp_path / "a", steps=5, name=cell)
+    (row,) = csv.DictReader(io.StringIO(answered(capsys, "runs", str(tmp_path), "--csv")))
+    assert row["name"] == f"'{cell}" and as_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
+
+
+def test_an_empty_place_is_no_directory_to_open():
+    with pytest.raises(toyexp.UserError, match="takes a directory, and is ''"):
+        toyexp.open("")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.base.signals import Interrupted, cpu_limit, stop_signals
+from toyexp.base.signals import Interrupted, end_with_the_sweep, stop_signals
 from toyexp.commands.line import main
 from toyexp.training import checkpoint
 
@@ -248,6 +248,17 @@ def test_who_sends_a_second_signal_waits_for_no_export(sent, times, exported):
     assert Path("run/model.gguf").exists() == exported
 
 
+def test_the_end_of_the_sweep_is_no_second_signal_and_another_one_is():
+    """Ray ends the worker of a job, which hands that on, and the job then loses its sweep."""
+    with stop_signals() as signals:
+        signals.wait_for_the_step()
+        signal.raise_signal(signal.SIGTERM)
+        end_with_the_sweep()
+        assert signals.caught() and signals.count() == 1
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_where_sigusr1_is_ignored_it_stays_so():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
@@ -369,21 +380,3 @@ def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
     monkeypatch.setattr("toyexp.config.compose.composed", compose)
     assert main(["steps=1"]) == 143
     assert capsys.readouterr().err == "toyexp: interrupted by SIGTERM\n"
-
-
-def test_a_limit_of_computing_that_python_ignored_in_a_destructor_is_raised_again():
-    class Slow:
-        def __del__(self):
-            busy()  # what is raised here is ignored, and told as such
-
-    def busy():
-        while True:
-            sum(range(1000))
-
-    told = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError):
-        patch.setattr(sys, "unraisablehook", told.append)
-        with cpu_limit(0.05, TimeoutError()):
-            Slow()
-            busy()
-    assert len(told) == 1 and signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)

@@ -56,6 +56,12 @@ MARKED = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _renderer():
+    """Keeps the process in which templates run, which ends with the last of them."""
+    yield Template("", vocabulary(), "x")
+
+
 def vocabulary() -> BPE:
     tokenizer = BPE([*SYMBOLS, END_OF_TEXT, "<|im_start|>", "<|im_end|>"], [], 256)
     tokenizer.controls, tokenizer.stops = frozenset([257, 258]), frozenset([258])
@@ -125,6 +131,31 @@ def test_an_empty_thought_with_which_the_template_asks_stands_before_the_answer(
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
     assert texts[1] == rendered(NOT_TO_THINK, messages[:3], ask=True) + "a2<|im_end|>"
     assert ChatTemplate(NOT_TO_THINK, vocabulary(), "x").rows(messages).not_as_asked == 0
+
+
+@pytest.mark.parametrize(
+    ("asks", "writes", "left"),
+    [
+        ("<think></think>", "</think>", ""),  # as DeepSeek V3.2's: a thought that is empty, and the end of one
+        ("<think>\n\n</think>\n\n", "</think>\n\n", ""),
+        ("<think></think>", "</think>\n", "\n"),
+        ("<think></think>", "", ""),
+    ],
+)
+def test_what_the_template_asks_with_is_not_written_again_before_the_answer(asks, writes, left):
+    header = "<|im_start|>assistant\n"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}" + header + writes
+        + "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}" + header + asks + "{% endif %}"
+    )  # fmt: skip
+    messages = talk("q1", "a1", "q2", "a2")
+    texts, learned = written(template, messages)
+    assert learned == [[f"{left}a1<|im_end|>"], [f"{left}a2<|im_end|>"]]
+    for n, text in enumerate(texts):
+        assert text == rendered(template, messages[: 2 * n + 1], ask=True) + learned[n][0]
+        assert text.count("</think>") == 1 + n * writes.count("</think>"), "one for each answer"
+    assert ChatTemplate(template, vocabulary(), "x").rows(messages).not_as_asked == 0
 
 
 def test_words_that_the_template_moves_are_read_where_the_model_is_asked():

@@ -157,7 +157,7 @@ def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monk
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "busy" in line]
     assert note == "note    2 of 2 cores busy; engine.threads=1 may be faster"
     start = Path("run/events.jsonl").read_text().splitlines()[0]
-    assert '"device": "torch ' in start and "busy" not in start
+    assert '"device": "torch ' in start and "cores busy" not in start
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

@@ -17,14 +17,23 @@ import pytest
 
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.special_tokens import ENDS
-from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.tokenizer import ENDS, read_tokenizer
 from toyexp.formats.gguf.write import write_model
 from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.pieces import encoded
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, UNUSED, USER_DEFINED, Tokenizer
+from toyexp.text.tokenizer import (
+    BYTE,
+    CONTROL,
+    END_OF_TEXT,
+    NORMAL,
+    SYMBOLS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Tokenizer,
+    encoded,
+)
 from toyexp_models.llama import Llama
 
 PROSE = "The café sold 12345 crêpes, didn't it?\n\tfor i in range(10): print(f'{i}')  # 中文 🙂\n" * 3

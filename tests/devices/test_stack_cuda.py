@@ -10,7 +10,7 @@ from tiny import batches, plan, weighted
 
 from toyexp import Unavailable
 from toyexp.contract.plan import optimised
-from toyexp.datasets.dropout import Dropout
+from toyexp.datasets.tokens import Dropout
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")

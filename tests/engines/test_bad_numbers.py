@@ -84,11 +84,12 @@ def test_what_a_group_has_higher_than_the_run_is_named_where_numbers_go_bad(key,
     assert f"; try a lower {key} of optim.groups: * (it was 1e+30), lr (it was 0.003), optim.grad_clip=1" in err
 
 
-def test_so_is_a_higher_rate_of_one_of_the_optimisers_rules(capsys):
-    words = ["steps=5", "eval_every=0", "checkpoint_every=0", "optim=muon", "optim.adamw_lr=1e30"]
+@pytest.mark.parametrize("setting", ["optim.adamw_lr", "optim.weight_decay"])
+def test_so_is_a_higher_rate_of_one_of_the_optimisers_rules(capsys, setting):
+    words = ["steps=5", "eval_every=0", "checkpoint_every=0", "optim=muon", f"{setting}=1e30"]
     code, _, err, _ = run(capsys, "ggml", *SMALL, *words)
     assert code == 1
-    assert "; try a lower optim.adamw_lr (it was 1e+30), lr (it was 0.003), optim.grad_clip=1" in err
+    assert f"; try a lower {setting} (it was 1e+30), lr (it was 0.003), optim.grad_clip=1" in err
 
 
 @pytest.fixture

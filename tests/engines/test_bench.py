@@ -20,8 +20,7 @@ from toyexp.base.errors import RunFailed
 from toyexp.base.words import count
 from toyexp.commands import bench_peak
 from toyexp.commands import bench_stepper as stepper
-from toyexp.commands.bench import Report, Work, read, step_flops, take_turns
-from toyexp.commands.bench_plot import sheet
+from toyexp.commands.bench import Report, Work, read, sheet, step_flops, take_turns
 from toyexp.commands.bench_stepper import (
     BASELINES,
     FIGURES,
@@ -75,8 +74,9 @@ def test_the_table_has_a_line_for_every_engine(capsys):
 
 
 def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_path):
-    told = bench(capsys, "--rounds=3", "--steps=2", "--json", f"--plot={tmp_path / 'speed.svg'}")
-    report = json.loads(told)
+    flags = ["--rounds=3", "--steps=2", "--no-peak", "--json", f"--plot={tmp_path / 'speed.svg'}"]
+    assert main(["bench", *TINY, *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
     cpu, ggml = report["engines"]
     words = words_of(tmp_path / "speed.svg")
     assert {"tokens a second", "cpu", "ggml", f"{ggml['ratio']:.2f} times cpu"} <= {*words}

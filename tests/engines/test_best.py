@@ -10,6 +10,7 @@ from faults import TEXT, words
 from toyexp.commands.line import main
 from toyexp.config.restored import gguf_of
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.runs.found import look
 from toyexp.training import checkpoint
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.
@@ -63,11 +64,15 @@ def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(
     run("short/run", f"steps={step}", callbacks=f"{CALLBACKS},safetensors_export,hf_export")
     assert tensors(Path("wild/run/model.gguf")) == tensors(Path("short/run/model.gguf"))
     for name in ("model.safetensors", "model-hf/model.safetensors"):
-        with checkpoint._open(Path("wild/run", name)) as one, checkpoint._open(Path("short/run", name)) as two:
-            assert one.read() == two.read() or name == "model.safetensors"  # whose keys hold the configuration's hash
+        one, two = (Path(directory, name).read_bytes() for directory in ("wild/run", "short/run"))
+        assert one == two or name == "model.safetensors"  # whose keys hold the configuration's hash
     assert {(e["step"], e["weights"]) for e in events("wild/run", "export")} == {(step, "best")}
     assert result("wild/run")["best"] == {"step": step, "metric": "loss", "score": loss}
     assert set(result("wild/run")["artifact_steps"].values()) == {step}
+    told, last = result("wild/run"), events("wild/run", "eval")[-1]
+    assert (told["eval_step"], told["eval_loss"]) == (step, loss), "what is exported decides in tables and sweeps"
+    assert told["last_eval"]["step"] == 12 and told["last_eval"]["loss"] == last["loss"] > loss
+    assert look(Path("wild/run")).loss == loss
     assert f"best held-out loss {loss:.4f} after step {step}" in out
     assert f"MB  of step {step}, the best" in out
 
@@ -78,6 +83,7 @@ def test_the_last_weights_are_exported_where_that_is_asked_for(wild):
     assert tensors(Path("last/run/model.gguf")) == tensors(Path("plain/run/model.gguf"))
     assert tensors(Path("last/run/model.gguf")) != tensors(Path("wild/run/model.gguf"))
     assert [(e["step"], e["weights"]) for e in events("last/run", "export")] == [(12, "last")]
+    assert result("last/run")["eval_step"] == 12 and "last_eval" not in result("last/run")
     assert main([*WILD, "callbacks.gguf_export.weights=first", "hydra.run.dir=first"]) == 2
 
 
@@ -99,6 +105,8 @@ def test_a_resumed_run_exports_the_same_bytes(wild, at):
     run("part/run", "checkpoint_best=loss", f"steps={step + at}")
     assert main(["resume=part/run", "steps=12"]) == 0
     assert Path("part/run/model.gguf").read_bytes() == Path("wild/run/model.gguf").read_bytes()
+    keys = ("eval_step", "eval_loss", "eval_scores", "last_eval", "train_loss", "first_train_loss")
+    assert [result("part/run")[key] for key in keys] == [result("wild/run")[key] for key in keys]
 
 
 def test_scores_of_another_metric_are_not_mixed_with_those_before(wild):
@@ -161,7 +169,7 @@ def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):
     assert "run/checkpoints/step-1: its run cannot be set up again: " in capsys.readouterr().err
     Path("run/model.gguf").unlink()
     assert main(["eval", "run"]) == 2
-    assert "such as run/checkpoints/step-1" in capsys.readouterr().err
+    assert "its newest checkpoint is read: run/checkpoints/step-1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_was_replaced_is_read_again():

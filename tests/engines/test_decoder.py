@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 from tiny import CONTEXT, MODELS, VOCAB, batches, plan, write_base
 
-from toyexp import AdamW, SessionError, Setup
+from toyexp import AdamW, Recompute, SessionError, Setup, reason_to_recompute
 from toyexp.commands.line import main
 from toyexp.contract.recipe import start
-from toyexp.testing import image_dataset
+from toyexp.reference.engine import reference_logits
+from toyexp.testing import ModelSuite, image_dataset, token_dataset
 from toyexp.testing.null import NullEngine
 from toyexp.text.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
+from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.vit_tiny import VitTiny
 from toyexp_recipes.warm import Warm
-from toyexp_torch.decoder import CHUNK, CachedDecoder
 from toyexp_torch.engines import TorchCPU
+from toyexp_torch.ops import CHUNK, CachedDecoder
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).astype(np.int32)
 # Where the sequence is cut: all at once, token by token, and in pieces of several sizes.
@@ -112,6 +114,77 @@ def test_a_new_decoder_sees_the_new_weights_and_an_old_one_says_so():
         with pytest.raises(SessionError, match="ask for a new decoder"):
             stepped.feed(IDS[4:5])
         np.testing.assert_array_equal(session.decoder().feed(IDS[:4]), first)
+
+
+class Scan(Llama):
+    """Sums earlier positions in log2(T) steps, of which one position has none."""
+
+    def embed(self, ops, table, tokens):
+        x, shift = super().embed(ops, table, tokens), 1
+        while shift < (length := x.shape[1]):
+            nothing = ops.scale(ops.part(x, 1, 0, shift), 0.0)
+            x, shift = ops.add(x, ops.concat([nothing, ops.part(x, 1, 0, length - shift)], 1)), 2 * shift
+        return ops.scale(x, 0.5)
+
+
+class Dynamic(Llama):
+    """Turns by angles that depend on the number of positions."""
+
+    def forward(self, ops, p, batch):
+        length = batch["tokens"].shape[1]
+        return dataclasses.replace(self, rope_base=1000.0 * length).finished(ops, p, batch)
+
+    def finished(self, ops, p, batch):
+        return super().forward(ops, p, batch)
+
+
+class Split(Llama):
+    """Looks at pairs of positions, and at single ones where they are odd."""
+
+    def embed(self, ops, table, tokens):
+        x = super().embed(ops, table, tokens)
+        return x if x.shape[1] % 2 else ops.reshape(ops.reshape(x, (1, -1, 1)), x.shape)
+
+
+class Saying(Llama):
+    """Says that no decoder keeps its positions."""
+
+    cached_decoding = False
+
+
+def of_kind(kind, rows=1):
+    model = kind(**{f.name: getattr(MODELS["llama"], f.name) for f in dataclasses.fields(Llama)})
+    return dataclasses.replace(plan("llama", rows=rows), model=model.fit(token_dataset(VOCAB)))
+
+
+@pytest.mark.parametrize("engine", [TorchCPU(threads=1, dtype="float64"), TorchCPU(threads=1), GGMLCPU(threads=1)])
+@pytest.mark.parametrize("kind", [Scan, Dynamic, Saying])
+def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(kind, engine):
+    the_plan = of_kind(kind)
+    values = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    expected = reference_logits(the_plan, values, {"tokens": IDS[None]})[0]
+    with built(the_plan, engine) as session:
+        decoder = session.decoder()
+        assert isinstance(decoder, Recompute)
+        found = [decoder.feed([i]) for i in IDS]
+    np.testing.assert_allclose(found[-1], expected[-1], atol=1e-5)
+    if kind is Scan:  # causal, so that a position's logits do not depend on the length of the row
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Scan, "ops.part may look"), (Dynamic, "other ops for 2"), (Split, "2 positions"), (Saying, None), (Llama, None)],
+)
+def test_the_kit_finds_a_model_that_no_decoder_can_keep_positions_of(kind, words):
+    suite = ModelSuite()
+    suite.model = of_kind(kind).model
+    if words is None:
+        suite.test_it_says_whether_a_decoder_can_keep_positions()
+    else:
+        with pytest.raises(AssertionError, match=rf"{words}.*cached_decoding: ClassVar\[bool\] = False"):
+            suite.test_it_says_whether_a_decoder_can_keep_positions()
+    assert bool(reason_to_recompute(of_kind(kind))) is (kind is not Llama)
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), NullEngine()], ids=["cached", "recompute"])

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # the child is s
 from probe import Probe, float32, probe_plan
 
 from toyexp import AdamW, Constant, FromGGUF, InputSpec, LoraAdapter, PlanTensor, Rotary, ToyexpError
-from toyexp.formats.gguf.encode import pieces_of
+from toyexp.formats.gguf.ggml_types import pieces_of
 from toyexp.formats.gguf.write import Writer
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import batches, plan
 
 from toyexp import AdamW
-from toyexp.commands.here import verdict
+from toyexp.commands.doctor import verdict
 from toyexp.commands.line import main
 from toyexp.contract.registry import Offer
 from toyexp_ggml import binding, engines, native
@@ -141,7 +141,7 @@ def builds(tmp_path, monkeypatch):
 
 
 def kept(tmp_path):
-    (file,) = tmp_path.glob("cache/kernels-*/*")
+    (file,) = tmp_path.glob("cache/kernels-*/*.so")
     return file
 
 
@@ -181,11 +181,24 @@ def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open
         assert builds() == 2 and not kept(tmp_path).is_symlink()
 
 
-@pytest.mark.parametrize("spoilt", ["damaged", "no directory", "relative"])
+@pytest.mark.parametrize("name", ["*.so", "*.sha256"])
+@pytest.mark.parametrize("damage", ["tail of zeros", "cut", "other", "gone"])
+def test_what_a_disk_damaged_is_built_again_and_not_loaded(builds, tmp_path, name, damage):
+    builds()
+    (file,) = tmp_path.glob(f"cache/kernels-*/{name}")
+    raw = file.read_bytes()
+    file.unlink()  # this process runs what it holds
+    if damage != "gone":
+        half = raw[: len(raw) // 2]
+        file.write_bytes({"tail of zeros": half + bytes(len(raw) - len(half)), "cut": half, "other": b"x"}[damage])
+        file.chmod(0o600)
+    assert (builds(), builds()) == (2, 2)
+    assert kept(tmp_path).read_bytes() == raw or name == "*.sha256"
+
+
+@pytest.mark.parametrize("spoilt", ["no directory", "relative"])
 def test_a_place_that_cannot_be_used_costs_no_more_than_to_build_it_anew(builds, tmp_path, monkeypatch, spoilt):
     match spoilt:
-        case "damaged":
-            native._place([str(tmp_path / "compiler")]).write_bytes(b"no library")
         case "no directory":
             (tmp_path / "cache").write_text("a file")
         case "relative":

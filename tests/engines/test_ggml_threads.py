@@ -5,7 +5,7 @@ import pytest
 from tiny import batches, plan
 
 from toyexp import AdamW
-from toyexp_ggml.crew import GAIN, REST, Crew
+from toyexp_ggml.binding.backend import GAIN, REST, Crew
 from toyexp_ggml.engines import GGMLCPU
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from toyexp import UserError
-from toyexp.commands import doctor_numerics
-from toyexp.commands.doctor_numerics import engines, examine, expectations, gradient, table, trainings
+from toyexp.commands import doctor
+from toyexp.commands.doctor import engines, examine, expectations, gradient, table, trainings
 from toyexp.commands.line import main
 from toyexp.contract.plugins import load
 from toyexp.reference.opmodel import CASES, rows_for
@@ -108,8 +108,8 @@ def test_what_is_wrong_is_found_and_nothing_else(references, fault):
 @pytest.fixture
 def known(references, monkeypatch):
     """The command then takes the references that are worked out already."""
-    monkeypatch.setattr("toyexp.commands.doctor_numerics.expectations", lambda rows: references[0])
-    monkeypatch.setattr("toyexp.commands.doctor_numerics.trainings", lambda rows: references[1])
+    monkeypatch.setattr("toyexp.commands.doctor.expectations", lambda rows: references[0])
+    monkeypatch.setattr("toyexp.commands.doctor.trainings", lambda rows: references[1])
 
 
 def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
@@ -249,6 +249,6 @@ def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_sha
     suite.test_accumulation_equals_one_large_batch()
     suite.test_logits_of_more_rows_than_a_micro_batch()
     suite.test_misuse_is_a_named_error()
-    monkeypatch.setattr(doctor_numerics, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
-    lines = list(examine(suite.engine, *doctor_numerics.references_for([suite.engine])[4]))
+    monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
+    lines = list(examine(suite.engine, *doctor.references_for([suite.engine])[4]))
     assert (len(lines), [line for line in lines if not line.passed]) == (6, [])

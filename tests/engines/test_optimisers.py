@@ -15,7 +15,7 @@ from toyexp.contract.optimiser import Group
 from toyexp.contract.plan import optimised
 from toyexp.contract.snapshot import state_shapes
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.reference.arithmetic import updated
+from toyexp.reference.engine import updated
 from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_optimisers.adafactor import Adafactor

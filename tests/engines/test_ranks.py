@@ -428,7 +428,7 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
             peer.link.send(written([word]))
         until(lambda: it.failed)
         with pytest.raises(
-            RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(follower.py, line \d+\)$"
+            RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(torchrun.py, line \d+\)$"
         ):
             it.check()
     finally:

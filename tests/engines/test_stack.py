@@ -11,7 +11,7 @@ import torch
 from stacks import ADAMW, ENGINE, EXACT, OPTIMISERS, Job, alone, built, jobs_of, lora_jobs, training
 from tiny import batches, plan
 
-from toyexp import InputSpec, RunFailed, Setup, UserError, unlike
+from toyexp import Given, InputSpec, RunFailed, Setup, UserError, unlike
 from toyexp.base.errors import BadBatch
 from toyexp.contract.plan import optimised
 from toyexp.training.driver import drive_together
@@ -50,7 +50,38 @@ def assert_as_alone(jobs):
         losses, expected = alone(job, 4, EXACT)
         np.testing.assert_allclose(theirs, losses, rtol=1e-11)
         for name, values in expected.items():
-            np.testing.assert_allclose(weights[name], values, atol=1e-11, err_msg=name)
+            # A constant added to all keys changes no softmax: the gradient of their bias is rounding alone, which AdamW
+            # divides by its own size.
+            atol = 1e-10 if name.endswith("attn_k.bias") else 1e-11
+            np.testing.assert_allclose(weights[name], values, atol=atol, err_msg=name)
+
+
+def nudged(job, towards):
+    """The same job with each number that trains changed by one unit in the last place of float32."""
+
+    def of(tensor):
+        values = tensor.values.draw(tensor.shape, job.plan.seed, tensor.name)
+        moved = np.nextafter(values.astype(np.float32), np.float32(towards))
+        return dataclasses.replace(tensor, values=Given(moved)) if tensor.trainable else tensor
+
+    tensors = tuple(map(of, job.plan.tensors))
+    return dataclasses.replace(job, plan=dataclasses.replace(job.plan, tensors=tensors))
+
+
+def test_float32_of_runs_that_amplify_rounding_is_as_near_as_one_unit_in_the_last_place():
+    """At a rate at which 1e-5 does not hold a stack is at each step no more than ten times as far off as that unit."""
+    jobs, steps = jobs_of("llama_all", [(Lion(weight_decay=0.1), 0.3), (Lion(beta1=0.8), 0.3)]), 16
+    found, _ = together(jobs, steps)
+    exact, _ = together(jobs, steps, EXACT)
+    far = 0.0
+    for job, ours, theirs in zip(jobs, found, exact, strict=True):
+        losses = alone(job, steps)[0][:, 0]
+        off = np.maximum.accumulate(np.abs(ours[:, 0] / losses - 1))
+        unit = np.maximum.accumulate(np.abs(alone(nudged(job, np.inf), steps)[0][:, 0] / losses - 1))
+        assert (off <= 10 * np.maximum(unit, 1e-6)).all(), (off, unit)
+        far = max(far, off[-1])
+        np.testing.assert_allclose(theirs, alone(job, steps, EXACT)[0], rtol=1e-11)
+    assert far > 1e-5
 
 
 @pytest.mark.parametrize("model", ["llama_all", "gemma", "gpt2_untied"])

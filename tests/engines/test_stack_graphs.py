@@ -12,7 +12,7 @@ from tiny import batches, weighted
 
 from toyexp.training.driver import drive_together
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_torch import stack, stack_resident
+from toyexp_torch import stack, stack_step
 
 
 class Inputs:
@@ -70,7 +70,7 @@ class Captured:
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
     for it in (Inputs, Results, Captured):
-        monkeypatch.setattr(stack_resident, it.__name__, it)
+        monkeypatch.setattr(stack_step, it.__name__, it)
     monkeypatch.setattr(Captured, "made", [])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(stack.Stack, "runs_ahead", True)
@@ -137,9 +137,9 @@ def test_steps_before_one_that_cannot_be_begun_count_among_those_whose_numbers_a
 
     waiting = several(0)
     sessions[0].all_launched()
-    launch, left = stack_resident.StackedResident.launch, [None] * 3
+    launch, left = stack_step.StackedResident.launch, [None] * 3
     with monkeypatch.context() as patch:
-        patch.setattr(stack_resident.StackedResident, "launch", lambda *given: [left.pop(), launch(*given)][1])
+        patch.setattr(stack_step.StackedResident, "launch", lambda *given: [left.pop(), launch(*given)][1])
         broken = several(8)
         with pytest.raises(IndexError):
             broken()

@@ -10,8 +10,8 @@ from requantised import q4_k
 
 from toyexp.formats import GGUF_TYPES, dequantise
 from toyexp_torch import unpack
+from toyexp_torch.ops import computed_twice
 from toyexp_torch.packed import Packed
-from toyexp_torch.recompute import computed_twice
 
 KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name != "F32"}
 CPU = torch.device("cpu")

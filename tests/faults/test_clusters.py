@@ -106,6 +106,21 @@ def test_a_sweep_on_ray_is_stopped_and_killed_and_goes_on():
     FIGURES["clusters: sweeps on Ray stopped or killed, and gone on"] += 2
 
 
+@pytest.mark.parametrize("launcher", ["ray", "submitit"])
+def test_jobs_of_a_sweep_that_is_killed_save_though_a_step_takes_long_and_end(launcher):
+    pytest.importorskip(launcher)
+    own = ["sweep.jobs=2"] if launcher == "ray" else ["sweep.submitit.cluster=local"]
+    words = [word for word in QUICK if not word.startswith("checkpoint_every")]
+    process = start("-m", *words, "checkpoint_every=1h", "callbacks.mishap.wait=2", "steps=4000,4001",
+                    f"sweep.launcher={launcher}", *own)  # fmt: skip
+    wait_for(lambda: all((run_of(number) / "events.jsonl").exists() and steps_of(number) for number in (0, 1)), process)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: is_free(0) and is_free(1))
+    assert has_checkpoint(0) and has_checkpoint(1)
+    FIGURES[f"clusters: jobs of sweeps on {launcher} that were killed, saved"] += 2
+
+
 def test_a_search_on_ray_gives_a_free_worker_its_next_point():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
     pytest.importorskip("optuna")

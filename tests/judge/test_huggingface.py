@@ -30,9 +30,9 @@ from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece
 from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Llama
 from toyexp_models.qwen import Qwen2, Qwen3
-from toyexp_models.scaling import llama3
 from toyexp_models.vit import ViT, cut
 
 pytestmark = [

@@ -21,7 +21,7 @@ from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.contract.exporter import exporter
 from toyexp.contract.plan import export_tensors
 from toyexp.contract.recipe import start
-from toyexp.formats.gguf.file_types import K_QUANTS, check_type
+from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.text.byte_level import BPE, Bytes, Characters

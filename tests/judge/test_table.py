@@ -26,8 +26,8 @@ from toyexp.contract.plan import export_tensors
 from toyexp.contract.recipe import start
 from toyexp.datasets.tokens import TokenDataset
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.file_types import K_QUANTS, check_type
 from toyexp.formats.gguf.form import read_model
+from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.text.byte_level import Bytes

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toyexp.formats.gguf.special_tokens import special_tokens
+from toyexp.formats.gguf.tokenizer import special_tokens
 from toyexp.text.byte_level import BPE
 from toyexp.text.chat import BadChat, Template
 from toyexp.text.tokenizer import CONTROL, NORMAL, SYMBOLS

@@ -21,8 +21,7 @@ from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 from toyexp import Tokenizer
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.special_tokens import family
-from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.tokenizer import family, read_tokenizer
 from toyexp.text.byte_level import BPE
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import write_base
 
 from toyexp.commands.line import main
-from toyexp.config.adapters import adapter_of
+from toyexp.config.restored import adapter_of
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.text.byte_level import Bytes
@@ -143,6 +143,9 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
     ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
     ({"peft_type": "IA3"}, {}, "is an adapter of PEFT's type IA3; toyexp knows LORA"),
     ({"lora_alpha": 0}, {}, "lora_alpha is 0, expected a number above 0"),
+    ({"r": 0}, {}, "adapter_config.json: r is 0, expected a number above 0"),
+    ({"r": "four"}, {}, "adapter_config.json: r is four, expected a number above 0"),
+    ({"r": 2}, {}, "is of rank 3; adapter_config.json has r=2"),
     ({"alpha_pattern": {"(a+)+$": 3}}, {}, "only names of modules are read"),
     ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": np.ones((3, 32), np.float32)},
      "its tensor base_model.model.model.layers.9.self_attn.q_proj"),
@@ -155,6 +158,11 @@ def test_what_is_more_than_lora_or_does_not_fit_is_refused(capsys, config, tenso
     changed_peft("odd", lambda c: c.update(config), lambda t: t.update(tensors))
     assert said in refused(capsys, "merge", "base.gguf", "odd", "--out", "m.gguf")
     assert not Path("m.gguf").exists()
+
+
+def test_an_alpha_that_pefts_file_leaves_out_is_8_as_there():
+    changed_peft("plain", lambda c: c.pop("lora_alpha"))
+    assert pairs_of("plain")[1] == 8
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
@@ -225,6 +233,7 @@ def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(c
     main(["merge", "w.gguf", "run", "--out", "again.gguf", "--type", to])
     assert ("tensors that the adapter changes are" in capsys.readouterr().out) is (kind != to)
     with GGUFFile("w.gguf") as one, GGUFFile("m.gguf") as other:
+        assert other.metadata.pop("general.adapter_digest")  # the one key that is new
         assert str(dict(one.metadata)) == str(dict(other.metadata))
 
 

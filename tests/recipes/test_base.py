@@ -12,6 +12,7 @@ from tiny import MODELS, split, write_base
 
 from toyexp import TensorSpec
 from toyexp.base.errors import UserError
+from toyexp.base.ownership import fingerprint
 from toyexp.commands.line import main
 from toyexp.formats.gguf.form import gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
@@ -248,6 +249,7 @@ def test_an_export_says_what_it_was_made_from(tmp_path):
             "base_model.count": 1,
             "base_model.0.name": "Small One",
             "base_model.0.organization": "Someone",
+            "base_model.0.digest": fingerprint(tmp_path / "base.gguf"),
         }
 
 

@@ -75,7 +75,7 @@ def of(capsys, *words):
 def test_data_for_short(trained, capsys):
     shutil.copytree(trained, "run")
     Path("it's a \\'book\\").write_text(Path("book.txt").read_text())
-    long = evaluated(capsys, "engine=ggml", "data=text", "data.path=book.txt")
+    long = evaluated(capsys, "engine=ggml", "data=text", "data.path=book.txt", "data.val_fraction=1")
     short = of(capsys, "--data=it's a \\'book\\", "run/model.gguf")
     assert short == {**long, "path": "it's a \\'book\\"}
 
@@ -105,7 +105,30 @@ def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
         other = Path("other", *path.parts[1:])
         other.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, other) if keep else Image.fromarray(np.full((6, 6, 3), 250, np.uint8)).save(other)
-    assert of(capsys, "run", "--data", "other")["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+    found = of(capsys, "run", "--data", "other", "data.val_fraction=0.5")
+    assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+
+
+def write_ids():
+    np.save("ids.npy", np.arange(600, dtype=np.uint16) % 37)
+    return ["data=tokens", "data.path=ids.npy", "model.context=8"]
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "targets"),
+    [(write_photos, "photos", 12), (write_chats, "chats.jsonl", None), (write_ids, "ids.npy", 592)],
+    ids=["images", "chats", "ids"],
+)
+def test_data_that_is_named_is_taken_whole(data, path, targets, capsys):
+    """An eval of a part and one of the rest take all of it together."""
+    assert main([*data(), *TINY, "engine=ggml", "steps=1"]) == 0
+    everything = ["data.eval_batches=1000"] if path != "photos" else []
+    whole = of(capsys, "run", "--data", path, *everything)
+    assert whole["share"]["val_fraction"] == 1 and whole["targets"] > of(capsys, "run", *everything)["targets"]
+    assert targets is None or whole["targets"] == targets
+    capsys.readouterr()
+    assert main([*data(), *TINY, "engine=ggml", "steps=1", "data.val_fraction=1", "hydra.run.dir=none"]) == 2
+    assert "data.val_fraction=1.0: leaves nothing to train on" in capsys.readouterr().err and not Path("none").exists()
 
 
 def test_a_class_that_the_model_does_not_know_is_named(capsys):
@@ -116,11 +139,6 @@ def test_a_class_that_the_model_does_not_know_is_named(capsys):
     assert main(["eval", "run", "--data", "other", "engine=ggml"]) == 2
     error = capsys.readouterr().err
     assert "zebra" in error and "a, b" in error
-
-
-def write_ids():
-    np.save("ids.npy", np.arange(600, dtype=np.uint16) % 37)
-    return ["data=tokens", "data.path=ids.npy", "model.context=8"]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +171,9 @@ def test_what_is_typed_takes_the_place_of_what_the_run_had(trained, capsys):
     Path("tale.md").write_text("Once upon a time there was a queen. " * 100)
     own, less = of(capsys, "run"), of(capsys, "run", "data.val_fraction=0.1", "batch_size=2", "model.context=8")
     assert less["own"] is False and less["targets"] < own["targets"]
-    other = of(capsys, "run", "--data", "tale.md")  # with the run's share of it
+    other = of(capsys, "run", "--data", "tale.md")  # the whole of it
     assert (other["data"], other["path"], other["own"]) == ("text", "tale.md", False)
-    same = of(capsys, "run", "data=text", "data.path=tale.md", "data.val_fraction=0.2")
+    same = of(capsys, "run", "data=text", "data.path=tale.md", "data.val_fraction=1")
     assert {**same, "own": False} == other
     assert of(capsys, "run", "data=stdlib", "data.max_mb=0.01")["data"] == "stdlib"
 

@@ -14,7 +14,7 @@ from tiny import CONTEXT, batches, write_base
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
 from toyexp.contract.plan import export_tensors, lora_names
 from toyexp.contract.recipe import start
-from toyexp.datasets.dropout import Dropout
+from toyexp.datasets.tokens import Dropout
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
 from toyexp.reference.engine import reference_loss as reference_ops_loss
@@ -177,6 +177,10 @@ def test_the_merged_model_computes_what_base_and_adapter_do(tmp_path):
                                                    "ffn_down")]),
         ("llama", ["blk.0.attn_[qk].weight", "q"], ["0.attn_q", "0.attn_k", "1.attn_q"]),
         ("gpt2", ["qkv"], ["0.attn_qkv", "1.attn_qkv"]),
+        ("llama", ["q_proj", "o_proj"], ["0.attn_q", "0.attn_output", "1.attn_q", "1.attn_output"]),
+        ("llama", ["gate_proj", "k_proj"], ["0.attn_k", "0.ffn_gate", "1.attn_k", "1.ffn_gate"]),
+        ("gpt2", ["c_attn", "c_fc"], ["0.attn_qkv", "0.ffn_up", "1.attn_qkv", "1.ffn_up"]),
+        ("gpt2", ["all-linear"], [f"{i}.{n}" for i in "01" for n in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")]),
     ],
 )  # fmt: skip
 def test_targets_are_names_and_patterns(tmp_path, name, targets, chosen):
@@ -240,11 +244,13 @@ def test_a_mask_is_a_function_of_seed_adapter_and_step(tmp_path):
     _, plan = planned(tmp_path, "llama", dropout=0.3, targets=["q", "k"])
     one, again = (Dropout(batches(), plan) for _ in range(2))
     other = Dropout(batches(), dataclasses.replace(plan, seed=3))
+    told = Dropout(batches(), dataclasses.replace(plan, seed=3), seed=plan.seed)
     names = [f"blk.{i}.attn_{x}.weight.dropout" for i in range(2) for x in "qk"]
     later = one.batch(5)
     drawn = [one.batch(k)[n] for k in range(2) for n in names] + [other.batch(0)[names[0]]]
     for n in names:
         np.testing.assert_array_equal(again.batch(5)[n], later[n])
+        np.testing.assert_array_equal(told.batch(5)[n], later[n])
     assert len({m.tobytes() for m in drawn}) == len(drawn)
 
 

@@ -1,9 +1,11 @@
 """SECURITY.md, tried: nothing that a run reads can run code, reach beyond its files or exhaust the machine."""
 
 import ast
+import gc
 import json
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -16,8 +18,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from toyexp.base.errors import UserError
+from toyexp.base.files import NODE_LIMIT
+from toyexp.base.signals import Interrupted
 from toyexp.commands.line import main
-from toyexp.config.trust import NODE_LIMIT, check_file
+from toyexp.config.trust import check_file
 from toyexp.training.rundir import escaped
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +74,8 @@ BAD = {
     "name: !!python/object/apply:os.system ['touch touched']": "names a type",
     "name: !!python/name:os.system": "names a type",
     "name: !custom x": "names a type",
+    "seed: 1:30": "YAML reads 1:30 in base 60",
+    "lr: 1:30.5": "YAML reads 1:30.5 in base 60",
     "name: ${oc.env:TOKEN}": "reads the environment",
     "name: a-${oc.env:TOKEN,none}": "reads the environment",
     "data: {path: '${oc.decode:${oc.env:TOKEN}}'}": "is not taken from a file",
@@ -101,6 +107,9 @@ def test_nor_is_it_shown_or_swept(flag, capsys):
         (f"model: {TOUCH}", "_target_ names code"),
         ("# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
         ("# @package hydra.job_logging\nhandlers: {}", "by '@package hydra.job_logging'"),
+        ("# @package _global_.hydra\njob_logging: {}", "by '@package _global_.hydra'"),
+        ("defaults: [/evil@hydra: x]\nsteps: 3", "/evil@hydra sets Hydra's own settings"),
+        ("defaults: [{/evil@_global_.hydra.run: x}]", "/evil@_global_.hydra.run sets Hydra's own settings"),
         ("defaults: [/../secret]\nsteps: 3", "is not taken from"),
         ("name: ${oc.env:TOKEN}", "reads the environment"),
     ],
@@ -280,7 +289,6 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may come in a destructor
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
     pytest.importorskip("jinja2")
@@ -290,9 +298,8 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     messages = [{"role": "user", "content": "hello"}]
     began = time.process_time()
-    template = chat.Template(attack, Bytes(), "model.gguf")
-    with pytest.raises(chat.BadChat):
-        template.render(messages, answer=True)
+    with pytest.raises(UserError):  # some at once: Jinja computes what is constant when it compiles
+        chat.Template(attack, Bytes(), "model.gguf").render(messages, answer=True)
     assert time.process_time() - began < 10 and not Path("touched").exists()
     assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello"
 
@@ -316,6 +323,73 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
     with pytest.raises(UserError, match=r"model\.gguf: its chat template is not valid \("):
         chat.Template(attack, Bytes(), "model.gguf")
     assert time.process_time() - began < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system limits no memory")
+@pytest.mark.parametrize(
+    "attack",
+    [
+        '{{ "x" * 10**10 }}',
+        '{{ messages | batch(10**9, "x") | list }}',
+        '{{ "a" | center(10**10) }}',
+    ],
+)
+def test_a_chat_template_that_takes_memory_is_refused_in_words(attack):
+    pytest.importorskip("jinja2")
+    from toyexp.text import chat
+    from toyexp.text.byte_level import Bytes
+
+    began = time.monotonic()
+    with pytest.raises(UserError, match="takes more than 1 GB of memory"):
+        chat.Template(attack, Bytes(), "model.gguf").render([{"role": "user", "content": "hello"}], answer=True)
+    assert time.monotonic() - began < 20
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_signal_ends_a_chat_template_at_once_and_others_go_on():
+    pytest.importorskip("jinja2")
+    from toyexp.text import chat
+    from toyexp.text.byte_level import Bytes
+
+    def handle(number, frame):
+        raise Interrupted(number)
+
+    began, before = time.monotonic(), signal.signal(signal.SIGALRM, handle)
+    try:
+        slow, quick = chat.Template(LOOPS, Bytes(), "x"), chat.Template("{{ messages[0].content }}", Bytes(), "x")
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            slow.render([], answer=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < chat.SECONDS
+    assert quick.render([{"content": "hello"}], True).text == "hello"
+    process = os.fork()
+    if not process:
+        os._exit(0 if quick.render([{"content": "of the child"}], True).text == "of the child" else 1)
+    assert quick.render([{"content": "of the parent"}], True).text == "of the parent"
+    assert os.waitpid(process, 0)[1] == 0, "two processes do not read each other's answers"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_of_chat_templates_ends_with_the_last_of_them():
+    pytest.importorskip("jinja2")
+    from toyexp.text import chat
+    from toyexp.text.byte_level import Bytes
+
+    def children():
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+    gc.collect()  # a template of another test
+    before = children()
+    one, two = (chat.Template(text, Bytes(), "x") for text in "ab")
+    assert len(children()) == len(before) + 1
+    del one
+    assert two.render([], answer=True).text == "b"
+    del two
+    assert children() == before
 
 
 def test_a_chat_template_is_not_long():

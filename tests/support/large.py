@@ -4,9 +4,8 @@ import random
 
 import numpy as np
 
-from toyexp.formats.gguf.encode import encode
-from toyexp.formats.gguf.file_types import tensor_type
-from toyexp.formats.gguf.ggml_types import GGUF_TYPES
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES, encode
+from toyexp.formats.gguf.quantise import tensor_type
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, model_metadata
 from toyexp_models.llama import Llama
 

@@ -33,10 +33,11 @@ def config(**settings):
     return told
 
 
-def made(path, reason="completed", until=None, held_out=None, samples=False, scores=None, spike=None, **settings):
+def made(path, reason="completed", until=None, held_out=None, samples=False, scores=None, spike=None, sources=None,
+         **settings):  # fmt: skip
     """Writes one run below `path`; `until` is the step at which it stopped, `held_out` its last held-out loss.
 
-    `spike` is the loss of step 140 alone.
+    `spike` is the loss of step 140 alone, `sources` are the digests of what it read.
     """
     path, told = Path(path), config(**settings)
     path.mkdir(parents=True)
@@ -51,7 +52,7 @@ def made(path, reason="completed", until=None, held_out=None, samples=False, sco
               "model": {"arch": "llama", "parameters": 57568},
               "data": {"name": "stdlib", "tokens_sha256": "ab", "held_out_tokens": 100},
               "config": {"steps": told["steps"], "lr": lr, "seed": seed, "batch": 8},
-              "optim": {"name": "adamw", "lr": lr}}]  # fmt: skip
+              "optim": {"name": "adamw", "lr": lr}, **({"sources": sources} if sources else {})}]  # fmt: skip
     last = None
     for step in range(1, steps + 1):
         loss = floor + 4.5 * math.exp(-12 * step * lr / 0.003 / told["steps"]) + 0.1 * float(draw.normal())

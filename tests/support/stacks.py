@@ -7,7 +7,7 @@ from tiny import VOCAB, batches, plan, weighted, write_base
 
 from toyexp import Bus, Callback, Run, Setup, hookimpl
 from toyexp.contract.plan import optimised
-from toyexp.datasets.dropout import Dropout
+from toyexp.datasets.tokens import Dropout
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import token_dataset
 from toyexp.training.loop import Training

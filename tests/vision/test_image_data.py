@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toyexp import ImageDataset, UserError
-from toyexp.contract.batch import batch_digest
+from toyexp import ImageDataset, Planned, UserError
+from toyexp.contract.dataset import batch_digest
 from toyexp.datasets.images import augmented, held_out_mask
 from toyexp.testing import DataSuite, image_dataset
 from toyexp_data.digits import Digits
@@ -199,6 +199,69 @@ def test_a_folder_per_class_in_the_order_of_their_names(tmp_path):
     assert data.describe()["skipped"] == 0
 
 
+@pytest.mark.parametrize("held", ["val", "valid", "Validation", "test"])
+def test_folders_named_train_and_val_are_the_parts_and_not_the_classes(tmp_path, held):
+    folder(tmp_path / "train", red=6, blue=5)
+    folder(tmp_path / held, red=2, blue=1)
+    data = opened(tmp_path)
+    assert data.classes == ("blue", "red")
+    assert (len(data.train[1]), sorted(data.held_out[1].tolist())) == (11, [0, 1, 1])
+    assert data.remarks() == ["2 classes: blue, red", f"held out: {tmp_path / held}"]
+    assert Images.recognises(tmp_path) == 2
+    (tmp_path / held / "green").mkdir()
+    with pytest.raises(UserError, match=r"green: is held out, and .*train has no class of that name"):
+        opened(tmp_path)
+
+
+def test_of_val_and_test_the_first_is_held_out_and_the_other_left_out(tmp_path):
+    for part, count in (("train", 4), ("test", 3), ("val", 2)):
+        folder(tmp_path / part, red=count, blue=count)
+    data = opened(tmp_path)
+    assert (len(data.train[1]), len(data.held_out[1])) == (8, 4)
+    assert data.left_out() == ["6 other files, such as test/blue/0.png"]
+
+
+def test_a_part_without_images_is_refused(tmp_path):
+    folder(tmp_path / "train", red=4, blue=4)
+    (tmp_path / "val" / "red").mkdir(parents=True)
+    with pytest.raises(UserError, match="val, to be held out, has no image"):
+        opened(tmp_path)
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    for name in ("train", "test"):
+        folder(tmp_path / "of" / name, red=10)
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        (tmp_path / "of" / name / "red").rename(tmp_path / "pictures" / name)
+    assert opened(tmp_path / "pictures").classes == ("test", "train"), "which hold images, and no folders of them"
+
+
+def test_beside_another_folder_train_and_val_are_classes(tmp_path):
+    for name in ("cats", "train", "val"):
+        folder(tmp_path / name, red=10)
+    assert opened(tmp_path).classes == ("cats", "train", "val")
+
+
+def test_a_share_to_hold_out_has_no_effect_where_a_folder_is_held_out(tmp_path):
+    for name in ("train", "val"):
+        folder(tmp_path / name, red=3, blue=3)
+    for settings, told in (({}, []), ({"val_fraction": 0.3}, ["data.val_fraction=0.3: has no effect"])):
+        data = Images(path=str(tmp_path), image_size=8, **settings)
+        found = [*data.warnings(Planned({}, data.open(None), None, None))]
+        assert len(found) == len(told) and all(f"{tmp_path}/val is held out" in line for line in found)
+        assert [line.partition(";")[0] for line in found] == told
+
+
+def test_what_is_scaled_is_said(tmp_path):
+    small = folder(tmp_path / "a", red=10, blue=10)
+    assert opened(small).remarks() == ["2 classes: blue, red"]
+    told = "images of 8 x 8 pixels are cut to their centred square and scaled to 4 x 4"
+    assert told in opened(small, image_size=4).remarks()
+    folder(tmp_path / "b", size=(20, 10), red=1)
+    (tmp_path / "b" / "red" / "0.png").rename(small / "red" / "large.png")
+    assert any("8 x 8 to 20 x 10" in line for line in opened(small).remarks())
+
+
 def test_every_sort_of_image_comes_out_at_one_size(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "deeper").mkdir(parents=True)
@@ -352,7 +415,7 @@ def test_a_label_out_of_range_is_refused_by_name_or_skipped_and_counted(tmp_path
         ({"on_error": "skp"}, "data.on_error=skp: did you mean skip?"),
         ({"normalise": "mean"}, "data.normalise=mean: there is: fixed, train"),
         ({"augment": "flop"}, "data.augment=flop: did you mean flip?"),
-        ({"val_fraction": 1.0}, "data.val_fraction=1.0"),
+        ({"val_fraction": 1.1}, "data.val_fraction=1.1"),
         ({"eval_images": -1}, "data.eval_images=-1"),
         ({"max_mb": 0.0}, "data.max_mb=0.0"),
         ({"max_mb": 0.001}, "12 images of 8 x 8 pixels are more than data.max_mb=0.001"),

@@ -12,7 +12,9 @@ from float64_models import vit
 from PIL import Image
 from tiny import write_base
 
+import toyexp
 from toyexp.commands.line import main
+from toyexp.commands.predict import Predicted, Predictions
 from toyexp.formats.gguf.write import write_model
 from toyexp_data.digits import Digits
 from toyexp_models.saved_vit import load_vit
@@ -62,6 +64,14 @@ def test_a_folder_has_the_probabilities_of_a_forward_pass_in_float64(here, capsy
         assert (one["class"], one["probability"]) == (one["top"][0]["class"], one["top"][0]["probability"])
 
 
+def test_python_says_what_the_command_says(here, capsys):
+    root, _ = here
+    found = toyexp.predict(root / "run", root / "pictures" / "left", top=3, engine="ggml:threads=1")
+    assert found.plain() == predicted(
+        capsys, root / "run", root / "pictures" / "left", "--top", 3, "--engine", "ggml:threads=1"
+    )
+
+
 def test_a_checkpoint_and_a_file_say_the_same_of_a_larger_picture(here, tmp_path, capsys):
     root, images = here
     Image.fromarray(images[3, ..., 0]).resize((24, 24), Image.Resampling.NEAREST).save(tmp_path / "large.png")
@@ -69,6 +79,23 @@ def test_a_checkpoint_and_a_file_say_the_same_of_a_larger_picture(here, tmp_path
     told = [predicted(capsys, root / model, tmp_path / "large.png", "--top", 99)["images"][0] for model in models]
     assert told[0] == told[1] == told[2] and len(told[0]["top"]) == 10
     assert sum(top["probability"] for top in told[0]["top"]) == pytest.approx(1)
+
+
+def test_what_is_left_out_or_scaled_is_said_once(here, tmp_path, capsys):
+    root, images = here
+    for name, size in (("a.png", 24), ("b.png", 20), ("c.png", 8)):
+        Image.fromarray(images[3, ..., 0]).resize((size, size)).save(tmp_path / name)
+    for name in ("photo.heic", "notes", ".hidden"):
+        (tmp_path / name).write_bytes(b"x")
+    assert main(["predict", str(root / "run"), str(tmp_path)]) == 0
+    told = capsys.readouterr().err
+    assert f"2 other files left out, such as {tmp_path / 'notes'}\n" in told
+    assert told.count("images of 8 x 8 to 24 x 24 pixels are cut") == 1
+
+
+def test_a_line_break_in_a_class_is_no_line_break_in_the_summary():
+    shown = Predictions("m.gguf", "cpu", ["a\nb"], [Predicted(f"{n}.png", [("a\nb", 1.0)]) for n in range(2)])
+    assert shown.summary() == "2 images: a\\nb (2)"
 
 
 def test_a_sheet_has_a_row_for_each_and_is_replaced_only_where_it_is_one(here, tmp_path, capsys, monkeypatch):

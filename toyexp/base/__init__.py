@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         VERMILLION,
         Sheet,
         logarithmic,
+        own_style,
         require_drawing,
         whole_steps,
         write_ends,
     )
     from toyexp.base.errors import RankFailed, UnknownCharacter, for_terminal
     from toyexp.base.files import (
+        NOT_TEXT,
         START,
         cause,
         made_up,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
         require,
         require_folder,
     )
-    from toyexp.base.kept import cache_dir, is_private
+    from toyexp.base.home import cache_dir, is_private
     from toyexp.base.packages import broken
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
         machine_cores,
         others_running,
     )
-    from toyexp.base.words import counted
-    from toyexp.base.writing import dump_json, in_one_piece, write_synced
+    from toyexp.base.words import counted, parameters_of, smooth_loss
+    from toyexp.base.writing import dump_json, in_one_piece, make_folder, open_for_writing, write_synced
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

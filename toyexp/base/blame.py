@@ -48,13 +48,10 @@ def place(error: BaseException, of_plugins: bool = False) -> str:
     Where there is none: the last of all, or with `of_plugins` nothing.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
-    outside = [at for at in frames if not _is_toyexps(at[0]) and not _is_pythons(at[0])]
+    known = {"toyexp", *sys.stdlib_module_names}
+    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in known]
     places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
     return places[-1] if outside or (places and not of_plugins) else ""
-
-
-def _is_pythons(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
 
 
 def _is_toyexps(frame: FrameType) -> bool:

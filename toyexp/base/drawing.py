@@ -7,20 +7,21 @@ without colour can be read.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import Broken, UserError, printable
 from toyexp.base.files import open_file
 from toyexp.base.packages import needed
-from toyexp.base.writing import in_one_piece
+from toyexp.base.writing import in_one_piece, require_place, required
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
@@ -38,15 +39,36 @@ MADE_BY: Mapping[str, Mapping[str, str | None]] = {
     ".pdf": {"Creator": "toyexp", "Producer": None, "CreationDate": None},
 }
 _SIGNS = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
-_salting = threading.Lock()
+_drawing = threading.RLock()
 
 
 def require_drawing() -> None:
-    """Raises Unavailable without matplotlib."""
-    with needed("matplotlib", "pip install 'toyexp[plots]'"):
-        import matplotlib.backends.backend_agg
-        import matplotlib.backends.backend_svg
-        import matplotlib.figure  # noqa: F401 - what a Sheet will use
+    """Raise Unavailable without matplotlib, UserError for an MPLBACKEND with which it cannot be imported."""
+    try:
+        with needed("matplotlib", "pip install 'toyexp[plots]'"):
+            import matplotlib.backends.backend_agg
+            import matplotlib.backends.backend_svg
+            import matplotlib.figure  # noqa: F401 - what a Sheet will use
+    except Broken as error:
+        backend = os.environ.get("MPLBACKEND", "")
+        if not backend or repr(backend) not in str(error):
+            raise
+        raise UserError(f"MPLBACKEND={printable(backend)}: matplotlib has no such backend; unset MPLBACKEND") from None
+
+
+@contextlib.contextmanager
+def own_style() -> Iterator[None]:
+    """Draw with matplotlib's defaults, whatever the user's matplotlibrc says (text.usetex), one thread at a time.
+
+    Artists read these settings when they are made and when they are drawn: the context belongs around both.
+    Raises what `require_drawing` raises.
+    """
+    require_drawing()
+    import matplotlib
+
+    defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
+    with _drawing, matplotlib.rc_context(defaults | {"svg.hashsalt": "toyexp"}):  # without it SVG ids are random
+        yield
 
 
 def picture_at(option: str, typed: str) -> Path:
@@ -59,8 +81,7 @@ def picture_at(option: str, typed: str) -> Path:
         raise UserError(f"{asked}: draws {', '.join(MADE_BY)}; name such a file: {option} {path.with_suffix('.svg')}")
     if path.is_dir():
         raise UserError(f"{asked}: is a directory; name a file, such as {option} {path / 'plot.svg'}")
-    if not path.parent.is_dir():
-        raise UserError(f"{asked}: there is no directory {path.parent}")
+    require_place(asked, path)
     _require_ours(path)
     require_drawing()
     return path
@@ -117,11 +138,8 @@ class Sheet:
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """The picture in several formats, by their endings; what is the same is so to the byte."""
-        import matplotlib
-
         found = {}
-        # Without the salt its ids are others each time; the runs of a stack draw in one process, and share the setting.
-        with _salting, matplotlib.rc_context({"svg.hashsalt": "toyexp"}), warnings.catch_warnings():
+        with own_style(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # of letters that the font has no picture for: a box
             for suffix in suffixes:
                 file = io.BytesIO()
@@ -130,15 +148,12 @@ class Sheet:
         return found
 
     def write(self, path: Path) -> int:
-        """Writes it in one piece, and returns its bytes; UserError where it cannot be, or is somebody else's."""
+        """Write it in one piece, and return its bytes; raise UserError if the file there is somebody else's."""
         _require_ours(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
-        try:
-            with in_one_piece(path) as place:
-                place.write_bytes(picture)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        with required(path), in_one_piece(path) as place:
+            place.write_bytes(picture)
         return len(picture)
 
 

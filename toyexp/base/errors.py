@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -79,8 +80,10 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     parts = set(re.split("[._]", word))
     wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
     swapped = [choice for choice in others if sorted(choice) == sorted(word)]
-    close = difflib.get_close_matches(word, others, 1, cutoff=0.72 if len(word) > 3 else 0.66)  # of three letters two
-    found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0)
+    begun = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # adamw_torch: adamw
+    cutoff = 0.72 if len(word) > 3 else 0.66  # of three letters two
+    close = difflib.get_close_matches(word.lower(), others, 1, cutoff)
+    found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0) or begun
     return found[0] if found else None
 
 
@@ -97,6 +100,13 @@ def printable(text: str, limit: int = 60) -> str:
     """Text from a stranger's file, made safe to print: ASCII, no control characters, at most `limit` characters."""
     safe = ascii(text)[1:-1]
     return safe if len(safe) <= limit else safe[: limit - 3] + "..."
+
+
+def require_visible(asked: str, text: str) -> None:
+    """Raise UserError for a name with line breaks, or marks that change how text near them is shown."""
+    joiners = "\u200c\u200d"  # which some scripts are written with
+    if bad := next((c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c not in joiners), None):
+        raise UserError(f"{asked}={printable(text)}: holds {bad!a}, which nobody can see; leave it out")
 
 
 def for_terminal(text: str) -> str:

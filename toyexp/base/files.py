@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from toyexp.base.errors import UserError
 
@@ -19,6 +20,8 @@ KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time they are used
+READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
 START = 512  # first bytes of a file, by which is told what it is instead of text
 # How files begin that are met in the place of text, and what makes text of them.
 NOT_TEXT = {
@@ -27,6 +30,7 @@ NOT_TEXT = {
     b"\xfd7zXZ": "it is compressed: unxz it first",
     b"\x28\xb5\x2f\xfd": "it is compressed: unzstd it first",
     b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
     b"\xff\xfe": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
@@ -100,17 +104,26 @@ def require_folder(path: str | Path, asked: str) -> Path:
     return require(path, asked, stat.S_IFDIR)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
     require(path, str(path))
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, READING)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {cause(error)}") from None
     if reason := misfit(os.fstat(descriptor).st_mode):  # of what was opened, whatever has happened in between
         os.close(descriptor)
         raise UserError(f"{path}: {reason}")
     return open(descriptor, "rb")
+
+
+def head(path: Path, size: int) -> bytes:
+    """Return the first bytes of a file, or none if it cannot be read."""
+    try:
+        with open_file(path) as file:
+            return file.read(size)
+    except (UserError, OSError):
+        return b""
 
 
 def read_file(path: Path, most: int | None = None) -> bytes:
@@ -161,3 +174,20 @@ def _half_nul(start: bytes) -> str | None:
 def cause(error: BaseException) -> str:
     """What the system says."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def check_nodes(root: Any, path: Path) -> None:
+    """Raise UserError for a YAML node that contains itself, or that aliases expand to more than NODE_LIMIT values."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if sizes.setdefault(id(node), -1) < 0:  # not measured yet
+            sizes[id(node)] = 0
+            inside = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+            sizes[id(node)] = 1 + (0 if isinstance(node.value, str) else sum(map(size, inside)))
+        elif not sizes[id(node)]:
+            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value holds itself")
+        return sizes[id(node)]
+
+    if size(root) > NODE_LIMIT:
+        raise UserError(f"{path}: holds more than {NODE_LIMIT} values, repeated ones counted again")

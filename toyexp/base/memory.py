@@ -30,7 +30,7 @@ def available_bytes() -> int | None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             left.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
     if not left:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows does not say
             left.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(left, default=None)
 

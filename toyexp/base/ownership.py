@@ -5,16 +5,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
+import platform
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import dangling
-from toyexp.base.writing import replace_synced, swap
+from toyexp.base.files import dangling, open_file
+from toyexp.base.writing import make_fresh, open_for_writing, replace_synced, require_below, require_plain, swap
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LEDGER = "written.json"
 LOCK = "run.lock"
@@ -22,13 +32,61 @@ SWEEP = "sweep.json"  # of the directory of a sweep
 LEDGER_LIMIT = 1 << 20  # bytes that are read of it
 # What systems and people put into a directory that they call empty. No run writes under these names.
 NOTHING = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
+GROWING = (LOCK, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # what changes where it is
+FOLDERS = ("checkpoints", "logs", "plots", "tensorboard")  # that toyexp fills
 SIGNS = ("config.yaml", "events.jsonl", LEDGER)  # of a run
 TEMPORARY = re.compile(r"\.tmp-\d+|\..+\.(yaml|json)\.\d+\.tmp")  # what a process that was killed had not finished
+
+
+class Owned(UserError):
+    """Another process writes there."""
+
+
+def lock(path: Path) -> int:
+    """Make this process the only one that writes in the directory `path`; return the file to close afterwards.
+
+    The kernel lets a lock go when its process ends, however it ends. Raise Owned if another process has it.
+    """
+    file = open_for_writing(path / LOCK)
+    try:
+        _lock(file, path)
+        with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
+            os.ftruncate(file, 0)
+            os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def require_left(path: Path) -> None:
+    """Raise Owned if another process writes in the directory `path`."""
+    if (path / LOCK).is_file():
+        with open_file(path / LOCK) as file:
+            _lock(file.fileno(), path, shared=True)
+
+
+def _lock(file: int, path: Path, shared: bool = False) -> None:
+    try:
+        if fcntl:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        else:
+            windows: Any = importlib.import_module("msvcrt")
+            os.lseek(file, LEDGER_LIMIT, os.SEEK_SET)  # behind the owner's name, which others are to read
+            windows.locking(file, windows.LK_NBLCK, 1)
+            os.lseek(file, 0, os.SEEK_SET)
+    except (BlockingIOError, PermissionError):
+        os.lseek(file, 0, os.SEEK_SET)
+        name = printable(os.read(file, 100).decode(errors="replace").strip()) or "another process"
+        raise Owned(f"{path}: is being written by process {name}; wait for it, or stop it") from None
 
 
 def require_empty(path: Path, key: str) -> None:
     """Raises UserError, which says what to type, unless `path` is missing or empty; `key` is what chose it."""
     other = f"choose another directory: {key}=..."
+    runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK).exists())
+    if run := next((p for p in runs if (p / "config.yaml").exists()), None):
+        raise UserError(f"{path} is inside {run}, which is the directory of a run; {other}")
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         found = [entry.name for entry in entries if not _is_nothing(entry)]
@@ -38,16 +96,36 @@ def require_empty(path: Path, key: str) -> None:
         return
     except OSError as error:  # it is a file, or its name is too long
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
+    begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
+    begun = begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found)
+    if begun or SWEEP in found:
+        try:
+            require_left(path)
+        except Owned as error:
+            raise Owned(f"{error}, or {other}") from None
     if SWEEP in found:
         raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
-    begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
-    if begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found):
+    if begun:
         saved = any((path / "checkpoints").glob("step-*"))
         go_on = f"go on with it: resume={path}, or" if saved else "without a checkpoint to go on from; remove it, or"
         raise UserError(f"{path} already holds a run{';' if saved else ''} {go_on} {other}")
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise UserError(f"{path} is not empty ({printable(found[0])}{more}), and nothing there is replaced; {other}")
+
+
+def require_inside(directory: Path) -> None:
+    """Raise UserError if a link leads out of the directory of a run or sweep; call this before anything is written.
+
+    Hidden links are left alone: no file is written under a hidden name that was there before.
+    """
+    for folder in (directory, *(directory / name for name in FOLDERS)):
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith((".", "study.log.lock")):  # the second is a link that Optuna locks by
+                    continue
+                kind = stat.S_IFDIR if entry.is_dir(follow_symlinks=False) else stat.S_IFREG
+                require_plain(Path(entry.path), kind, entry.name in GROWING or folder.name == "logs")
 
 
 def _is_nothing(entry: os.DirEntry[str]) -> bool:
@@ -96,12 +174,16 @@ class Ledger:
         """Those of the names below the run's directory under which something stands that the run did not write."""
         return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
 
+    def is_replaced(self, path: Path) -> bool:
+        """Return whether the run wrote a file at `path`, and another one is there now."""
+        return self._name(path) in self._known and not self.owns(path)
+
     def owns(self, path: Path) -> bool:
         """Whether what stands at `path` is what the run wrote."""
         known = self._known.get(self._name(path), [])
         try:
             return any((_head(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
-        except OSError:
+        except (OSError, UserError):
             return False
 
     @contextlib.contextmanager
@@ -115,7 +197,8 @@ class Ledger:
             raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))
         place = path.parent / f".tmp-{os.getpid()}"
         try:
-            place.mkdir(exist_ok=True)
+            require_below(self._root, path.parent)
+            make_fresh(place)
             yield place / path.name
             self._note(path, _head(place / path.name) if grows else _digest(place / path.name))
             swap(place / path.name, path)
@@ -162,10 +245,21 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
+def fingerprint_once(path: Path) -> str:
+    """Return the fingerprint of a file; one that has not changed is read once in a process."""
+    status = path.stat()
+    return _read_once(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read_once(path: Path, *_version: int) -> str:
+    return fingerprint(path)
+
+
 def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
     """16 hex digits of a file's length, first megabyte and samples throughout: enough to tell that it was replaced."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         length = os.fstat(file.fileno()).st_size
         digest.update(f"{length}".encode() + file.read(1 << 20))
         for i in range(samples):

@@ -12,9 +12,7 @@ SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for e
 TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun, which start them alike
 PORTS = 65535  # the highest
 
-FORKS = (
-    "TOYEXP_FORKS"  # of the process that a sweep's jobs are forked from: the number of the file that tells it of them
-)
+FORKS = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that tells it of the jobs
 
 
 @dataclass(frozen=True)

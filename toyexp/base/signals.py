@@ -1,7 +1,4 @@
-"""Signals that end a run or have it save: noted, raised where that is safe, and heard while native code is busy.
-
-And limits of time.
-"""
+"""Signals that end a run or have it save: noted, raised where that is safe, and heard while native code is busy."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]  # what the interpreter calls
 
 IMPORT = 10.0  # seconds that a signal waits for the end of an import, which it would break
+SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)  # Windows has neither
 ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
 
 
@@ -34,8 +32,17 @@ def ending() -> list[signal.Signals]:
     if asked not in ("save", "end"):
         raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")
     numbers = [signal.SIGINT, signal.SIGTERM]
-    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    return numbers + ([signal.SIGUSR1] if asked == "end" else [])
+    numbers += [SIGHUP] if SIGHUP and signal.getsignal(SIGHUP) != signal.SIG_IGN else []
+    return numbers + ([SIGUSR1] if SIGUSR1 and asked == "end" else [])
+
+
+_sweep_is_gone = threading.Event()
+
+
+def end_with_the_sweep() -> None:
+    """Signal this process to save and exit. After another such signal this one does not make it exit at once."""
+    _sweep_is_gone.set()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Signals:
@@ -58,6 +65,9 @@ class Signals:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls."""
         self._number = self._number or number
+        if self._count and _sweep_is_gone.is_set():  # it was told so before, by what the sweep ran on
+            _sweep_is_gone.clear()
+            return
         again, self._sent_again = self._sent_again, False
         self._count += not again
         if self._count == 1 and self._patient:
@@ -71,7 +81,7 @@ class Signals:
     def _send_again(self, number: int) -> None:
         if not self._over.wait(0.02):
             self._sent_again = True
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            signal.raise_signal(number)  # the interpreter handles it in the main thread
 
     def close(self) -> None:
         """What waits for the end of an import is not raised any more."""
@@ -144,27 +154,26 @@ class CommonSignals(Signals):
             run.asked_to_save = True
 
 
-S = TypeVar("S", bound=Signals)
-
-
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Gives the signals of a run to a Signals."""
-    with heard_by(Signals()) as signals:
-        yield signals
-
-
-@contextlib.contextmanager
-def heard_by(signals: S) -> Iterator[S]:
-    """Gives signals to these for a while."""
+def stop_signals(signals: Signals | None = None) -> Iterator[Signals]:
+    """Give the signals that end or save a run to `signals`, or to new ones, for a while."""
+    signals = signals or Signals()
     handlers: dict[int, Handler] = dict.fromkeys(ending(), signals.handle)
-    if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
-        handlers.setdefault(signal.SIGUSR1, signals.ask_to_save)
+    if SIGUSR1 and signal.getsignal(SIGUSR1) != signal.SIG_IGN:
+        handlers.setdefault(SIGUSR1, signals.ask_to_save)
     with handled(handlers):
         try:
             yield signals
         finally:
             signals.close()
+
+
+@contextlib.contextmanager
+def whole_imports() -> Iterator[None]:
+    """Delay Ctrl-C until an import is over, in a program that leaves SIGINT to Python."""
+    python = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    with handled({signal.SIGINT: Signals().handle} if python else {}):
+        yield
 
 
 def _importing(frame: FrameType | None) -> bool:
@@ -187,26 +196,6 @@ def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error
-
-
-@contextlib.contextmanager
-def cpu_limit(seconds: float, error: BaseException) -> Iterator[None]:
-    """Raises `error` once this process has computed for so long in the block; outside the main thread it never does.
-
-    Once raised it may be lost: Python ignores what is raised in a destructor or a collector's callback. It comes again.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise error
-
-    with handled({signal.SIGVTALRM: handle}) as ours:
-        if ours:
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 0.5))
-        try:
-            yield
-        finally:
-            if ours:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 _abandoned = False  # whether a thread still works for someone who was interrupted

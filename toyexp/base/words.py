@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,13 @@ def last_words(keys: Sequence[str]) -> list[str]:
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
 
+def parameters_of(model: Mapping[str, Any]) -> str:
+    """Return how many parameters a run's exported model has and how many train, as its run_start says; "" if not."""
+    total, trainable = model.get("parameters"), model.get("trainable")
+    share = f", {trainable:,} train" if isinstance(trainable, int) and trainable != total else ""
+    return f"{total:,} parameters{share}" if isinstance(total, int) else ""
+
+
 def counted(n: int, what: str = "thread") -> str:
     """`1 thread`, `2 threads`."""
     return f"{n} {what}{'' if n == 1 else 's'}"
@@ -63,3 +73,29 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
         lines.append("  ".join(cells).rstrip() if len(row) > 1 else row[0])
     return lines
+
+
+def as_csv(table: Sequence[Sequence[str]]) -> str:
+    """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_inert(cell) for cell in row] for row in table)
+    return text.getvalue()
+
+
+def _inert(cell: str) -> str:
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}" if cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
+    return cell
+
+
+def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
+    """Return the running mean of the training loss after `step`: exponential, over about the last 50 steps.
+
+    In the first 1000 steps it reaches back over about a twentieth of them, so that it does not lag behind a steep
+    start. A loss that is not finite is left out.
+    """
+    if not math.isfinite(loss):
+        return before
+    return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)

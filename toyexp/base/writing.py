@@ -1,17 +1,24 @@
-"""Files and directories that appear under their names once they are whole, and strict JSON."""
+"""Files and directories that appear under their names once they are whole, and strict JSON.
+
+Every file and folder that toyexp writes inside a run or a sweep is opened by a function of this module, which follows
+no link: the directory may come from a stranger. `tests/core/test_house.py` lists the exceptions.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import RunFailed
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.files import KINDS
 
 
 @contextlib.contextmanager
@@ -23,13 +30,13 @@ def in_one_piece(path: Path) -> Iterator[Path]:
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     place = folder / path.name
     try:
-        folder.mkdir(exist_ok=True)
+        make_fresh(folder)
         yield place
         if place.is_dir():
             sync_directory(place)
             swap(place, path)
         else:
-            with open(place, "rb") as file:
+            with open(place, "rb+") as file:  # Windows flushes no file that is open for reading alone
                 os.fsync(file.fileno())
             place.replace(path)
         sync_directory(path.parent)
@@ -43,9 +50,29 @@ def required(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFailed(
-            f"{path}: could not be written: {error.strerror or str(error) or 'the disk may be full'}"
-        ) from error
+        why = error.strerror or str(error) or "the disk may be full"
+        raise RunFailed(f"{path}: could not be written: {why}") from error
+
+
+def unwritable(path: Path) -> str | None:
+    """Return why no file or folder can be made at `path`, or None if nothing is known against it yet."""
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            Path(f"{path}.{os.getpid()}.tmp").lstat()  # too long a name, or a loop of links
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+    except OSError as error:
+        return error.strerror
+    if not there.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{os.strerror(errno.EACCES)}: {there}"
+
+
+def require_place(asked: str, path: Path) -> None:
+    """Raise UserError unless a file can be made at `path`, which a person typed in the words `asked`."""
+    if not path.parent.is_dir():
+        raise UserError(f"{asked}: there is no directory {path.parent}")
+    if why := unwritable(path):
+        raise UserError(f"{asked}: cannot be written ({why}); choose another place")
 
 
 def swap(new: Path, path: Path) -> None:
@@ -63,9 +90,53 @@ def swap(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
+    """Raise UserError if a link, or anything but a file (or another `kind`), is in the place of what we write.
+
+    A file that `grows` where it is must have no second name (a hard link), under which it would change too.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if (found := stat.S_IFMT(status.st_mode)) != kind:
+        what = f"it is {KINDS.get(found, 'something else')}, not {KINDS[kind]}"
+    elif grows and stat.S_ISREG(kind) and status.st_nlink > 1:
+        what = "it has a second name (a hard link), under which it would change too"
+    else:
+        return
+    raise UserError(f"{path}: {what}; move it away")
+
+
+def require_below(root: Path, path: Path) -> None:
+    """Raise UserError if `path`, or a folder between `root` and it, is a link or no folder."""
+    for folder in (path, *path.parents)[: len(path.parts) - len(root.parts)]:
+        require_plain(folder, stat.S_IFDIR)
+
+
+def open_for_writing(path: Path, flags: int = 0) -> int:
+    """Open a file that changes where it is, or create it, and return its descriptor; see `require_plain`."""
+    require_plain(path, grows=True)
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder that may be there already, and return its path; see `require_plain`."""
+    require_plain(path, stat.S_IFDIR)
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def make_fresh(path: Path) -> None:
+    """Make an empty folder in place of one that a killed process left."""
+    shutil.rmtree(path, ignore_errors=True)  # not of a link, at which mkdir fails
+    path.mkdir()
+
+
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file and flushes it to the disk."""
-    with open(path, "wb") as file:
+    """Write a new file and flush it to the disk."""
+    with open(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -79,6 +150,7 @@ def replace_synced(path: Path, content: bytes) -> None:
     """
     place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        place.unlink(missing_ok=True)
         write_synced(place, content)
         place.replace(path)
     finally:
@@ -87,6 +159,8 @@ def replace_synced(path: Path, content: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Flushes the names in a directory to the disk."""
+    if getattr(os, "O_DIRECTORY", None) is None:  # Windows opens no directories
+        return
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -102,12 +176,8 @@ def bytes_in(path: Path) -> int:
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
     if indent is None:
-        try:
-            return LINE.encode(
-                fields if type(fields) is dict else {**fields}
-            )  # as it is, which it nearly always can be
-        except ValueError:  # of a number that is not finite
-            pass
+        with contextlib.suppress(ValueError):  # of a number that is not finite
+            return LINE.encode(fields if type(fields) is dict else {**fields})
     return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_plain)
 
 

@@ -16,14 +16,12 @@ from toyexp.contract.recipe import Setup
 from toyexp.contract.sampling import Sampling, endless
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.header import GGUFError, origin
-from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.open_model import model_of, opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
-from toyexp.reference.forward import check_forward
-from toyexp.text.chat import Template
+from toyexp.text.chat import BadChat, Template
 from toyexp.text.tokenizer import Tokenizer
-from toyexp.training.memory import check_plan
+from toyexp.training.memory import checked_session
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +42,7 @@ class Options:
     prompt: str | None = None
     ids: list[int] | None = None
     chat: bool = False
+    system: str | None = None  # what a chat begins with
     tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -150,10 +149,11 @@ class Author:
         self._held.close()
 
     def write(
-        self, ids: Sequence[int], scribe: Scribe, words: np.random.Philox, stopped: Callable[[], bool] = lambda: False,
+        self, prompt: str | None, ids: Sequence[int], scribe: Scribe, words: np.random.Philox,
+        template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
         slid: Callable[[str], object] = lambda note: None,
-    ) -> tuple[str, float]:  # fmt: skip
-        """Continues `ids`, by the numbers of `words`; returns why it ends, and its seconds without the loading.
+    ) -> Generated:  # fmt: skip
+        """Continue `ids`, which `prompt` became by a `template`, and draw by the numbers of `words`.
 
         It goes on beyond the context: the later half of the text is read anew, and the first time `slid` gets a line
         that says so. `stopped` is asked before each token.
@@ -183,7 +183,11 @@ class Author:
                         continue
                 break
         scribe.finish()
-        return reason, time.perf_counter() - began
+        return Generated(
+            str(origin(self.path)), self.note, prompt, list(ids), scribe.text if self.tokenizer else None, scribe.ids,
+            len(scribe.ids), reason, time.perf_counter() - began, self.asked.seed, template and template.file,
+            self.slides,
+        )  # fmt: skip
 
     def _opened(self, count: int) -> Session:
         """The session with so many positions, or all that the model has."""
@@ -200,11 +204,7 @@ class Author:
         engine = built.engine.of_one_row()
         first = engine is not built.engine
         self.note = f"{engine.name}: {engine.check()}, of its devices the first" if first else built.engine_note
-        check_plan(plan, engine, LESS)
-        engine.check_plan(plan)
-        check_forward(plan, str(origin(self.path)))
-        session = self._held.enter_context(engine.realize(plan))
-        session.build()
+        session = self._held.enter_context(checked_session(plan, engine, str(origin(self.path)), LESS))
         self._session, self._window = session, window
         return session
 
@@ -254,7 +254,14 @@ def prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, template
     assert asked.prompt is not None
     if template is None:
         return tokenizer.prompt(asked.prompt).tolist()
-    return chat_ids(tokenizer, Template(template.text, tokenizer, template.file), [said("user", asked.prompt)])
+    return chat_ids(
+        tokenizer, Template(template.text, tokenizer, template.file), [*opening(asked), said("user", asked.prompt)]
+    )
+
+
+def opening(asked: Options) -> list[dict[str, str]]:
+    """Return the turns that a chat begins with: the system's, if one was given."""
+    return [] if asked.system is None else [said("system", asked.system)]
 
 
 def said(role: str, content: str) -> dict[str, str]:
@@ -263,8 +270,12 @@ def said(role: str, content: str) -> dict[str, str]:
 
 
 def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids of a conversation, up to where the assistant's next turn begins; BadChat where it is none."""
+    """Return the ids of a conversation, up to where the assistant's next turn begins. Raises BadChat."""
     text = template.render(turns, answer=True).text
+    if turns[0]["role"] == "system" and turns[0]["content"].strip() not in text:
+        raise BadChat("the chat template leaves --system out; say it in the first message")
+    if not text:
+        raise BadChat("the chat template writes nothing, so there is nothing to answer; --prompt without --chat")
     begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,14 +19,13 @@ from typing import Any
 import numpy as np
 
 import toyexp
-from toyexp.base.drawing import picture_at
+from toyexp.base.drawing import BLUE, INK, LABEL, PALE, SMALL, Sheet, cut, own_style, picture_at, plain
 from toyexp.base.errors import ToldOtherwise, UserError
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
-from toyexp.base.words import columns, count, in_bytes
+from toyexp.base.words import columns, count, counted, in_bytes
 from toyexp.commands.bench_apart import Apart
 from toyexp.commands.bench_peak import Peak, peak_of
-from toyexp.commands.bench_plot import sheet
 from toyexp.commands.bench_stepper import (
     FIGURES,
     EngineStepper,
@@ -39,8 +39,8 @@ from toyexp.commands.bench_stepper import (
 from toyexp.commands.options import Answer, options, require_settings
 from toyexp.commands.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
-from toyexp.contract.batch import Batch
 from toyexp.contract.command import Arguments
+from toyexp.contract.dataset import Batch
 from toyexp.contract.plan import Plan
 from toyexp.training.parts import Prepared
 
@@ -189,7 +189,7 @@ def work_of(prepared: Prepared) -> Work:
     plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
-    size = count(sum(t.size for t in plan.tensors))
+    size = count(prepared.model.parameters())
     per_step = f"{rows} x {positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
     kind = prepared.model.reads
     return Work(
@@ -318,3 +318,44 @@ def take_turns(
             stepper, steps = ready[name]
             seconds[name].append(stepper.turn(batches, steps))
     return seconds
+
+
+# -- as a picture to print --------------------------------------------------------------------------------------------
+
+
+ROW = 0.5  # inches
+
+
+@own_style()
+def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
+    """A bar for each engine as long as it is fast, in `unit` a second; `engines` are those of the report.
+
+    A bar ends at the median of the rounds; the line goes over their middle half, and each round has a mark.
+    """
+    rounds = len(engines[0]["rounds"])
+    how = f"bars end at the median of {counted(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
+    found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
+    (axes,) = found.panels
+    plain(axes, "x")
+    for row, engine in enumerate(engines):
+        units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # of a step
+        speed, (low, high) = units / engine["seconds_per_step"], (units / seconds for seconds in engine["quartiles"])
+        own = engine["name"] == engine["engine"]  # and no baseline
+        axes.barh(row, speed, height=0.5, color=BLUE if own else PALE, alpha=0.45 if own else 0.6)
+        if rounds > 1:
+            axes.plot([units / seconds for seconds in engine["rounds"]], [row] * rounds, color=INK, marker="|",
+                      markersize=9, markeredgewidth=0.6, alpha=0.5, linestyle="none")  # fmt: skip
+            axes.plot([low, high], [row, row], color=INK, linewidth=2, solid_capstyle="butt")
+        told = f"{count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms a step"
+        ratio = "" if row == 0 and len(engines) > 1 else f"{engine['ratio']:.2f} times {engines[0]['name']}"
+        axes.text(1.01, row, f"{told}\n{cut(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
+                  transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
+    lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
+    names = ["\n".join(cut(line, 26) for line in some) for some in lines]
+    axes.set_yticks(range(len(engines)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(engines) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: count(value))
+    axes.set_xlabel(f"{unit} a second", color=INK, fontsize=LABEL)
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 from toyexp.base.errors import RunFailed
 from toyexp.commands.bench_peak import Peak, peak_of
 from toyexp.commands.bench_stepper import Entry, Measured, made_batches, warm_up, why_it_ended
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 
 
 class Apart(Measured):

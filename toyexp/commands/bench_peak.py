@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.contract.batch import InputSpec
+from toyexp.contract.dataset import InputSpec
 from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model, TensorSpec

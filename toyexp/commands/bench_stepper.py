@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import IO, Any, Protocol
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
 from toyexp.commands.variants import prepared_on
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.recipe import start
 from toyexp.contract.session import StepMetrics
 from toyexp.training.parts import Prepared
@@ -253,6 +252,8 @@ def memory_bytes() -> tuple[int, int]:
     """What this process holds, and the most it held; where the system tells only the latter, that twice."""
     if found := _of_linux("self"):  # whose getrusage starts at the peak of the process that started this one
         return found
+    import resource  # deferred: Windows has none
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak, peak
 

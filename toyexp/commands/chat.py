@@ -13,7 +13,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.base.signals import Interrupted, handled
 from toyexp.base.terminal import on_terminal, tell_aside
-from toyexp.commands.author import LIMIT, STOPPED, Author, Generated, Scribe, chat_ids, chat_template, said
+from toyexp.commands.author import LIMIT, STOPPED, Author, Generated, Scribe, chat_ids, chat_template, opening, said
 from toyexp.formats.gguf.header import origin
 from toyexp.text.chat import BadChat, Template
 
@@ -52,24 +52,23 @@ class Conversation:
 
     def __init__(self, author: Author, template: Template | None):
         self._author, self._template = author, template
-        self.turns: list[dict[str, str]] = []
+        self.turns = opening(author.asked)
+        self._fixed = len(self.turns)  # turns that are never left out
         self._dropped = False
 
     def ids(self, message: str) -> list[int]:
         """Those after another message; UserError for one that the template refuses, or that is too long by itself."""
-        turns, room = [*self.turns, said("user", message)], self._room()
-        while len(ids := self._ids(turns)) > room and len(turns) > 2:
-            turns = turns[2:]
-            self._tell_once()
-        if len(ids) > self._author.context:
-            raise UserError(f"the message takes {len(ids)} tokens, and the context is {self._author.context}: left out")
+        turns, context = [*self.turns, said("user", message)], self._author.context
+        room = context - min(self._author.asked.tokens, context // 4)  # so that an answer has room
+        while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
+            del turns[self._fixed : self._fixed + 2]
+            if not self._dropped:
+                tell_aside(f"note: the context of {context} tokens is full; the oldest turns are left out now")
+            self._dropped = True
+        if len(ids) > context:
+            raise UserError(f"the message takes {len(ids)} tokens, and the context is {context}: left out")
         self.turns = turns
         return ids
-
-    def _room(self) -> int:
-        """Tokens that what was said may take, so that an answer has room."""
-        context = self._author.context
-        return context - min(self._author.asked.tokens, context // 4)
 
     def _ids(self, turns: list[dict[str, str]]) -> list[int]:
         tokenizer = self._author.tokenizer
@@ -79,25 +78,23 @@ class Conversation:
         pairs = [turns[i : i + 2] for i in range(0, len(turns), 2)]
         return tokenizer.prompt("\n".join("".join(turn["content"] for turn in pair) for pair in pairs)).tolist()
 
-    def _tell_once(self) -> None:
-        if not self._dropped:
-            tell_aside(f"note: the context of {self._author.context} tokens is full; the oldest turns are left out now")
-        self._dropped = True
 
+def chat(author: Author, path: Path, write: Callable[[str], None], answered: Callable[[Generated], object]) -> int:
+    """Answer message by message, until /quit or the end of the input; `write` gets text as it comes.
 
-def chat(author: Author, path: Path, write: Callable[[str], None], answered: Callable[[Generated], object]) -> None:
-    """Answers message by message, until /quit or the end of the input; `write` gets text as it comes.
-
-    `answered` gets each answer once it is whole, or was stopped. UserError for a file that knows ids alone.
+    `answered` gets each answer once it is whole, or was stopped. Return how many messages of a pipe were left out.
+    UserError for a file that knows ids alone.
     """
     asked = author.asked
     if author.tokenizer is None:
         raise UserError(f"{origin(path)}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
     found = chat_template(path, asked, required=False)
+    if asked.system is not None and not found:
+        raise UserError(f"{origin(path)}: has no chat template, which would write --system; leave it out")
     talk = Conversation(author, Template(found.text, author.tokenizer, found.file) if found else None)
     how = f"chat template of {found.file}" if found else "no chat template: the text is continued"
     tell_aside(f"{how} · {AGAIN}")
-    words, ctrl_c = stream(asked.seed, "generate"), CtrlC()
+    words, ctrl_c, left_out = stream(asked.seed, "generate"), CtrlC(), 0
     with handled({signal.SIGINT: ctrl_c.handle}):
         for message in messages():
             try:
@@ -106,17 +103,16 @@ def chat(author: Author, path: Path, write: Callable[[str], None], answered: Cal
                 raise UserError(f"{found.file if found else origin(path)}: {error}") from None
             except UserError as error:
                 tell_aside(str(error))
+                left_out += not sys.stdin.isatty()
                 continue
             scribe = Scribe(author.tokenizer, write)
             with ctrl_c.stops_an_answer():
-                reason, seconds = author.write(ids, scribe, words, lambda: ctrl_c.pressed, tell_aside)
+                answer = author.write(message, ids, scribe, words, found, lambda: ctrl_c.pressed, tell_aside)
             talk.turns.append(said("assistant", scribe.text))
-            answered(Generated(
-                str(origin(path)), author.note, message, ids, scribe.text, scribe.ids, len(scribe.ids), reason, seconds,
-                asked.seed, found and found.file, author.slides,
-            ))  # fmt: skip
-            if reason in (LIMIT, STOPPED):
-                tell_aside(f"({reason}{f', --tokens {asked.tokens}' if reason == LIMIT else ''})")
+            answered(answer)
+            if answer.reason in (LIMIT, STOPPED):
+                tell_aside(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
+    return left_out
 
 
 def messages() -> Iterator[str]:

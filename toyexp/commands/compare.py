@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.drawing import picture_at
 from toyexp.base.errors import UserError, choose, in_a_cell
-from toyexp.base.terminal import say
-from toyexp.base.words import count, counted, in_bytes, last_words, short
-from toyexp.commands.options import Answer
-from toyexp.commands.runs import as_csv, one_form, told
-from toyexp.commands.width import aligned, fits, without, wrapped
+from toyexp.base.terminal import say, tell_aside
+from toyexp.base.words import as_csv, count, counted, in_bytes, last_words, short
+from toyexp.base.writing import require_place
+from toyexp.commands.options import Answer, aligned, fits, without, wrapped
+from toyexp.commands.runs import one_form, told
 from toyexp.contract.command import Arguments
-from toyexp.runs.chosen import divided, filtered
+from toyexp.runs.chosen import Filter, divided, filtered
 from toyexp.runs.comparison import Comparison, Entry
-from toyexp.runs.found import look, metric_of, named
+from toyexp.runs.found import look, metric_of, named, unzipped
 from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title
 from toyexp.sweep.ranking import TRAIN, Point, mean
 
 HELP = """\
-usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--csv | --json]
+usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--pool] [--csv | --json]
                            [--html report.html] [--plot curves.svg]
 
-Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory that holds
-runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm 'lr>1e-3').
+Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory or a zip
+archive that holds runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm
+'lr>1e-3').
 
 Runs that differ in their seed alone are one point, with the mean and the standard deviation (over n-1) of those that
 came to their end. The best point comes first. What tells points apart in the same way as another setting (the sizes of
-a preset) stands below the table.
+a preset) stands below the table. Runs that read different data or different base models are different points, even if
+their settings are equal; the column `data digest` or `base digest` tells them apart.
 
 --metric accuracy    the held-out score that decides; loss, unless a sweep's own sweep.metric says otherwise
+--pool               count equal runs of different directories or names, as those of a class, as one point; without it
+                     the column `whose` tells them apart
 --csv                a row for each run; --json: the points, their runs, and what differs
 --html report.html   curves, table, settings against score, samples, and how to repeat each, in one file that opens
                      anywhere, without a network (pip install 'toyexp[report]')
@@ -51,7 +56,7 @@ class Compared(Answer):
     def plain(self) -> dict[str, Any]:
         """The points, the best first, and what differs."""
         found = self.comparison
-        best, points = found.best_point, []
+        best, points = found.ranking.best, []
         for point in found.ranking.points:
             settings = {key: point.jobs[0].settings.get(key) for key in found.keys}
             known = not math.isnan(point.mean)
@@ -60,8 +65,7 @@ class Compared(Answer):
                 "counted": len(point.values), "best": point is best,
                 "runs": [entry.run.plain() for entry in point.jobs],
             })  # fmt: skip
-        every = [*found.keys, *(key for some in found.along.values() for key in some), *found.also]
-        differ = {key: found.values(key) for key in every}
+        differ = {key: found.values(key) for key in found.every_key}
         return {"metric": found.ranking.column, "points": points, "differ": differ, "notes": found.notes()}
 
     def lines(self) -> list[str]:
@@ -70,7 +74,7 @@ class Compared(Answer):
         ranking = found.ranking
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [*(found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
+        heads = [*map(in_a_cell, found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
         rows = [[in_a_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits([heads, *rows]):
             heads = [*map(in_a_cell, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
@@ -107,7 +111,7 @@ class Compared(Answer):
         speed = mean(run.speed for run in done)
         known = len(point.values) + point.repeats
         counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
-        mark = "best" if point is found.best_point and len(found.ranking.points) > 1 else ""
+        mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
         speed_told = "-" if speed is None else f"{count(speed)}/s"
         return [*cells, counts, of, str(point), *map(told, others), speed_told, mark]
 
@@ -117,7 +121,7 @@ class Compared(Answer):
         heads = ["run", "name", *found.keys, "seed", "state", self._taken, "held-out loss",
                  *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
                  f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
-        table, best = [heads], found.best_point
+        table, best = [heads], found.ranking.best
         for entry, point in found.ranking.jobs():
             run, known = entry.run, bool(point.values)
             cells = [short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
@@ -141,18 +145,31 @@ def run(arguments: Arguments) -> int:
     places, filters = divided(arguments.rest)
     if not places:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
-    paths = named("compare", places)
-    runs = filtered([look(path) for path in paths], filters)
+    with unzipped(places) as where:
+        return _compare(arguments, where, filters, picture)
+
+
+def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False) -> Compared:
+    """Compare the runs in `places` that the filters allow; raise UserError if none is left, or none has the metric."""
+    paths, notes = named("compare", places), list[str]()
+    runs = filtered([look(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(
             f"compare {' '.join(f.typed for f in filters)}: none of {counted(len(paths), 'run')} is like that"
         )
-    metric = arguments.values.get("--metric")
-    comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]))
+    comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]), pooled)
+    comparison.unasked = notes
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
         there_is = choose(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
         raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
+    return Compared(comparison)
+
+
+def _compare(arguments: Arguments, places: list[str], filters: Sequence[Filter], picture: Path | None) -> int:
+    page, metric = arguments.values.get("--html"), arguments.values.get("--metric")
+    answer = compared(places, filters, metric, "--pool" in arguments.switches)
+    comparison = answer.comparison
     alone = Path(places[0]) if len(places) == 1 else None
     if page:
         size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))
@@ -160,14 +177,14 @@ def run(arguments: Arguments) -> int:
     if picture:
         whole = alone if not filters and not metric else None
         size = sheet(comparison, title(places), whole).write(picture)
-        say(f"plot    {plot}, {in_bytes(size)}")
-    if page or picture:
-        return 0
-    answer = Compared(comparison)
-    if "--csv" in arguments.switches:
+        say(f"plot    {arguments.values['--plot']}, {in_bytes(size)}")
+    if not page and not picture and "--csv" not in arguments.switches:
+        return answer.show(arguments)
+    if not page and not picture:
         print(answer.csv(), end="")
-        return 0
-    return answer.show(arguments)
+    for note in comparison.notes():
+        tell_aside(f"note: {note}")
+    return 0
 
 
 def check_page(page: str) -> None:
@@ -176,8 +193,7 @@ def check_page(page: str) -> None:
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         folder = path if path.is_dir() else path.parent
         raise UserError(f"--html {page}: takes the name of a file, such as --html {folder / 'report.html'}")
-    if not path.parent.is_dir():
-        raise UserError(f"--html {page}: there is no directory {path.parent}")
+    require_place(f"--html {page}", path)
     if os.path.lexists(path) and not is_a_page(path):
         raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
     require()

@@ -28,8 +28,8 @@ from toyexp.contract.model import sizes_of
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.open_model import opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import opened
 from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing
 from toyexp.text.tokenizer import CONTROL
 

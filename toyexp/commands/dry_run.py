@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +19,10 @@ from toyexp.commands.bench import step_flops
 from toyexp.commands.bench_stepper import EngineStepper, memory_bytes
 from toyexp.commands.options import Answer
 from toyexp.config.top_level import GROUPS
+from toyexp.formats.gguf.open_model import in_place
 from toyexp.training.driver import Evaluate
-from toyexp.training.introduction import introduction
 from toyexp.training.memory import check_snapshot, least, snapshot_bytes
-from toyexp.training.parts import Prepared
+from toyexp.training.parts import Prepared, introduction
 from toyexp.training.resume import Resumed
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import Interval, evaluations
@@ -68,10 +67,11 @@ class DryRun(Answer):
     parameters: int
     trainable: int
     units: str
-    units_per_step: int
+    units_per_step: float  # targets that count; of rows of different lengths, on average of the steps that were tried
     epochs: float | None  # None where data do not say how large they are
     batch_bytes: int
-    weights_bytes: int  # with gradients and the optimiser's state
+    weights_bytes: int  # of what trains, with gradients and the optimiser's state
+    frozen_bytes: int  # of weights that do not train
     checkpoint_bytes: int  # of the copy of a checkpoint; 0: none is written
     free_bytes: int | None
     flops_per_step: float
@@ -82,14 +82,20 @@ class DryRun(Answer):
         """The same, with what is made of it."""
         steps = self.steps
         made = {"flops": steps * self.flops_per_step, "seconds": self.tried.of_run(steps)}
-        return {**super().plain(), "directory": str(self.directory), self.units: steps * self.units_per_step, **made}
+        return {
+            **super().plain(),
+            "directory": str(self.directory),
+            self.units: round(steps * self.units_per_step),
+            **made,
+        }
 
     def lines(self) -> list[str]:
         """For a person."""
         tried, per_step = self.tried, self.units_per_step
         again = "" if self.epochs is None else f", {self.epochs:.3g} times through the data"
         behind = f" behind step {self.begins}" if self.begins else ""
-        parts = {"a batch": self.batch_bytes, "weights, gradients and optimiser": self.weights_bytes}
+        parts = {"a batch": self.batch_bytes, "weights that train, gradients and optimiser": self.weights_bytes}
+        parts |= {"frozen weights": self.frozen_bytes} if self.frozen_bytes else {}
         parts |= {"a checkpoint's copy": self.checkpoint_bytes} if self.checkpoint_bytes else {}
         of = "" if self.free_bytes is None else f" of {in_bytes(self.free_bytes)} that are free"
         device = "" if tried.device_bytes is None else f", and of its device's memory {in_bytes(tried.device_bytes)}"
@@ -101,7 +107,7 @@ class DryRun(Answer):
         told = [
             *([f"settings {' '.join(self.settings)}"] if self.settings else []),
             *(f"{line.split(' ', 1)[0]:<8} {line.split(' ', 1)[1].lstrip()}" for line in self.about),
-            f"trains   {count(self.trainable)} of {count(self.parameters)} parameters",
+            f"trains   {count(self.trainable)} parameters; the model, as exported, has {count(self.parameters)}",
             f"steps    {self.steps}{behind}, each of {count(per_step)} {self.units}: {in_all} in all{again}",
             f"memory   at least {in_bytes(sum(parts.values()))}{of}: "
             + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items()),
@@ -124,22 +130,36 @@ def foresee(
     saves = bool(Interval.parse(config.settings.checkpoint_every, "checkpoint_every"))
     if saves:
         check_snapshot(plan, config.engine)
-    require_writable(directory, continued=resumed is not None)
+    require_writable(directory)
     about = introduction(prepared) + (resumed.lines() if resumed else [])
     begins = resumed.checkpoint.step if resumed else 0
     steps = config.settings.steps - begins
     tried = try_steps(prepared, begins)
+    ended = time.perf_counter()
+    settings, flops = differing(request, composed), step_flops(plan)
+    tried = replace(tried, seconds=tried.seconds + time.perf_counter() - ended)
     units = prepared.model.reads.units
     known = given(Mapping, prepared.dataset.describe).get(f"train_{units}")
-    per_step = plan.rows * plan.accumulate * math.prod(plan.inputs["targets"].shape)
     batch, weights = least(plan, config.engine)
     return DryRun(
-        settings=differing(request, composed), about=about, directory=directory, begins=begins, steps=steps,
-        parameters=sum(t.size for t in plan.tensors), trainable=sum(t.size for t in plan.trainable),
-        units=units, units_per_step=per_step, epochs=steps * tried.learned / known if known else None,
-        batch_bytes=batch, weights_bytes=weights, checkpoint_bytes=snapshot_bytes(plan) if saves else 0,
-        free_bytes=available_bytes(), flops_per_step=step_flops(plan), tried=tried, warnings=list(prepared.warnings),
+        settings=settings, about=about, directory=directory, begins=begins, steps=steps,
+        parameters=prepared.model.parameters(), trainable=sum(t.size for t in plan.trainable),
+        units=units, units_per_step=tried.learned, epochs=steps * tried.learned / known if known else None,
+        batch_bytes=batch, weights_bytes=weights, frozen_bytes=_frozen_bytes(prepared),
+        checkpoint_bytes=snapshot_bytes(plan) if saves else 0,
+        free_bytes=available_bytes(), flops_per_step=flops, tried=tried, warnings=list(prepared.warnings),
     )  # fmt: skip
+
+
+def _frozen_bytes(prepared: Prepared) -> int:
+    """Return what frozen weights take of the machine's memory at least: in float32, or as they lie in their file."""
+    engine, size = prepared.config.engine, 0
+    in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
+    for tensor in prepared.plan.tensors if not engine.own_memory else ():
+        info = in_place(tensor) if in_files else None
+        whole = 4 * tensor.size
+        size += 0 if tensor.trainable else min(info.nbytes // info.shape[0] * tensor.shape[0], whole) if info else whole
+    return size
 
 
 def differing(request: Request, composed: Composed) -> list[str]:

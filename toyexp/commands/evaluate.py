@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from toyexp.base.blame import batches_of
 from toyexp.base.bounds import is_whole
-from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.memory import TO_EVALUATE, running_out
-from toyexp.commands.by_class import OfClass, by_class, table
+from toyexp.base.errors import RunFailed, UserError, in_a_cell
+from toyexp.base.terminal import complain
 from toyexp.commands.evaldata import Trained, kind_of, trained_on
-from toyexp.commands.options import Answer, one_file
+from toyexp.commands.options import Answer, aligned, one_file
 from toyexp.commands.variants import one_experiment
-from toyexp.config.adapters import adapter_of
 from toyexp.config.request import Request
-from toyexp.config.restored import file_of
-from toyexp.contract.batch import Batch
+from toyexp.config.restored import adapter_of, check_base, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import of_kind, unread
-from toyexp.contract.data import open_data
-from toyexp.contract.dataset import Dataset
+from toyexp.contract.data import Data, open_data
+from toyexp.contract.dataset import Batch, Dataset
 from toyexp.contract.kind import Figure
 from toyexp.contract.model import Model, scores_of, sizes_of
 from toyexp.contract.recipe import Setup
@@ -33,11 +33,9 @@ from toyexp.contract.session import Session
 from toyexp.datasets.images import ImageDataset
 from toyexp.formats.file_plan import frozen_plan, see_as
 from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_in
-from toyexp.formats.gguf.source import opened
+from toyexp.formats.gguf.open_model import model_in, opened
 from toyexp.formats.gguf.tokenizer import has_text
-from toyexp.reference.forward import check_forward
-from toyexp.training.memory import check_plan
+from toyexp.training.memory import checked_session
 
 if TYPE_CHECKING:
     from toyexp.training.parts import Config
@@ -51,15 +49,15 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
   toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
                                                           on the run's own data, as the run evaluated it
   toyexp eval model.gguf                                  the standard library's held-out part, the best engine here
-  toyexp eval model.gguf --data book.txt engine=ggml      short for data=text data.path=book.txt
+  toyexp eval model.gguf --data book.txt engine=ggml      the whole of book.txt
   toyexp eval digits.gguf data=digits
   toyexp eval base.gguf --adapter outputs/lora-llama/2026-11-21_050553_073724
                                                           a LoRA adapter on a base: of a run, on that run's own data; a
                                                           file adapter.gguf; or a directory of PEFT's
 
 A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
-of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. Its held-out part is taken, in a few
-batches; for all that can be: data.val_fraction=0.999 data.eval_batches=1000000 (of images data.eval_images=0).
+of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. All of PATH is held out, where without it
+a share is; a few batches of that are taken (data.eval_batches=1000000 takes all, as of images data.eval_images=0 does).
 Sizes and tokenizer come from the model's file. model.context=N takes windows of N tokens, batch_size=N so many at a
 time; beside these go data.*, engine, engine.* and plugins=[...]."""
 
@@ -79,11 +77,12 @@ class Evaluation(Answer):
     path: str | None  # of the data, where it has one
     left_out: list[str]  # what of the data is not taken, and which key changes that
     share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that is taken
-    own: bool  # whether it is what the model's run was trained on
+    own: bool  # whether it is what the model's run was trained on, by its digest
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
     figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
+    note: str = ""  # on the data of a run, where it is not, or may not be, its own
     classes: list[OfClass] | None = None  # how it did by class, where there is one for a whole example
 
     def plain(self) -> dict[str, Any]:
@@ -96,14 +95,15 @@ class Evaluation(Answer):
         """What it read, and what it scored."""
         found = [f"loss {self.loss:.4f}", *(figure.shown for figure in self.figures if figure.value is not None)]
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
-        named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else "")
+        named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else self.note)
         data = "; ".join((named, *self.left_out))
         share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
+        held_out = "" if self.share.get("val_fraction") == 1 else "held-out "
         return [
             f"model   {self.file}, {self.model}",
             *([f"adapter {self.adapter}"] if self.adapter else []),
             f"engine  {self.engine}",
-            f"data    {data}, {self.targets} held-out targets{f' ({share})' if share else ''}",
+            f"data    {data}, {self.targets} {held_out}targets{f' ({share})' if share else ''}",
             " · ".join(found),
             *(table(self.classes) if self.classes else []),
         ]
@@ -133,23 +133,23 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     trained = (trained_on(adapter, request.modules) if adapter else None) or trained_on(what, request.modules)
     model = model_in(opened(str(path)), registry)
     put_on = adapter_of(adapter, lambda: model, registry) if adapter else None
+    for warning in check_base(put_on, path) if put_on else ():
+        complain(f"warning: {warning}")
     chosen = _data(model, path, typed, registry, trained, data)
-    own = trained is not None and data is None and not any(key.split(".")[0] == "data" for key in typed)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
-    built = request.before(*chosen, *batch_size).without("model.context").parts()
+    with trained.record.told() if trained else nullcontext():
+        built = request.before(*chosen, *batch_size).without("model.context").parts()
     built.engine.check_rows(built.settings.batch_size, 1)
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)
     dataset = _opened(built, model, path)
+    keys = [key for key in (*typed, *(["data.path"] if data else [])) if key.split(".")[0] == "data"]
+    taken = str(built.plain["data"].get("path") or "")
+    own, note = trained.compare(dataset, keys, taken) if trained else (False, "")
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     inputs = model.reads.bounded(batches.inputs, dataset.vocab)
     plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size), put_on)
-    check_plan(plan, built.engine, TO_EVALUATE)
-    built.engine.check_plan(plan)
-    check_forward(plan, str(origin(path)))
-    naming = batches_of(built.data.name, "was refused")
-    with naming, running_out(TO_EVALUATE), built.engine.realize(plan) as session:
-        session.build()
+    with batches_of(built.data.name, "was refused"), checked_session(plan, built.engine, str(origin(path))) as session:
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
         classes = _by_class(session, held_out, dataset)
@@ -158,7 +158,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters",
         adapter=str(origin(put_on)) if put_on else None, engine=built.engine_note,
         data=built.data.name, path=built.plain["data"].get("path"), left_out=[*dataset.left_out(), *batches.left_out],
-        share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own,
+        share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own, note=note,
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
     )  # fmt: skip
@@ -191,12 +191,15 @@ def _data(
     """Which data, as typed, before what was typed."""
     if data is not None and "data" in typed:
         raise UserError(f"--data {data}: goes without data=..., which says the same")
-    own = trained.settings(path, has_text(opened(str(path)))) if trained else []
+    own = trained.settings(path, has_text(opened(str(path))), registry) if trained else []
     if data is not None:
         from toyexp.config.words import setting
 
-        kind, given = f"data={kind_of(Path(data), model, registry)}", setting("data.path", data)
-        return [*(own if kind in own else [kind]), given]
+        name = kind_of(Path(data), model, registry)
+        kind, given = f"data={name}", [setting("data.path", data)]
+        whole = cast("type[Data]", registry.get("data", name)).whole
+        given += [setting(f"data.{key}", value) for key, value in whole.items()]
+        return [*(own if kind in own else [kind]), *given]
     if "data" in typed:
         return []
     return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]
@@ -222,3 +225,67 @@ def _window(given: str | None, model: Model, trained: int | None) -> int | None:
     if not is_whole(given, 1, model.context):
         raise UserError(f"model.context={given}: must be a whole number from 1 to {model.context}, the file's own")
     return int(given)
+
+
+# -- by class ---------------------------------------------------------------------------------------------------------
+
+
+SHOWN = 20  # classes in the table
+OTHERS = 3  # that one is mistaken for, in the table
+
+
+@dataclass(frozen=True)
+class OfClass:
+    """What was held out of one class."""
+
+    name: str
+    examples: int
+    right: int
+    taken_for: dict[str, int]  # the other classes, the commonest first
+
+    @property
+    def wrong(self) -> int:
+        """Examples that were taken for others."""
+        return self.examples - self.right
+
+
+def by_class(
+    logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
+) -> list[OfClass]:
+    """Of each class of the model, in its order. `read` are the inputs that logits [rows, classes] follow from.
+
+    A row whose weight is 0 only fills its batch. Classes beyond the `names` are called by their numbers.
+    """
+    counts = None
+    for batch in batches:
+        found = logits({name: batch[name] for name in read})
+        if counts is None:
+            counts = np.zeros((found.shape[1],) * 2, np.int64)
+        kept = batch["weights"] > 0
+        np.add.at(counts, (batch["targets"][kept], found.argmax(-1)[kept]), 1)
+    if counts is None:
+        return []
+    called = [*names, *map(str, range(len(names), len(counts)))]
+    classes = []
+    for number, row in enumerate(counts.tolist()):
+        others = sorted((i for i, count in enumerate(row) if count and i != number), key=lambda i: (-row[i], i))
+        classes.append(OfClass(called[number], sum(row), row[number], {called[i]: row[i] for i in others}))
+    return classes
+
+
+def table(classes: Sequence[OfClass]) -> list[str]:
+    """A line for each class that there are examples of; of many those that it is wrong about most often."""
+    there = [one for one in classes if one.examples]
+    shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: -one.wrong)[:SHOWN]
+    rows = [["class", "examples", "right", "taken for"], *map(_row, shown)]
+    lines = aligned(rows, {"examples", "right"})
+    if len(shown) < len(there):
+        lines.append(f"of {len(there)} classes those with most mistakes; --json has all")
+    return lines
+
+
+def _row(one: OfClass) -> list[str]:
+    others = [f"{name} ({count})" for name, count in one.taken_for.items()]
+    more = [f"{len(others) - OTHERS} more"] if len(others) > OTHERS + 1 else []
+    told = ", ".join((others[:OTHERS] if more else others) + more)
+    return [in_a_cell(one.name), str(one.examples), f"{one.right / one.examples:.1%}", in_a_cell(told)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from toyexp.base.blame import blamed, sentences
 from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
-from toyexp.base.writing import bytes_in, in_one_piece, required
+from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
@@ -209,6 +209,5 @@ def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
         beside = (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
     target = to or beside.with_name(f"{stem}{ending}")
-    if not target.parent.is_dir():
-        raise UserError(f"--to {target}: there is no directory {target.parent}")
+    require_place(f"--to {target}", target)
     return target

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toyexp.base.errors import UserError, choose
-from toyexp.commands.habits import no_option, no_setting
+from toyexp.base.errors import UserError, choose, nearest
+from toyexp.config.top_level import GROUPS, in_our_words, other_tools
 from toyexp.contract.command import modules_in
+from toyexp.training.settings import Settings
+
+if TYPE_CHECKING:
+    from toyexp.config.request import Request
 
 SHORT = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
@@ -69,6 +75,14 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, settings
 
 
+def request_of(flags: Mapping[str, str], settings: Sequence[str]) -> Request:
+    """Return what the settings ask for, beside the configuration that the flags name."""
+    from toyexp.config.request import Request
+    from toyexp.config.schema import Source
+
+    return Request.of(settings, Source.of(*map(flags.get, ("--config-path", "--config-name", "--config-dir"))))
+
+
 def _flag(word: str, left: list[str]) -> tuple[str, str]:
     """A flag by its long name, and its value, which may be taken from the words that are `left`."""
     given, equals, value = word.partition("=")
@@ -128,3 +142,60 @@ def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
     if value[:1] in ("'", '"') and value[-1:] == value[:1] and not Path(value).exists():
         value = value[1:-1]
     return [word for word in settings if not word.lstrip("+").startswith("resume=")], value
+
+
+# -- the habits of other tools: `--lr 0.1`, `lr = 0.1`, `train` -------------------------------------------------------
+
+
+VERBS = ("train", "run", "fit", "start", "sweep")
+
+
+def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
+    """An error about a word with dashes that is no flag, by what comes `after` it."""
+    if setting := setting_with_dashes(word, after):
+        return UserError(f"{word}: a setting has no dashes: {setting}")
+    if "=" in word:
+        return UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
+    return UserError(f"{word}: there is no such option; {choose(word, flags)}")
+
+
+def setting_with_dashes(word: str, after: Sequence[str]) -> str | None:
+    """The setting that is meant by a word such as --lr, if there is one of that name."""
+    name, equals, value = word.partition("=")
+    return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
+
+
+def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
+    """An error about a word that is neither a command nor a setting, by what stands around it."""
+    if word in VERBS:
+        many = "-m seed=1,2" if word == "sweep" else "recipe=warm"
+        hint = f"settings alone make a run: toyexp {many}"
+    elif not before and word in other_tools("commands"):
+        hint = f"that is: toyexp {other_tools('commands')[word]}"
+    elif before and before[-1].endswith("="):
+        hint = f"did you mean {before[-1]}{word}? there is no space around ="
+    elif setting := _setting(*word.split(":", 1)) if ":" in word else _setting(word, _value(after)):
+        hint = f"did you mean {setting}?"
+    elif word in commands:
+        hint = f"a command comes first: toyexp {word} ..."
+    elif near := nearest(word, commands):
+        hint = f"did you mean {near}?"
+    else:
+        hint = f"commands: {', '.join(commands)}; settings: key=value"
+    return UserError(f"{word!r} is neither a command nor a setting; {hint}")
+
+
+def _value(after: Sequence[str]) -> str:
+    """The value that stands behind a key with a space between, or dots where none does."""
+    words = [word for word in after[:2] if not word.startswith("-")]
+    text = "".join(words if words[:1] == ["="] else words[:1])
+    return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."
+
+
+def _setting(name: str, value: str) -> str | None:
+    """The setting that is meant, such as lr=0.1, if there is one of that name."""
+    key = name.replace("-", "_")
+    known = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
+    if key in known or key.partition(".")[0] in GROUPS:
+        return f"{key}={value or '...'}"
+    return in_our_words(key, value or "...")

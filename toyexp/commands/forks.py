@@ -44,8 +44,10 @@ def serve() -> bool:
     control = socket.socket(fileno=int(os.environ.pop(FORKS)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
     with control, contextlib.suppress(ConnectionError):
-        if not _loaded(control):
+        if (heard := hear(control)) is None:
             return False
+        with contextlib.suppress(Exception):  # each job reports errors in its settings itself
+            _load(**heard[0])
         fit = _is_fit()
         control.sendall(b"1" if fit else b"0")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
@@ -60,22 +62,6 @@ def serve() -> bool:
             for file in files:
                 os.close(file)
     return False
-
-
-def _loaded(control: socket.socket) -> bool:
-    """Whether it was told what is to be loaded, which is done: first maybe of a guess, which may hold."""
-    guess: dict[str, Any] = {}
-    sure = False
-    while not sure:
-        if (heard := hear(control)) is None:
-            return False
-        asked = heard[0]
-        sure = asked.pop("sure")
-        if asked != guess:
-            with contextlib.suppress(Exception):  # what is wrong with the settings is for the jobs to say
-                _load(**asked)
-        guess = asked
-    return True
 
 
 def _load(words: Sequence[str], stacks: bool) -> None:

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, choose
 from toyexp.base.random import stream
-from toyexp.base.terminal import tell_aside, write_text
+from toyexp.base.terminal import complain, tell_aside, write_text
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.writing import dump_json
 from toyexp.commands.author import (
@@ -32,23 +31,18 @@ from toyexp.commands.author import (
 )
 from toyexp.commands.chat import chat
 from toyexp.commands.options import one_file, options, refuse_settings
-from toyexp.config.adapters import adapter_of
-from toyexp.config.restored import file_of
+from toyexp.config.restored import adapter_of, check_base, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.contract.sampling import Sampling
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.open_model import model_of, opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import opened
 from toyexp.formats.gguf.tokenizer import has_text
-
-if TYPE_CHECKING:
-    pass
 
 LLAMA_CPP = "llama.cpp"
 IN_A_CHAT = 512  # tokens of an answer, unless told
+MOST_TEXT = 1 << 24  # bytes of a prompt
 CHAT_STEP = 256  # positions by which a chat's window grows
 
 HELP = """\
@@ -67,6 +61,7 @@ options
   --ids 1,2,3        token ids in its place; a file without a tokenizer answers in ids too
   --chat             the prompt is a user's message, written by the file's chat template, or by the adapter's own;
                      without a prompt a conversation, a line a message: /quit ends it, Ctrl-C stops an answer
+  --system TEXT      with --chat: what the model is told before the first message
   --tokens N         tokens to write at most (64; of an answer in a conversation 512)
   --temperature X    logits are divided by it; 0: always the likeliest token (0.8)
   --top-k N          choose among the N likeliest tokens; 0: all (40)
@@ -102,8 +97,7 @@ def run(arguments: Arguments) -> int:
 
     try:
         if asked.chat and asked.prompt is None:
-            converse(asked, registry, write, show)
-            return 0
+            return 1 if converse(asked, registry, write, show) else 0
         found = generate(asked, registry, write, tell_aside if asked.json else notes.append)
     except KeyboardInterrupt:
         print(flush=True)
@@ -125,6 +119,8 @@ def read(arguments: Arguments) -> Options:
     numbers = None if parts is None else [int(part) for part in parts]
     more = {"model": model, "ids": numbers, "plugins": arguments.modules}
     asked = options(Options, arguments, LIMITS, **more, sampling=options(Sampling, arguments, LIMITS))
+    if asked.system is not None and not asked.chat:
+        raise UserError("generate --system: is written by a chat template: add --chat")
     if asked.chat and numbers is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
     if asked.chat and asked.prompt is None:
@@ -151,24 +147,20 @@ def generate(
     with _author(path, asked, registry) as author:
         template = chat_template(path, asked)
         ids, scribe = prompt_ids(path, asked, author.tokenizer, template), Scribe(author.tokenizer, write)
-        reason, seconds = author.write(ids, scribe, stream(asked.seed, "generate"), slid=slid)
-        return Generated(
-            str(origin(path)), author.note, asked.prompt, ids, scribe.text if author.tokenizer else None, scribe.ids,
-            len(scribe.ids), reason, seconds, asked.seed, template and template.file, author.slides,
-        )  # fmt: skip
+        return author.write(asked.prompt, ids, scribe, stream(asked.seed, "generate"), template, slid=slid)
 
 
 def converse(
     asked: Options, registry: Registry, write: Callable[[str], None], show: Callable[[Generated], None]
-) -> None:
-    """Holds a conversation; see `chat`."""
+) -> int:
+    """Hold a conversation, and return how many messages of a pipe were left out; see `chat`."""
     path, _, asked = _chosen(asked, registry)
     if asked.engine.partition(":")[0] == LLAMA_CPP:
         raise UserError(
             f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on is of the others"
         )
     with _author(path, asked, registry, CHAT_STEP) as author:
-        chat(author, path, write, show)
+        return chat(author, path, write, show)
 
 
 def _author(path: Path, asked: Options, registry: Registry, step: int = 1) -> Author:
@@ -191,14 +183,19 @@ def _chosen(asked: Options, registry: Registry) -> tuple[Path, Mapping[str, str]
     if file.metadata.get("general.type") == "adapter":
         raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
     if asked.adapter:
-        asked = replace(asked, adapter=str(adapter_of(Path(asked.adapter), lambda: model_of(path, registry), registry)))
+        adapter = adapter_of(Path(asked.adapter), lambda: model_of(path, registry), registry)
+        for warning in check_base(adapter, path):
+            complain(f"warning: {warning}")
+        asked = replace(asked, adapter=str(adapter))
     return path, own, asked
 
 
 def _read_prompt(given: str | None) -> str | None:
     if given == "-" and sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; --prompt TEXT, or a pipe")
-    raw = sys.stdin.buffer.read() if given == "-" else os.fsencode(given or "")
+    raw = sys.stdin.buffer.read(MOST_TEXT + 1) if given == "-" else os.fsencode(given or "")
+    if len(raw) > MOST_TEXT:
+        raise UserError(f"--prompt -: more than {MOST_TEXT >> 20} MiB, which fits no context; give its last part")
     try:
         return None if given is None else raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -221,7 +218,7 @@ def _by_llama_cpp(path: Path, asked: Options, own: Mapping[str, str], write: Cal
     if asked.adapter:
         GGUFFile(asked.adapter).close()  # which says what is wrong with a file that is none
     template, ids, prompt = chat_template(path, asked), asked.ids, asked.prompt or ""
-    if template and template.file != str(path):  # which llama.cpp does not know of
+    if template and (asked.system is not None or template.file != str(path)):  # of which llama.cpp does not know
         ids = prompt_ids(path, asked, language(path, asked), template)
     most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
     task = llamacpp.Task(

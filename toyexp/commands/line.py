@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
-from toyexp.commands.flags import SHOWING, read
+from toyexp.commands.flags import SHOWING, read, request_of
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
 from toyexp.sweep.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
     from toyexp.sweep.runner import Asked
     from toyexp.training.parts import Prepared, Result
+    from toyexp.training.provenance import Record
     from toyexp.training.resume import Resumed
 
 
@@ -106,11 +108,7 @@ def run(words: Sequence[str]) -> int:
     available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
     working_directory()  # which says so when it is gone: runs are written there
     flags, settings, resume = read(words)
-    from toyexp.config.request import Request
-    from toyexp.config.schema import Source
-
-    places = map(flags.get, ("--config-path", "--config-name", "--config-dir"))
-    request = Request.of(settings, Source.of(*places))
+    request = request_of(flags, settings)
     if STACK in os.environ:
         from toyexp.sweep.stack import train_stack
 
@@ -125,14 +123,18 @@ def run(words: Sequence[str]) -> int:
     if "--multirun" in flags or "sweep.resume" in request.values:
         if started_ranks().count > 1:
             raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
-        return sweep(flags, request)
+        from toyexp.sweep.begin import sweep
+
+        return sweep(many_runs(flags, request))
     if "--dry-run" in flags:
         _require_one_run(request)
         return _dry_run(flags, request, resume)
     if started_ranks().rank:
         _require_one_run(request)
-        return _follow(request, resume)
-    from toyexp.commands.first import after_a_run, nothing_yet
+        of_run = request if resume in (None, "auto") else request.of_run(Path(str(resume)))
+        of_run.parts().engine.follow()  # it takes part in the first rank's run
+        return 0
+    from toyexp.commands.pages import after_a_run, nothing_yet
     from toyexp.training.resume import AUTO, Complete
     from toyexp.training.verdict import print_result
 
@@ -207,13 +209,6 @@ def _require_one_run(request: Request) -> None:
             )
 
 
-def _follow(request: Request, resume: str | None) -> int:
-    """As another rank than the first: the engine takes part in that one's run."""
-    of_run = request if resume in (None, "auto") else request.of_run(Path(resume))
-    of_run.parts().engine.follow()
-    return 0
-
-
 def _of_run(request: Request, run: Path) -> Request:
     """What going on with a run is asked of, in its directory."""
     from toyexp.training.resume import require_run
@@ -259,11 +254,14 @@ def ready(
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
     from toyexp.training.experiment import prepare
+    from toyexp.training.provenance import recorded
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
 
     status("starting the engine")
-    with running_out():
+    source = composed.source
+    begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
+    with running_out(), begun.told():
         built = composed.parts()
         if TRIAL in os.environ:
             from toyexp.sweep.pruning import taken  # deferred: a run of no search need not load what a search does
@@ -281,19 +279,24 @@ def ready(
         except UserError:
             with composed.placed():
                 raise
-        return prepared, where, load_run(where, prepared) if resume else None
+        if resume:
+            return prepared, where, load_run(where, prepared)
+        return _compared(prepared, begun, source.directory, composed), where, None
 
 
-def sweep(flags: dict[str, str], request: Request) -> int:
-    """Runs every combination of the values, or goes on with a sweep."""
-    from toyexp.sweep.begin import sweep as run_jobs
+def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
+    """Return the run with a warning if it repeats another one whose data or files were others, and none was typed."""
+    from toyexp.training.provenance import sources_of
 
-    return run_jobs(many_runs(flags, request))
+    if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
+        return prepared
+    told = [f"{short(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))]
+    return replace(prepared, warnings=[*prepared.warnings, *told[:1]])
 
 
 def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
     """What a sweep is asked for, and how its jobs are run."""
-    from toyexp.runs.of_sweep import SweepReport, draw_sweep
+    from toyexp.runs.report import SweepReport, draw_sweep
     from toyexp.sweep.runner import Asked
 
     report = SweepReport()

@@ -11,21 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.base.errors import UserError, choose, for_terminal
-from toyexp.base.files import open_file
-from toyexp.base.writing import bytes_in
+from toyexp.base.files import head
+from toyexp.base.writing import bytes_in, require_place
 from toyexp.commands.options import Answer, refuse_settings
-from toyexp.config.adapters import adapter_of
-from toyexp.config.restored import file_of
+from toyexp.config.restored import adapter_of, check_base, file_of
 from toyexp.contract.command import Arguments
 from toyexp.contract.format import TensorInfo
-from toyexp.contract.plan import LoraAdapter, lora_names
+from toyexp.contract.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import read_adapter
-from toyexp.formats.gguf.encode import fitting, pieces_of
-from toyexp.formats.gguf.file_types import FILE_TYPES, tensor_type
+from toyexp.formats.gguf.ggml_types import fitting, pieces_of
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.quantise import FILE_TYPES, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
 from toyexp.formats.gguf.write import Writer
@@ -44,7 +43,7 @@ adapter.gguf, or a directory of PEFT's.
 --json            print what was written as JSON
 
 All other tensors, and all keys, stay as they are, in their types. A chat template that the adapter was trained with
-takes the place of the base's."""
+takes the place of the base's, and general.adapter_digest says what is merged in."""
 
 MAGIC = b"GGUF"
 TYPES = tuple(FILE_TYPES)
@@ -97,6 +96,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
         model = model_in(file, registry)
         put_on = adapter_of(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(put_on, model)
+        problems = check_base(put_on, file.path)
         for tensor in pairs:
             tensor.values.check_finite()
         with GGUFFile(put_on) as there:
@@ -104,7 +104,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
             scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
             writer = _merged(file, there, scales, kind)
             before = dict(Counter(file.tensors[name].type for name in scales))
-            problems = writer.save(out)
+            problems += writer.save(out)
         told = str(origin(file.path)), str(origin(put_on))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
@@ -119,6 +119,8 @@ def _merged(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: s
     for key, value in file.metadata.items():
         if not key.startswith("split."):
             writer.add(key, value, file.kinds[key])
+    pairs = {name: adapter.weights(name) for name in adapter.tensors}
+    writer.add("general.adapter_digest", adapter_digest(pairs, file.text("general.adapter_digest") or ""))
     if template:
         writer.add("tokenizer.chat_template", template)
     tied = "output.weight" not in file.tensors
@@ -146,23 +148,14 @@ def _check_place(out: Path, read: list[Path], force: bool) -> None:
     """Raises UserError for a place that cannot be, or that is taken."""
     if out.suffix != ".gguf":
         raise UserError(f"--out {out}: is written as *.gguf; other formats: toyexp export")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no directory {out.parent}")
+    require_place(f"--out {out}", out)
     if not os.path.lexists(out):
         return
     if out.exists() and any(path.exists() and out.samefile(path) for path in read):
         raise UserError(f"--out {out}: is what is read; write elsewhere")
-    if not _is_gguf(out):
+    if head(out, len(MAGIC)) != MAGIC:
         raise UserError(
             f"--out {out}: is already there and no GGUF file, which --force replaces alone; choose another name"
         )
     if not force:
         raise UserError(f"--out {out}: is already there; choose another name, or replace it with --force")
-
-
-def _is_gguf(path: Path) -> bool:
-    try:
-        with open_file(path) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except (UserError, OSError):
-        return False

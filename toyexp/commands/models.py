@@ -23,8 +23,8 @@ from toyexp.commands.uses import Offers, pasted
 from toyexp.contract.command import Arguments
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.open_model import opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import opened
 
 HELP = """\
 usage: toyexp models [DIR ...] [--json] [plugins=[my_module]]

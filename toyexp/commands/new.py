@@ -11,7 +11,7 @@ from pathlib import Path
 from toyexp.base.errors import UserError, choose
 from toyexp.base.files import working_directory
 from toyexp.base.words import short
-from toyexp.base.writing import in_one_piece, required
+from toyexp.base.writing import in_one_piece, required, unwritable
 from toyexp.commands.options import refuse_settings
 from toyexp.config.shipped import CONF, TEMPLATES
 from toyexp.contract.command import Arguments
@@ -25,13 +25,15 @@ and a README with the commands to go on with. KIND is engine, model, recipe, dat
   toyexp new optimiser sgdr
   cd toyexp-sgdr && pytest
 
---into DIR   where that directory is made; this one unless told. Nothing that is there is ever replaced."""
+--into DIR   where that directory is made; this one unless told. DIR is made if it is not there. Nothing that is there
+             is ever replaced."""
 
 KINDS = {  # the registry's words for them
     "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
     "optimiser": "optim", "format": "format",
 }  # fmt: skip
 HABITS = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
+LONGEST = 60  # letters of a name, which becomes a part of file names
 HOW = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
 
 
@@ -68,6 +70,8 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
         )
     if into.exists() and not into.is_dir():
         raise UserError(f"new {kind} {name} --into {into}: is no directory")
+    if why := unwritable(place):
+        raise UserError(f"new {kind} {name}: {short(place)} cannot be written ({why})")
     with required(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         with in_one_piece(place) as new:
@@ -110,7 +114,11 @@ def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None
         guess = _as_name(name)
         hint = f"; did you mean {guess}?" if guess else ""
         raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
-    if iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", template):
+    if len(name) > LONGEST:
+        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {LONGEST}")
+    if name == f"my_{kind}":  # the template's own
+        pass
+    elif iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", template):
         raise UserError(
             f"{asked}: its class would be {_class(name)}, which stands for something else; such as my_{name}"
         )

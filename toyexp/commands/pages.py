@@ -1,14 +1,25 @@
-"""The documentation's pages, which travel with toyexp: what `toyexp help TOPIC` shows."""
+"""What `toyexp help` and `toyexp --help` show: the documentation's pages, which travel with toyexp, and the usage."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, choose, nearest
 from toyexp.base.terminal import on_terminal
-from toyexp.config.shipped import PAGES, TEMPLATES
+from toyexp.base.words import short, typed
+from toyexp.config.shipped import CONF, PAGES, TEMPLATES
+from toyexp.config.top_level import GROUPS, top_level
+from toyexp.contract.command import Arguments
+from toyexp.contract.plugins import load
+from toyexp.contract.registry import Registry
+
+if TYPE_CHECKING:
+    from toyexp.training.parts import Result
 
 # A line that is nothing but a link to a file of templates/, in whose place stands the file.
 _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULTILINE)
@@ -39,6 +50,25 @@ def read(topic: str) -> str:
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # to another place of the same page
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
+
+
+def search(words: str) -> list[tuple[str, int, str]]:
+    """Find the pages that hold `words`: each with the number and the text of its best line, best page first.
+
+    The page of a setting of that name comes first, then titles, then headings, then how often the words are there.
+    """
+    found, begins = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
+    for topic in topics():
+        hits = [(_depth(line), n, line) for n, line in enumerate(read(topic).splitlines(), 1) if begins.search(line)]
+        if hits:
+            depth, number, line = min(hits)
+            found.append((topic != _OF_KEY.get(words), depth, -len(hits), topic, number, line.strip("# ")))
+    return [(topic, number, line) for *_, topic, number, line in sorted(found)]
+
+
+def _depth(line: str) -> int:
+    """Return the level of a heading, 9 for any other line."""
+    return len(line) - len(line.lstrip("#")) if re.match("#+ ", line) else 9
 
 
 def _instead(topic: str, known: Mapping[str, Path]) -> str:
@@ -113,3 +143,112 @@ def with_page(error: str, command: str = "") -> str:
     """An error, with the page that explains it behind it."""
     topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error
+
+
+# -- how the command line is used, made of the tables that it goes by -------------------------------------------------
+
+
+MOST = 8  # pages that a search lists
+HEAD = """\
+usage: toyexp [key=value ...]        run one experiment
+       toyexp -m key=v1,v2 ...       sweep over values
+       toyexp sweep.resume=DIR       go on with a sweep
+       toyexp ... --dry-run          what any of these would do, and how long
+       toyexp COMMAND ...            see toyexp COMMAND --help
+"""
+EXAMPLES = """
+examples
+  toyexp recipe=warm steps=300
+  toyexp recipe=scratch model=gpt2 data=text data.path=book.txt data.tokenizer=char
+  toyexp -m recipe=scratch,warm seed=0,1,2
+  toyexp callbacks=[default,sample,plots] ~callbacks.cosine callbacks.sample.every=50
+"""
+TAIL = """
+The composed configuration: toyexp [key=value ...] --cfg job
+Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
+
+
+def run(arguments: Arguments) -> int:
+    """Print how toyexp is used, a page of the documentation, or the pages that mention a word."""
+    if not arguments.rest:
+        print(page())
+        return 0
+    word, offers = " ".join(arguments.rest), load(arguments.modules).offers
+    if word in offers["command"] and word not in topics():
+        raise UserError(f"help {word}: is a command: toyexp {word} --help")
+    found = [] if word in topics() or not word.strip() else search(word)
+    if len(found) > 1:
+        print(f"no page has the name {word}; {len(found)} mention it, the best first (at most {MOST})")
+        for topic, number, line in found[:MOST]:
+            begins = max(line.lower().find(word.lower()) - 30, 0)
+            print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[begins : begins + 64]}")
+        return 0
+    show(read(found[0][0] if found else word))
+    if word in offers["command"]:
+        print(f"\nOf the command: toyexp {word} --help")
+    return 0
+
+
+def page(modules: Sequence[str] = ()) -> str:
+    """All of it."""
+    registry = load(modules)
+    commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
+    keys = [f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
+    return "\n".join([
+        HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
+        "top-level keys (conf/config.yaml)", *keys, "", "pages of the documentation: toyexp help TOPIC",
+        *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), 108)), TAIL,
+    ])  # fmt: skip
+
+
+HELP = page
+
+
+def _choices(registry: Registry) -> Iterator[str]:
+    for kind in GROUPS:
+        presets = {path.stem for path in (CONF / kind).glob("*.yaml")}
+        extra = {"auto"} if kind == "engine" else set()
+        form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="
+        listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
+        yield f"  {form:<16} " + ("\n" + " " * 19).join(listed)
+
+
+# -- what to try next -------------------------------------------------------------------------------------------------
+
+
+def nothing_yet() -> bool:
+    """Whether nothing was trained in this directory."""
+    return not Path("outputs").exists()
+
+
+def after_a_run(result: Result) -> list[str]:
+    """Three things to try, behind the first run of a directory."""
+    run = shlex.quote(short(result.dir))
+    written = any(path.suffix == ".gguf" for path in result.artifacts)
+    return _next([
+        (f"toyexp generate {run} --prompt 'def '", "what it writes") if written else ("toyexp runs", "what is here"),
+        ("toyexp -m recipe=scratch,warm seed=0,1", "four such runs, compared"),
+        ("toyexp help start", "where to go from here, by what you are after"),
+    ])  # fmt: skip
+
+
+def after_the_doctor(engines: Sequence[str]) -> list[str]:
+    """What can be done with the engines that work here, the one that `auto` takes first."""
+    if not engines:
+        return _next([
+            ("pip install 'toyexp[torch]'", "the engines on PyTorch"),
+            ("pip install 'toyexp[ggml]'", "those on ggml; it is built with the C compiler that is here"),
+        ])  # fmt: skip
+    several = ",".join(engines[:2])
+    agree = ("toyexp parity engine=" + several, "do they agree, to which digit") if len(engines) > 1 else None
+    return _next([
+        ("toyexp", f"a small run of seconds on {engines[0]}, which engine=auto takes"),
+        *([agree] if agree else []),
+        ("toyexp help engines", "how one is chosen, what each rounds to, and how to get those that are not here"),
+    ])  # fmt: skip
+
+
+def _next(commands: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines to be copied: what each does stands behind it as a comment of the shell's."""
+    rows = [f"{'next  ' if i == 0 else '      '}{command}  # {what}" for i, (command, what) in enumerate(commands)]
+    return ["", *rows]

@@ -29,8 +29,7 @@ from toyexp.contract.run import Run
 from toyexp.contract.settings import settings_of
 from toyexp.reference.tolerances import TOLERANCES, Tolerances, coarser, precision
 from toyexp.sweep.combinations import combinations, own_sweep
-from toyexp.training.introduction import introduction
-from toyexp.training.parts import Prepared
+from toyexp.training.parts import Prepared, introduction
 
 STEPS = 20  # unless the user says how many
 SHOWN = 3  # tensors listed for each engine without --all

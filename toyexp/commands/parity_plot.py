@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toyexp.base.drawing import COLOURS, GREY, INK, LABEL, MARKS, RED, SMALL, Sheet, cut, plain, whole_steps
+from toyexp.base.drawing import COLOURS, GREY, INK, LABEL, MARKS, RED, SMALL, Sheet, cut, own_style, plain, whole_steps
 
 ROWS = 30  # tensors that are shown
 ROW = 0.2  # inches
 
 
+@own_style()
 def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """The picture of a report as plain data."""
     engines = report["engines"]

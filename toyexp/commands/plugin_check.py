@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import inspect
 import io
 import os
@@ -85,6 +86,8 @@ def check(path: str) -> Checked:
     """
     with needed("pytest", "pip install pytest"):  # first, so that what a suite asserts is told with its values
         import pytest  # noqa: F401
+    with contextlib.suppress(OSError):  # standard error has no file, as in a notebook
+        faulthandler.enable()  # which names the line of a plugin whose native code ends the process
     place = Path(path)
     modules, folders = _modules(place)
     for folder in reversed(folders):
@@ -290,10 +293,11 @@ def _pytest(files: list[str], found: _Found) -> None:
     """Runs these tests in this process, silently and without the settings of a project around them."""
     import pytest
 
-    with tempfile.NamedTemporaryFile("w", suffix=".ini") as settings:
-        settings.write("[pytest]\n")
-        settings.flush()
-        options = ["-c", settings.name, "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib"]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder, "pytest.ini")
+        settings.write_text("[pytest]\n")
+        options = ["-c", str(settings), "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib",
+                   "--basetemp", f"{folder}/tests", "--rootdir", str(Path(files[0]).parent)]  # fmt: skip
         theirs = os.environ.pop("PYTEST_ADDOPTS", None)  # which may be about what is switched off here
         try:
             with (
@@ -301,7 +305,10 @@ def _pytest(files: list[str], found: _Found) -> None:
                 contextlib.redirect_stderr(io.StringIO()) as said,
                 without_exit(),
             ):
-                code = pytest.main([*options, "--rootdir", str(Path(files[0]).parent), *files], plugins=[found])
+                code = pytest.main([*options, *files], plugins=[found])
+        except pytest.skip.Exception as error:  # of a conftest.py
+            code = pytest.ExitCode.OK
+            found.broke(f"conftest.py: pytest.skip: {error}")
         finally:
             if theirs is not None:
                 os.environ["PYTEST_ADDOPTS"] = theirs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from toyexp.base.errors import UserError
+from collections.abc import Iterator
+
+from toyexp.base.errors import Broken, UserError
+from toyexp.base.files import working_directory
 from toyexp.base.terminal import tell
-from toyexp.commands.here import broken_engines
 from toyexp.commands.options import refuse_settings
 from toyexp.contract.command import Arguments
 from toyexp.contract.compatibility import table
@@ -77,3 +79,17 @@ def _list(registry: Registry) -> None:
     print(f"\nSettings of one of them, or of a preset: {one}; what goes with what: --matrix", flush=True)
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
         tell(f"not here: {line}")
+
+
+def broken_engines(registry: Registry) -> Iterator[str]:
+    """A line about each package that is here and cannot be loaded, with the engines that need it."""
+    found: dict[str, list[str]] = {}
+    working_directory()  # or MKL, which looks for itself from there, ends the process
+    for offer in registry.engines():
+        try:
+            offer.cls().check()
+        except Broken as reason:
+            found.setdefault(str(reason), []).append(offer.name)
+        except Exception:  # a device that is not here, and what else `toyexp doctor` tells
+            continue
+    yield from (f"engine={','.join(names)}: {reason}" for reason, names in found.items())

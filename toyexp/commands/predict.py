@@ -11,27 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, choose, for_terminal, in_a_cell
-from toyexp.base.files import open_file, require
-from toyexp.base.memory import TO_EVALUATE, running_out
-from toyexp.base.terminal import say
-from toyexp.base.words import columns, counted, short
-from toyexp.base.writing import in_one_piece, required
+from toyexp.base.files import head, require
+from toyexp.base.terminal import say, tell_aside
+from toyexp.base.words import as_csv, columns, counted, short
+from toyexp.base.writing import in_one_piece, require_place, required
 from toyexp.commands.evaldata import trained_on
 from toyexp.commands.options import Answer, number, refuse_settings
-from toyexp.commands.runs import as_csv
-from toyexp.commands.seen import Seen
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
+from toyexp.contract.kind import IMAGES
+from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Setup
 from toyexp.contract.registry import Registry
-from toyexp.datasets.pictures import IMAGE_SUFFIXES, BadImage, images_below, read_image, require_pillow
+from toyexp.datasets.pictures import (
+    IMAGE_SUFFIXES,
+    BadImage,
+    files_below,
+    images_below,
+    read_image,
+    require_pillow,
+    scaled,
+)
 from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_in
-from toyexp.formats.gguf.source import opened
-from toyexp.reference.forward import check_forward
-from toyexp.training.memory import check_plan
+from toyexp.formats.gguf.open_model import model_in, opened
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.training.memory import checked_session
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +68,7 @@ written, and it is 2. Of an animation the first picture counts."""
 
 ROWS = 32  # images that are computed at a time
 HEADS = ["file", "class", "probability"]  # how a CSV file of ours begins
+START = ",".join(HEADS).encode()  # of a sheet
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Predictions(Answer):
     def summary(self) -> str:
         """How many images are of which class."""
         found = Counter(image.top[0][0] for image in self.images if image.top)
-        told = ", ".join(f"{name} ({n})" for name, n in found.most_common(8))
+        told = ", ".join(f"{in_a_cell(name)} ({n})" for name, n in found.most_common(8))
         more = f" and {len(found) - 8} more classes" if len(found) > 8 else ""
         return for_terminal(f"{counted(found.total(), 'image')}: {told}{more}")
 
@@ -159,19 +167,9 @@ def _check_sheet(sheet: str, arguments: Arguments) -> None:
         raise UserError(f"--csv {sheet}: takes the name of a file, such as --csv classes.csv")
     if path.is_dir():
         raise UserError(f"--csv {sheet}: is a directory; name a file, such as --csv {path / 'classes.csv'}")
-    if not path.parent.is_dir():
-        raise UserError(f"--csv {sheet}: there is no directory {path.parent}")
-    if os.path.lexists(path) and not _is_ours(path):
+    require_place(f"--csv {sheet}", path)
+    if os.path.lexists(path) and head(path, len(START)) != START:
         raise UserError(f"--csv {sheet}: is already there, and toyexp predict did not write it; choose another name")
-
-
-def _is_ours(path: Path) -> bool:
-    start = ",".join(HEADS).encode()
-    try:
-        with open_file(path) as file:
-            return file.read(len(start)) == start
-    except (UserError, OSError):
-        return False
 
 
 def listed(places: Sequence[Path]) -> list[Path]:
@@ -180,9 +178,14 @@ def listed(places: Sequence[Path]) -> list[Path]:
     for place in places:
         if place.is_dir():
             inside = sorted(f for f in images_below(place) if not f.name.startswith("."))
+            others = sorted({*files_below(place)} - {*inside})
             if not inside:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
                 raise UserError(f"{place}: there is no image in this folder ({kinds})")
+            if others:
+                tell_aside(
+                    f"{place}: {counted(len(others), 'other file')} left out, such as {in_a_cell(str(others[0]))}"
+                )
             found += inside
         else:
             require(place, str(place))
@@ -210,12 +213,9 @@ def predict(
     computes, note = _engine(built, rows)
     inputs = seen.model.batches(seen.dataset(seen.blank()), rows, 0).inputs
     plan = frozen_plan(seen.model, path, Setup(inputs, rows))
-    check_plan(plan, computes, TO_EVALUATE)
-    computes.check_plan(plan)
-    check_forward(plan, str(origin(path)))
     found: list[Predicted] = []
-    with running_out(TO_EVALUATE), computes.realize(plan) as session:
-        session.build()
+    sizes: set[tuple[int, int]] = set()
+    with checked_session(plan, computes, str(origin(path))) as session:
 
         def told(images: np.ndarray) -> np.ndarray:
             batches = seen.model.batches(seen.dataset(images), rows, 0).held_out()
@@ -223,11 +223,13 @@ def predict(
             return probabilities(parts)[: len(images)]
 
         for first in range(0, len(files), ROWS):
-            found += _part(files[first : first + ROWS], seen, resize, told, top)
+            found += _part(files[first : first + ROWS], seen, resize, told, top, sizes)
     if all(image.error for image in found):
         raise UserError(
             f"{found[0].file}: {found[0].error}" + f" (nor any of {len(found) - 1} others)" * (len(found) > 1)
         )
+    for line in scaled(sizes, seen.size):
+        tell_aside(line)
     return Predictions(str(origin(path)), note, seen.classes, found)
 
 
@@ -242,7 +244,9 @@ def _engine(built: Config, rows: int) -> tuple[Engine, str]:
     return built.engine, built.engine_note
 
 
-def _part(files: Sequence[Path], seen: Seen, resize: bool, told: Any, top: int) -> Iterator[Predicted]:
+def _part(
+    files: Sequence[Path], seen: Seen, resize: bool, told: Any, top: int, sizes: set[tuple[int, int]]
+) -> Iterator[Predicted]:
     """What is said of some files, in their order."""
     import numpy as np
 
@@ -250,7 +254,7 @@ def _part(files: Sequence[Path], seen: Seen, resize: bool, told: Any, top: int) 
     errors: dict[Path, str] = {}
     for file in files:
         try:
-            read[file] = read_image(file, seen.size, seen.channels == 3, resize)
+            read[file] = read_image(file, seen.size, seen.channels == 3, resize, sizes)
         except BadImage as reason:
             errors[file] = str(reason)
     shares = iter(told(np.stack(list(read.values()))) if read else ())
@@ -270,3 +274,61 @@ def probabilities(logits: Sequence[np.ndarray]) -> np.ndarray:
     raised = np.concatenate(logits).astype(np.float64)
     shares = np.exp(raised - raised.max(-1, keepdims=True))
     return shares / shares.sum(-1, keepdims=True)
+
+
+# -- how a model of images sees them ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a model of images sees them, by its file."""
+
+    model: Model
+    size: int  # pixels along a side
+    channels: int
+    classes: Sequence[str]
+    mean: np.ndarray  # of pixels from 0 to 1, by channel
+    std: np.ndarray
+
+    @classmethod
+    def of(cls, file: GGUFFile, model: Model, what: Path) -> Seen:
+        """That of an open file; UserError for one that holds no such model, or does not say all of it."""
+        import numpy as np
+
+        if model.reads != IMAGES:
+            hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
+            raise UserError(f"{what}: a {model.name} reads {model.reads}, and predict is for images; try {hint}")
+        size, channels = (sizes_of(model).get(name) for name in ("image_size", "channels"))
+        if not isinstance(size, int) or size < 1 or channels not in (1, 3):
+            raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
+        keys = (file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std"))
+        mean, std = map(_numbers, keys)
+        if not (mean.shape == std.shape == (channels,) and np.isfinite([mean, std]).all() and (std > 0).all()):
+            raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
+        named = file.metadata.get(f"{architecture_of(model)}.classes")
+        names = [str(name) for name in named] if isinstance(named, list) else []
+        count = int(sizes_of(model).get("classes") or len(names))
+        classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
+        return cls(model, size, channels, classes, mean, std)
+
+    def blank(self) -> np.ndarray:
+        """One image of nothing."""
+        import numpy as np
+
+        return np.zeros((1, self.size, self.size, self.channels), np.uint8)
+
+    def dataset(self, images: np.ndarray) -> Any:
+        """8-bit images [N, size, size, channels] as data of the model's."""
+        from toyexp.datasets.images import Unlabelled
+
+        return Unlabelled(images, self.classes, self.mean, self.std)
+
+
+def _numbers(value: object) -> np.ndarray:
+    """What a key holds as numbers; none where it holds something else."""
+    import numpy as np
+
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return np.empty(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import sys
@@ -14,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, in_a_cell
-from toyexp.base.words import columns, counted, short
-from toyexp.commands.options import Answer, number
-from toyexp.commands.width import aligned, fits, room, without, wrapped
+from toyexp.base.terminal import tell_aside
+from toyexp.base.words import as_csv, columns, counted, short
+from toyexp.commands.options import Answer, aligned, fits, number, room, without, wrapped
 from toyexp.contract.command import Arguments
-from toyexp.runs.chosen import divided, filtered, ordered
-from toyexp.runs.found import COLUMNS, Run, below, look
+from toyexp.runs.chosen import Filter, divided, filtered, ordered
+from toyexp.runs.found import COLUMNS, Run, below, look, unzipped
 
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [--sort KEY] [--last N] [--json | --csv]
@@ -29,22 +27,24 @@ The runs below these directories (outputs/ unless others are named), the newest 
 FILTER is key=value, !=, <, <=, > or >=; several must all hold. In quotes, for < and > mean something to a shell:
   toyexp runs recipe=warm,lora 'loss<4.5' state=completed
   toyexp runs 'name=gpt2*' 'when>2026-11-20' optim.weight_decay=0.1
-A key is a column (name, when, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss, seconds,
-speed, state), a held-out score such as accuracy, or any setting of config.yaml.
+A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss,
+seconds, speed, state), a held-out score such as accuracy, or any setting of config.yaml. < and > compare numbers, and
+when with a date, a time, today or yesterday. DIR may be a zip archive of runs.
 
 --sort KEY    by a column or a setting, from the smallest; --sort=-loss from the largest
 --last N      the last N of them
 --csv         every column, for a spreadsheet; --json the same with the scores
 
-steps are those taken, of those asked for where it was not all; held-out is the loss. state: completed; stopped, by a
-callback; pruned, by a search; interrupted, failed or killed; running. Of two of them: toyexp compare."""
+steps are those taken, of those asked for where it was not all; held-out is the loss. state: completed; diverged, if the
+loss ended above where it began; stopped, by a callback; pruned, by a search; interrupted, failed or killed; running;
+unreadable. Of two of them: toyexp compare."""
 
-HEADS = ("when", "name", "recipe", "engine", "seed", "lr", "steps", "held-out", "state", "run")
+HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "steps", "held-out", "state", "run")
 RIGHT = ("seed", "lr", "steps", "held-out")
 
 
-ALIKE = ("engine", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
-FIRST_OUT = ("name", "when", "engine", "seed", "steps")
+ALIKE = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
+FIRST_OUT = ("sweep", "name", "when", "data", "engine", "seed", "steps")
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,15 @@ class Runs(Answer):
     runs: Sequence[Run]
     seen: int  # before the filters
     where: Sequence[str]
+    notes: Sequence[str] = ()  # which runs the filters could not ask
 
     def plain(self) -> dict[str, Any]:
         """The runs, each with all that is known of it."""
-        return {"runs": [run.plain() for run in self.runs]}
+        return {"runs": [run.plain() for run in self.runs], "notes": self.told()}
+
+    def told(self) -> list[str]:
+        """Return what could not be read of these runs and of those that the filters left out."""
+        return [*self.notes, *(f"not read: {short(run.path)}, {run.unread}" for run in self.runs if run.unread)]
 
     def lines(self) -> list[str]:
         """A table, and what it adds up to."""
@@ -65,14 +70,17 @@ class Runs(Answer):
         if not self.seen:
             return [f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"]
         if not self.runs:
-            return [f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"]
+            none = f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"
+            return [none, *(f"note: {in_a_cell(note)}" for note in self.notes)]
         scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
         rows = [[in_a_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
+        rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, notes = fitted(rows)
+        notes += [f"note: {in_a_cell(note)}" for note in self.told()]
         notes.append(f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}")
         return [*aligned(table, {*RIGHT, *scores}), "", *wrapped(notes)]
 
@@ -90,16 +98,26 @@ def run(arguments: Arguments) -> int:
     one_form(arguments)
     places, filters = divided(arguments.rest)
     for word in places:
-        if not Path(word).is_dir():
+        if not word:
+            raise UserError("runs '': is empty (a variable that is not set?); leave it out, or name a directory")
+        if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
             raise UserError(f"runs {word}: is no directory and no filter (key=value); see toyexp runs --help")
-    where = places or ["outputs"]
+    with unzipped(places or ["outputs"]) as where:
+        return _list(arguments, places or ["outputs"], where, filters)
+
+
+def _list(arguments: Arguments, named: Sequence[str], where: Sequence[str], filters: Sequence[Filter]) -> int:
+    """Print the runs below `where`, which the user `named`."""
     runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word)))]
-    chosen = ordered(filtered(runs, filters), arguments.values.get("--sort", "when"))
+    notes: list[str] = []
+    chosen = ordered(filtered(runs, filters, notes), arguments.values.get("--sort", "when"))
     if last := arguments.values.get("--last"):
         chosen = chosen[-int(number("--last", last, 1, 1 << 40, whole=True)) :]
-    answer = Runs(chosen, len(runs), where)
+    answer = Runs(chosen, len(runs), named, notes)
     if "--csv" in arguments.switches:
         print(answer.csv(), end="")
+        for note in answer.told():
+            tell_aside(f"note: {note}")
         return 0
     return answer.show(arguments)
 
@@ -117,9 +135,10 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     """A run's cells."""
     steps = "-" if run.steps is None else str(run.steps)
     steps += f"/{run.of}" if run.of is not None and run.steps not in (None, run.of) else ""
-    why = f": {run.why}" if run.why and run.state in ("failed", "stopped") else ""
+    why = f": {run.why}" if run.why and run.state in ("failed", "stopped", "unreadable") else ""
     return [
-        told_time(run.when), run.name, run.recipe or "-", run.engine or "-", "-" if run.seed is None else str(run.seed),
+        told_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
+        "-" if run.seed is None else str(run.seed),
         "-" if run.lr is None else f"{run.lr:g}", steps, told(run.loss), *(told(run.scores.get(s)) for s in scores),
         run.state + (why if len(why) < 60 else why[:57] + "..."), short(run.path.absolute()),
     ]  # fmt: skip
@@ -146,7 +165,7 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     if fits(rows):
         return [list(row) for row in rows], []
     columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
-    alike = {head: cells[0] for head in ALIKE if len(set(cells := columns_of[head])) == 1 and len(cells) > 1}
+    alike = {head: cells[0] for head in ALIKE if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
     table, gone = without(rows, [*alike, *FIRST_OUT])
     same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
     notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
@@ -155,13 +174,6 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
     cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
     return cut, notes
-
-
-def as_csv(table: Sequence[Sequence[str]]) -> str:
-    """Rows as comma-separated values."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return text.getvalue()
 
 
 def _cell(value: Any) -> str:

@@ -33,6 +33,8 @@ class Shipped(Command):
         if self.takes == "shells":
             return Arguments(set(), {}, list(words), [])
         found = super().read(words)
+        if "" in found.rest:
+            raise UserError(f"{self.name} '': is empty (a variable that is not set?); leave it out")
         for option in (option for option, value in found.values.items() if not value and option != "--prompt"):
             what = f"{self.name} {option} '': is empty (a variable that is not set?)"
             raise UserError(f"{what}; leave it out, or give it a value, such as {self.values[option]}")
@@ -40,10 +42,13 @@ class Shipped(Command):
 
     def no_option(self, word: str, after: Sequence[str]) -> UserError:
         """An error about a word with dashes that is none of its options; it may be a setting."""
-        from toyexp.commands.habits import setting_with_dashes
+        from toyexp.commands.flags import other_tools, setting_with_dashes
 
         setting = setting_with_dashes(word, after) if "settings" in self.takes else None
-        if setting and (self.name == "parity" or not setting.startswith("steps=")):  # the others have no such number
+        if self.name == "generate" and (ours := other_tools("generate").get(word.partition("=")[0])):
+            return UserError(f"generate {word}: there is no such option; here it is {ours}")
+        # Only parity takes a number of steps, and none of these commands takes epochs.
+        if setting and not setting.startswith("epochs=" if self.name == "parity" else ("steps=", "epochs=")):
             return UserError(f"{self.name} {word}: a setting has no dashes: {setting}")
         return super().no_option(word, after)
 
@@ -91,8 +96,9 @@ OWN = (
     _shipped(
         "generate", "Text from a model in a file, as it comes.", "--chat --json",
         {
-            "--prompt": "'Once upon a time'", "--adapter": "adapter.gguf", "--engine": "cpu", "--ids": "1,2,3",
-            "--tokens": "1", "--top-k": "1", "--seed": "1", "--temperature": "1", "--top-p": "1", "--min-p": "1",
+            "--prompt": "'Once upon a time'", "--system": "'Be brief.'", "--adapter": "adapter.gguf",
+            "--engine": "cpu", "--ids": "1,2,3", "--tokens": "1", "--top-k": "1", "--seed": "1",
+            "--temperature": "1", "--top-p": "1", "--min-p": "1",
         },
         "file",
     ),
@@ -113,11 +119,13 @@ OWN = (
         {"--sort": "loss", "--last": "20"}, "directory",
     ),
     _shipped(
-        "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv",
+        "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv --pool",
         {"--metric": "accuracy", "--html": "report.html", "--plot": "curves.svg"}, "directory",
     ),
-    _shipped("completion", "What makes a shell complete command lines.", takes="shells", module="shells"),
-    _shipped("help", "How to use the command line, and the pages of the documentation.", takes="topics"),
+    _shipped("completion", "What makes a shell complete command lines.", takes="shells"),
+    _shipped(
+        "help", "How to use the command line, and the pages of the documentation.", takes="topics", module="pages"
+    ),
 )  # fmt: skip
 COMMANDS: Mapping[str, type[Command]] = {command.name: command for command in OWN}
 

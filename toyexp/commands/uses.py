@@ -12,7 +12,6 @@ from typing import cast
 
 from toyexp.base.errors import UserError, printable
 from toyexp.commands.export import choose_target
-from toyexp.commands.seen import Seen
 from toyexp.contract.compatibility import misfit, of_kind
 from toyexp.contract.data import Data
 from toyexp.contract.kind import IMAGES, TOKENS
@@ -95,9 +94,6 @@ class Offers:
     def _all(self) -> list[Use]:
         if self._file.metadata.get("general.type") == "adapter":
             return self._on_a_base()
-        if self._path.is_file() and self._path != self._file.path:  # of another format, which no run starts from
-            command = f"toyexp export {shell(str(self._path))} --type gguf{self._registry.loading}"
-            return [Use("train on", None, f"runs start from a GGUF: {command}"), *self._looked_at()]
         found = [self._training(recipe) for recipe in self._starting_from("base")]
         found = found if any(use.command for use in found) else found[:1]
         found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]
@@ -207,7 +203,9 @@ class Offers:
         return Use("export", None, reason)
 
     def _unseen(self, model: Model) -> str | None:
-        """Why no image can be shown to the model; None where one can."""
+        """Return why no image can be shown to the model; None if one can."""
+        from toyexp.commands.predict import Seen  # deferred: it loads Hydra, which few models need here
+
         try:
             Seen.of(self._file, model, self._path)
         except UserError as error:

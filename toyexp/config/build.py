@@ -26,18 +26,24 @@ from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import Registry
 from toyexp.contract.rules import types_of
+from toyexp.training.provenance import Record
 from toyexp.training.settings import Settings
 
 
-def parts_of(cfg: DictConfig, keys: Keys) -> dict[str, Any]:
-    """The parts of a run by their names in Config, each checked, but for the engine."""
+def parts_of(cfg: DictConfig, keys: Keys, begun: Record) -> dict[str, Any]:
+    """Return the parts of a run by their names in Config, each checked, but for the engine.
+
+    Of a run that is resumed, relative paths are those of the directory where it was `begun`.
+    """
     plain = _plain(resolved(cfg))
     classes = {where: found[0] for where, found in keys.classes.items() if found}
     for kind in PARTS:
         plain[kind] = _typed_once(classes[kind], plain[kind], kind)
     for name, node in plain["callbacks"].items():
         plain["callbacks"][name] = _typed_once(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
-    parts = {kind: made(classes[kind], plain[kind]) for kind in PARTS if kind != "engine"}
+    parts = {
+        kind: made(classes[kind], located(classes[kind], plain[kind], begun)) for kind in PARTS if kind != "engine"
+    }
     callbacks = {name: made(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
     settings = made(Settings, plain)
     check_together(settings, parts, callbacks)
@@ -76,15 +82,15 @@ def check_parts(parts: Mapping[str, Any]) -> None:
                 raise
 
 
-def saved_parts(plain: Mapping[str, Any], registry: Registry) -> tuple[Model, Data, Recipe]:
-    """The model, data and recipe of a run's saved configuration, checked; UserError for what is not here any more."""
+def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Record) -> tuple[Model, Data, Recipe]:
+    """Return the model, data and recipe of a run's saved configuration, checked; UserError for a missing file."""
     parts = []
     for kind in ("model", "data", "recipe"):
         node = plain.get(kind)
         if not isinstance(node, Mapping) or "name" not in node:
             raise UserError(f"its configuration holds no {kind}")
         cls = class_of(kind, node, registry)
-        parts.append(made(cls, typed(cls, node, kind)))
+        parts.append(made(cls, located(cls, typed(cls, node, kind), begun)))
         parts[-1].check()
     return parts[0], parts[1], parts[2]
 
@@ -149,6 +155,17 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{dot}{key}={value}: must be a finite number")
     texts = [key for key, value in values.items() if isinstance(value, str) and value.startswith("~/")]
     return values | {key: expanded(values[key]) for key in texts if where in PARTS}
+
+
+def located(cls: type, node: Mapping[str, Any], begun: Record) -> Mapping[str, Any]:
+    """Return the settings of a part with relative paths as from where its run was begun.
+
+    A text is a path if something lies there, and it is no word such as data.tokenizer=byte in place of a default.
+    """
+    words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
+    texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
+    paths = [key for key, value in texts.items() if key not in words or "." in value or "/" in value]
+    return {**node, **{key: begun.found(texts[key]) for key in paths}}
 
 
 def made(cls: type, node: Mapping[str, Any]) -> Any:

@@ -15,12 +15,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, require_visible
 from toyexp.base.ranks import lonely_ranks, started_ranks
 from toyexp.base.words import typed as plain
-from toyexp.config.base import base_of, by_key
 from toyexp.config.beforehand import composed
-from toyexp.config.build import parts_of, resolved, typed
+from toyexp.config.build import located, made, parts_of, resolved, typed
 from toyexp.config.chosen import check_files, placed
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
@@ -30,11 +29,15 @@ from toyexp.config.top_level import OF_LAUNCHERS, Sweep
 from toyexp.config.trust import require_plugins
 from toyexp.config.words import as_typed, is_number
 from toyexp.contract.callback import Callback, answers_lr
-from toyexp.contract.compatibility import suited
+from toyexp.contract.compatibility import misfit, suited
 from toyexp.contract.engine import Engine
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, sizes_of
+from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import Registry
+from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.open_model import model_in, opened
 from toyexp.training.parts import Config
+from toyexp.training.provenance import Record
 from toyexp.training.resume import differences
 
 
@@ -62,6 +65,10 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
             both = {name: node[name] for name in (*typed_names, *node)}
             OmegaConf.update(cfg, override.key_or_group, both, merge=False)
         typed_keys = {o.key_or_group for o in given}
+        if "steps" in typed_keys and cfg.get("epochs") is not None:
+            if "epochs" in typed_keys:
+                raise UserError(f"epochs={cfg.epochs:g}: sets the number of steps; leave steps={cfg.steps} out")
+            cfg.epochs = None
         cfg.hydra.sweeper.params = {key: values for key, values in found.sweeps.items() if key not in typed_keys}
         for f in dataclasses.fields(Root):
             if f.name not in cfg:  # a person's own file may leave keys out
@@ -95,6 +102,7 @@ class Composed:
             raise in_plain_words(key, error) from None
         if not text.strip():
             raise UserError(f"{key}=: must name a directory")
+        require_visible(key, text)
         return (below / text).absolute()
 
     def settle(self) -> Model | None:
@@ -108,7 +116,7 @@ class Composed:
     def _settled(self) -> tuple[Model | None, Keys]:
         """The model of the base file, and the keys of what the configuration then chooses."""
         keys = check_keys(self.cfg, self.every)
-        base = base_of(self.cfg, self.given, keys)
+        base = base_of(self.cfg, self.given, keys, self.source.begun)
         if base is None:
             return None, keys
         with open_dict(self.cfg):
@@ -123,7 +131,7 @@ class Composed:
 
     def look_over(self) -> None:
         """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
-        parts_of(self.cfg, check_keys(self.cfg, self.every))
+        parts_of(self.cfg, check_keys(self.cfg, self.every), self.source.begun)
 
     def parts(self) -> Config:
         """The parts of a run; UserError for anything a user could have typed wrong."""
@@ -135,7 +143,7 @@ class Composed:
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._settled
         try:
-            parts = parts_of(self.cfg, keys)
+            parts = parts_of(self.cfg, keys, self.source.begun)
         except UserError:
             with self.placed():
                 raise
@@ -144,6 +152,7 @@ class Composed:
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
             **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks,
+            begun=self.source.begun.cwd,
             suited=lambda: suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
             left_out=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
@@ -213,3 +222,60 @@ def _without_default(given: Sequence[Override], callbacks: Mapping[str, Callback
     ]
     return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which a run has by default; keep them: "
             f"{' '.join(kept)}"]  # fmt: skip
+
+
+# -- the model that a recipe takes from its base file, in place of one that the settings describe ---------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model in a file, and the settings of `model` that a run on it has."""
+
+    model: Model
+    settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
+
+
+def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Record) -> Base | None:
+    """The base of the recipe, if it has one; UserError for a file that no model here can represent.
+
+    Raises UserError too where anything of `model` but its context was given, and is not so in the file.
+    """
+    cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
+    if cls.base_file is Recipe.base_file:
+        return None
+    recipe: Recipe = made(cls, located(cls, typed(cls, resolved(cfg)["recipe"], "recipe"), begun))
+    if unfit := misfit(recipe, described()):
+        raise UserError(f"{unfit}{suited(by_key(given), recipe, described(), data, keys.registry)}")
+    recipe.check()
+    path = recipe.base_file()
+    if path is None:
+        return None
+    model = recipe.of_base(model_in(opened(str(path)), keys.registry, recipe.reads))
+    settings = {"name": model.name, **sizes_of(model)}
+    for override in given:
+        _require_same(override, cfg, f"recipe={recipe.name} takes the model from {origin(path)}, a {model.name}", model)
+    if model.context:
+        settings["context"] = context = cfg.model.get("context", model.context)
+        if isinstance(context, int) and context > model.context:
+            raise UserError(
+                f"model.context={context}: {origin(path)} holds a model for up to {model.context} positions; "
+                f"use model.context={model.context} or less"
+            )
+    return Base(model, settings)
+
+
+def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
+    """Raises UserError for a setting of the model that is another in the file."""
+    kind, _, key = override.key_or_group.partition(".")
+    if kind != "model" or key == "context":
+        return
+    held = sizes_of(model)
+    wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), model.name)
+    if wanted != there:
+        but = f" with {key}={there}" if key in held else ""
+        raise UserError(f"{override.input_line}: {taken}{but}; leave {override.key_or_group} out")
+
+
+def by_key(given: Sequence[Override]) -> dict[str, str]:
+    """The settings as they were typed, by their keys."""
+    return {o.key_or_group: str(o.input_line) for o in given}

@@ -64,10 +64,6 @@ class Keys:
         unions = (typing.Union, types.UnionType)
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 
-    def types_of_each(self, typed: Sequence[Override]) -> list[set[Any]]:
-        """The same of each that was typed."""
-        return [self.types(override.key_or_group) for override in typed]
-
     def holds_list(self, key: str) -> bool:
         """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
         return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))

@@ -32,7 +32,8 @@ LISTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
     check_typed(given)
-    for override, types in zip(given, keys.types_of_each(given), strict=True):
+    for override in given:
+        types = keys.types(override.key_or_group)
         choice = override.key_or_group in GROUPS and not override.is_delete()
         if wrong := _wrong_form(override, types, keys) or (_wrong_choice(override, keys, source) if choice else None):
             raise UserError(wrong)
@@ -151,6 +152,10 @@ def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
     if not all(isinstance(name, str) and name for name in strangers):
         return f"{line}: takes a name; {choose('', known)}"
     strangers = [name for name in strangers if name not in known]
+    if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
+        return (
+            f"{line}: names an architecture, no trained model; to train one further: recipe=full recipe.base=FILE.gguf"
+        )
     return keys.registry.missing(kind, strangers[0], known) if strangers else None
 
 
@@ -225,7 +230,10 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
         return f"unknown key {key} with {chosen}; it belongs to {kind}={belongs}: choose that, or leave the key out"
     valid = keys.under(where) - {"name"}
     best = nearest(last, valid)
-    hint = f"did you mean {where}.{best}?" if best else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
+    own = f"{kind}_{last}"  # data.seed is data_seed
+    meant = own if own in keys.under("") else best and f"{where}.{best}"
+    meant = (in_our_words(key, "...") or meant or "").removesuffix("=...")
+    hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
 
 
@@ -321,7 +329,7 @@ def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None
 
 _PLAIN_WORDS = {
     r"could not be converted to Integer": "must be a whole number",
-    r"could not be converted to Float": "must be a number",
+    r"could not be converted to Float|type hint 'Union\[int, float\]'": "must be a number",
     r"too large to convert to float": "must be a number, and is too large for one",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
     r"Cannot convert '\w+' to string": "must be one text",

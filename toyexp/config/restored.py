@@ -1,6 +1,7 @@
 """A checkpoint as a model: what training changed, put together with what it started from, as a GGUF file.
 
-The same of a file in another format that is read here.
+The same of a file in another format that is read here, and of a LoRA adapter by whatever names it: a GGUF file, the
+directory of a run, its checkpoint, or one of PEFT's.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,31 @@ import numpy as np
 from toyexp.base.blame import asked, blamed
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import ADDRESS, is_address, require
+from toyexp.base.ownership import Ledger, fingerprint_once
+from toyexp.base.terminal import tell_aside
 from toyexp.contract.data import open_data
 from toyexp.contract.format import Exported, Format
 from toyexp.contract.model import Model
-from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited
-from toyexp.contract.plugins import load
+from toyexp.contract.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
+from toyexp.contract.plugins import load, loaded
 from toyexp.contract.recipe import Setup, start
 from toyexp.contract.registry import Registry
-from toyexp.formats.file_plan import see_as
-from toyexp.formats.gguf.header import HF_TO_GGUF, MADE_OF, PROGRAM
-from toyexp.formats.gguf.open_model import model_of
-from toyexp.formats.gguf.write import write_adapter, write_model
+from toyexp.formats.file_plan import check_adapter, see_as
+from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.gguf.header import MADE_OF, how_to_convert, origin
+from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
+from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.training import checkpoint
+from toyexp.training.parts import config_hash
+from toyexp.training.provenance import NAMES, Record, data_sources, files, record_in, require_own_checkpoint
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"  # what to type in place of what has none
 
 _written: dict[Hashable, Path] = {}  # by what it was made of, and when that was written; for this process
+_note_once = cache(tell_aside)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -58,13 +66,13 @@ def gguf_of(path: Path, registry: Registry | None = None) -> Path:
 
     UserError for a checkpoint that is damaged, and for a run whose data or base is no longer what it was.
     """
-    manifest = (path / checkpoint.MANIFEST).resolve()
-    write = partial(_write, path, registry=registry or load())
-    return made_once((manifest, manifest.stat().st_mtime_ns), path, path.name, write)
+    write = partial(_write, path, registry=registry or loaded())
+    return made_once([path / checkpoint.MANIFEST], path, path.name, write)
 
 
-def made_once(version: Hashable, made_of: Path, stem: str, write: Callable[[Path], object]) -> Path:
-    """The GGUF file that `write` makes of `made_of`, and did already where that is still of this `version`."""
+def made_once(files: Sequence[Path], made_of: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
+    """Return the GGUF file of this `kind` that `write` makes of `made_of`, once while its `files` stay the same."""
+    version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
         place = Path(tempfile.mkdtemp(prefix="toyexp-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
@@ -74,11 +82,11 @@ def made_once(version: Hashable, made_of: Path, stem: str, write: Callable[[Path
     return _written[version]
 
 
-def _read_by(path: Path, registry: Registry | None) -> Format | None:
-    """Who reads files of that name, where they are in another format than GGUF."""
-    forms = registry.classes("format").values() if registry else ()
-    named = [form for form in forms if path.name.endswith(form.suffix)]
-    return next((form() for form in named if form.suffix != ".gguf" and form.read is not Format.read), None)
+def _read_by(path: Path, registry: Registry) -> Format | None:
+    """Return the format other than GGUF that reads files, or directories, of that name."""
+    named = [form for form in registry.classes("format").values() if path.name.endswith(form.suffix)]
+    fits = [form for form in named if bool(form.contents) is os.path.isdir(path)]  # noqa: PTH112 - as below
+    return next((form() for form in fits if form.suffix != ".gguf" and form.read is not Format.read), None)
 
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
@@ -125,9 +133,8 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
         values = {t.name: session.download(t.name) for t in plan.tensors}
     values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
     keys = dataset.gguf_metadata()
-    write_model(
-        target, plan.model, export_tensors(plan, values), dataset.tokenizer, "f32", _general(path, found, plan), keys
-    )
+    tensors, general = export_tensors(plan, values), _general(path, found, plan)
+    write_model(target, plan.model, tensors, dataset.tokenizer, "f32", general, keys)
 
 
 def adapter_in(path: Path, target: Path, registry: Registry) -> None:
@@ -143,11 +150,13 @@ def adapter_in(path: Path, target: Path, registry: Registry) -> None:
 def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan, Any, Any]:
     """What a checkpoint holds, and the plan, the recipe and the data of its run."""
     found = checkpoint.read(path, with_state=False)
-    plain = found.state.get("config")
+    plain, begun = found.state.get("config"), record_in(found.state)
     if not isinstance(plain, dict):
         raise UserError(f"{path / checkpoint.STATE}: holds no configuration")
+    require_own_checkpoint(path, found.state)
     try:
-        plan, recipe, dataset = _planned(plain, registry)
+        with begun.told():
+            plan, recipe, dataset = _planned(plain, registry, begun)
     except UserError as error:
         raise UserError(f"{path}: its run cannot be set up again: {error}") from None
     _check_fit(path, plan, found)
@@ -156,30 +165,43 @@ def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan
 
 def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     """What the file says of where it comes from."""
-    from toyexp.training.introduction import config_hash
-
-    plain = found.state["config"]
+    plain, passed = found.state["config"], inherited(plan)
+    names = [name for a in plan.adapters if isinstance(a, LoraAdapter) for name in lora_names(a.target)]
+    pairs = {name: np.asarray(found.arrays[name]) for name in names}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": found.step,
-        "config_sha256": config_hash(plain), **inherited(plan),
+        "config_sha256": config_hash(plain), **passed,
+        **({"adapter_digest": adapter_digest(pairs, passed.get("adapter_digest", ""))} if pairs else {}),
     }  # fmt: skip
 
 
-def _planned(plain: dict[str, Any], registry: Registry) -> tuple[Plan, Any, Any]:
-    """The run's plan, recipe and data, from its configuration; a plan that nothing will be trained by."""
+def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[Plan, Any, Any]:
+    """Return the run's plan, recipe and data, from its configuration; a plan that nothing will be trained by.
+
+    Raises UserError for a file, or data, that is another one than the run was made of.
+    """
     from toyexp.config.build import saved_parts
 
-    model, data, recipe = saved_parts(plain, registry)
+    model, data, recipe = saved_parts(plain, registry, begun)
+    for role, file in files(recipe).items():
+        if changes := begun.differing({role: fingerprint_once(file)}):
+            raise UserError(f"{origin(file)}: is another file than it was: {changes[0]}; put that file back")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
+    sources = data_sources(dataset.describe())
+    if changes := begun.differing({role: d for role, d in sources.items() if role in (*NAMES, "images")}):
+        path = getattr(data, "path", None)
+        where = f"data.path={path}" if path else f"data={data.name}"
+        raise UserError(f"{where}: is other data than it was: {changes[0]}; put that data back")
     whole = recipe.of_base(model_of(base, registry, recipe.reads)) if base else None
     if base and whole:
         see_as(dataset, whole, base)
         whole = whole.fit(dataset)
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
+    seed = int(plain["seed"] if plain.get("model_seed") is None else plain["model_seed"])
     with blamed(f"recipe.{recipe.name}", "while it planned"):
-        return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=int(plain["seed"]))), recipe, dataset
+        return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
 
 
 def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:
@@ -204,31 +226,98 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS}")
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
-    if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
-        form = _read_by(path, registry)
-        if form is None or registry is None:
-            return path
-        require(path, str(path))
+    if form := _read_by(path, known := registry or loaded()):
+        inside = sorted(path.iterdir()) if form.contents else [path]
+        require(inside[0] if inside else path, str(path))
         stem = path.name.removesuffix(form.suffix)
-        version = path.resolve(), path.stat().st_mtime_ns
-        return made_once(version, path, stem, lambda target: _converted_by(form, path, target, registry))
+        return made_once(inside, path, stem, lambda target: _converted_by(form, path, target, known))
+    if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
+        return path
     if not os.access(path, os.X_OK):
         raise UserError(f"{path}: is a directory that may not be entered")
     there = [path / name for name in leaves if os.path.lexists(path / name)]
     if there:
-        return next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
+        leaf = next((leaf for leaf in there if leaf.is_file()), there[0])  # whoever opens it says what it is
+        if Ledger.open(path).is_replaced(leaf):
+            raise UserError(f"{leaf}: is not what this run wrote there; to use it all the same, name the file itself")
+        return leaf
     if is_checkpoint(path):
         return gguf_of(path, registry)
     newest = newest_in(path)
+    if newest is not None and MODEL in leaves:
+        _note_once(f"note: {path} has no {MODEL}; its newest checkpoint is read: {newest}")
+        return gguf_of(newest, registry)
     named = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
+    if (path / "config.yaml").is_file() and not newest:
+        named = f"the run left no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
     raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_converted(path) or named}")
 
 
 def _converted(path: Path) -> str | None:
     """How a directory of transformers or PEFT becomes a GGUF; None for any other."""
-    for config, script in (("adapter_config.json", "convert_lora_to_gguf.py"), ("config.json", HF_TO_GGUF)):
-        if (path / config).is_file():
-            return (
-                f"{PROGRAM} makes one of Hugging Face's: python {script} {shlex.quote(str(path))} --outfile model.gguf"
-            )
+    if (path / "adapter_config.json").is_file():
+        return how_to_convert(path, "convert_lora_to_gguf.py")
+    if (path / "config.json").is_file():
+        return how_to_convert(path)
     return None
+
+
+def adapter_files(path: Path) -> list[Path]:
+    """The files that hold the LoRA adapter meant by `path`; UserError when there is nothing."""
+    if (path / CONFIG).is_file():
+        return [path / name for name in (CONFIG, TENSORS) if (path / name).exists()]
+    if is_checkpoint(path):
+        return [path / checkpoint.MANIFEST]
+    if path.is_dir() and not (path / ADAPTER).exists():
+        newest = newest_in(path)
+        if newest is not None and _trained_whole(newest):
+            raise UserError(f"{path}: is of a run that trained no adapter; {NAME_ADAPTER}")
+        named = f"name a checkpoint, such as {newest}" if newest else NAME_ADAPTER
+        raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; {named}")
+    return [file_of(path, leaves=(ADAPTER,))]
+
+
+def _trained_whole(saved: Path) -> bool:
+    """Whether a checkpoint can be read and holds no adapter: to name it would lead to the next error."""
+    try:
+        return not any(name.endswith((*lora_names(""),)) for name in checkpoint.read(saved, with_state=False).arrays)
+    except UserError:
+        return False
+
+
+def adapter_of(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
+    """The GGUF file of the LoRA adapter meant by `path`: itself, what a run left, or made of PEFT's for the `model`.
+
+    Of a run's checkpoint it is the adapter as it was then. What is made is there as long as this process is. UserError
+    when there is nothing.
+    """
+    files = adapter_files(path)
+    if is_checkpoint(path):
+        return made_once(files, path, path.name, partial(adapter_in, path, registry=registry or load()), ADAPTER)
+    if files[0].name != CONFIG:
+        return files[0]
+    base = model()
+
+    def write(target: Path) -> None:
+        write_pairs(target, architecture_of(base), *read_peft(path, base))
+
+    return made_once(files, path, path.name or "adapter", write, repr(base))
+
+
+def check_base(adapter: Path, base: Path) -> list[str]:
+    """Return a warning if the adapter was trained on another base; UserError if the base has it merged in already."""
+    there = opened(str(base)).metadata
+    with GGUFFile(adapter) as file:
+        check_adapter(file)
+        own, digest = file.metadata, adapter_digest({name: file.weights(name) for name in file.tensors})
+    keys = ("general.run_id", "general.config_sha256")
+    same_run = all(own.get(key) and own.get(key) == there.get(key) for key in keys)
+    shown, name = printable(str(origin(base))), printable(str(own.get("general.base_model.0.name", "")), 60)
+    if same_run or digest in str(there.get("general.adapter_digest", "")).split(","):
+        named = f" ({name})" if name else ""
+        raise UserError(f"{origin(adapter)}: {shown} has this adapter merged in already; leave the adapter out, or "
+                        f"name the base that it was trained on{named}")  # fmt: skip
+    if own.get("general.base_model.0.digest") in (None, fingerprint_once(base)):
+        return []
+    return [f"{origin(adapter)}: was trained on another file ({name}) than {shown}, and fits it only where that holds "
+            "the same model, as in another type"]  # fmt: skip

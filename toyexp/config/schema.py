@@ -32,9 +32,12 @@ from toyexp.config.top_level import PARTS, Sweep
 from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.contract.registry import Registry
 from toyexp.contract.rules import types_of
+from toyexp.training.provenance import Record, record_in
+from toyexp.training.resume import saved_state
 from toyexp.training.settings import Settings
 
 AUTO = "auto"
+BEGUN = "TOYEXP_BEGUN"  # in the environment of a sweep that is resumed elsewhere, and its jobs: where it was begun
 
 
 @dataclass
@@ -69,7 +72,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         """A file's contents; UserError for one that says more than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
         ours = path.is_relative_to(CONF)
-        if not ours and (".." in path.parts or config_path.startswith("hydra/")):
+        if not ours and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: is not taken from {self.path}")
         if not os.path.lexists(path):
             return super().load_config(config_path)  # which says so
@@ -169,6 +172,7 @@ class Source:
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
     saved: bool = False  # a run's own, which nobody wrote
+    begun: Record = field(default_factory=Record, compare=False)  # where that run was begun
 
     @classmethod
     def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry, modules: Sequence[str]) -> Source:
@@ -194,16 +198,15 @@ class Source:
                 raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
             raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
         others = {"engine", "callbacks"} & asked.keys()
-        return (
-            cls._holding({k: v for k, v in saved.items() if k not in others})
-            if others
-            else cls(directory.absolute(), saved=True)
-        )
+        begun = record_in(saved_state(directory))
+        if others:
+            return cls._holding({k: v for k, v in saved.items() if k not in others}, begun)
+        return cls(directory.absolute(), saved=True, begun=begun)
 
     @classmethod
-    def _holding(cls, settings: Mapping[str, Any]) -> Source:
+    def _holding(cls, settings: Mapping[str, Any], begun: Record) -> Source:
         """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
-        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True)
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, begun=begun)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         text = yaml.safe_dump(dict(settings), sort_keys=False)
         (source.directory / "config.yaml").write_text(text, encoding="utf-8")
@@ -216,7 +219,9 @@ class Source:
             if given is not None:
                 require_folder(given, f"{flag} {given}")
         directory = Path(path).absolute() if path else CONF
-        source = cls(directory, (name or "config").removesuffix(".yaml"), Path(extra).absolute() if extra else None)
+        begun = record_in({"cwd": os.environ.get(BEGUN)})
+        extra_directory = Path(extra).absolute() if extra else None
+        source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
             lies_there = extra is not None and not path and Path(extra, file.name).exists()

@@ -6,6 +6,8 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from toyexp.base.bounds import MOST, require_within, require_words
 from toyexp.base.errors import UserError
@@ -28,26 +30,6 @@ LIMITS = {  # the least that is taken
 COMPARED = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # what makes the points of a search alike
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
-# What other tools call our settings, where the value means the same.
-ELSEWHERE = {
-    "learning_rate": "lr", "batch": "batch_size", "bs": "batch_size", "max_steps": "steps", "max_iters": "steps",
-    "device": "engine", "dataset": "data", "optimizer": "optim",
-    "output_dir": "hydra.run.dir", "out_dir": "hydra.run.dir",
-    "eval_interval": "eval_every", "eval_steps": "eval_every", "run_name": "name", "random_seed": "seed",
-    "save_every": "checkpoint_every", "save_interval": "checkpoint_every", "save_steps": "checkpoint_every",
-    "resume_from_checkpoint": "resume", "per_device_train_batch_size": "batch_size",
-    "block_size": "model.context", "seq_len": "model.context", "max_seq_len": "model.context",
-    "max_seq_length": "model.context", "context_length": "model.context", "n_layer": "model.n_layers",
-    "num_layers": "model.n_layers", "n_head": "model.n_heads", "n_embd": "model.d_model",
-    "hidden_size": "model.d_model", "wd": "optim.weight_decay", "max_grad_norm": "optim.grad_clip",
-    "grad_accum": "optim.accumulate", "grad_accumulation": "optim.accumulate",
-    "gradient_accumulation_steps": "optim.accumulate", "warmup_steps": "callbacks.cosine.warmup",
-    "warmup_iters": "callbacks.cosine.warmup", "dtype": "engine.dtype", "precision": "engine.dtype",
-    "compile": "engine.compile", "devices": "engine.devices", "num_gpus": "engine.devices",
-    "lora_r": "recipe.rank", "lora_rank": "recipe.rank", "lora_alpha": "recipe.alpha", "base_model": "recipe.base",
-    "n_trials": "sweep.trials", "num_trials": "sweep.trials", "num_samples": "sweep.trials", "n_jobs": "sweep.jobs",
-}  # fmt: skip
-EPOCHS = ("epoch", "epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs")
 
 
 @dataclass
@@ -141,8 +123,15 @@ class Sweep:
             raise UserError(
                 f"sweep.search={self.search}: learns from the runs before; say how many {how} at once: sweep.jobs=4"
             )
-        if self.retry:
-            raise UserError("sweep.retry=true: a search has learned from what failed; more points are sweep.trials=...")
+
+
+@cache
+def other_tools(kind: str) -> dict[str, str]:
+    """Return the table of other tools' settings, commands, or options of generate."""
+    import yaml  # deferred: only an error asks for it
+
+    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_tools.yaml").read_text())
+    return found[kind]
 
 
 def in_our_words(key: str, value: str) -> str | None:
@@ -150,9 +139,8 @@ def in_our_words(key: str, value: str) -> str | None:
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl should fall, any other score should rise)"
-    if last in EPOCHS:
-        return "steps=... (a run's length is in optimiser steps)"
-    return f"{ELSEWHERE[last]}={value}" if last in ELSEWHERE else None
+    ours = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}.get(last)
+    return ours if ours is None or "=" in ours else f"{ours}={value}"
 
 
 def top_level() -> Iterator[tuple[str, Setting]]:

@@ -16,15 +16,17 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.files import check_nodes
 from toyexp.contract.rules import NAMES_CODE
 
 SIZE_LIMIT = 256 << 10  # bytes of a file
-NODE_LIMIT = 20_000  # values in it, each repeated one counted again
 CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
+OF_HYDRA = r"(_\w+_\.)?hydra(\.|$)"  # a package that is Hydra's own: hydra.run, _global_.hydra
 HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
 PLACES = ("run", "sweep")  # where something is written: for a person's own main file to say, no other
 PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
+NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 
 @functools.lru_cache  # of a text that was looked through nothing else can be said
@@ -41,12 +43,15 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
         raise UserError(f"{path}: its values are nested too deeply") from None
     if root is None:
         return
-    if _size(root, {}, path) > NODE_LIMIT:
-        raise UserError(f"{path}: holds more than {NODE_LIMIT} values, repeated ones counted again")
+    check_nodes(root, path)
     for node, key in _nodes(root):
         place = f"{path}, line {node.start_mark.line + 1}"
         if node.tag not in PLAIN:
             raise UserError(f"{place}: {printable(node.tag)} names a type; a configuration holds plain values")
+        if node.tag in NUMBERS and ":" in node.value:  # sexagesimal
+            raise UserError(f"{place}: YAML reads {node.value} in base 60; write the number, or a text in quotes")
+        if key and not ours and re.search(rf"@{OF_HYDRA}", str(node.value)):
+            raise UserError(f"{place}: {printable(str(node.value))} sets Hydra's own settings, which is not taken")
         if key and node.value in NAMES_CODE:
             raise UserError(f"{place}: {node.value} {CODE}")
         if not key and not ours and isinstance(node, yaml.ScalarNode):
@@ -63,17 +68,6 @@ def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
             f"{what} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
             f"add 'plugins=[{printable(','.join(names), 200)}]'"
         )
-
-
-def _size(node: yaml.Node, known: dict[int, int], path: Path) -> int:
-    """Values below and at a node, where an alias counts as all it stands for."""
-    if id(node) in known:
-        if not known[id(node)]:
-            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value holds itself")
-        return known[id(node)]
-    known[id(node)] = 0
-    known[id(node)] = 1 + sum(_size(child, known, path) for child, _ in _children(node))
-    return known[id(node)]
 
 
 def _children(node: yaml.Node) -> Iterator[tuple[yaml.Node, bool]]:
@@ -108,7 +102,7 @@ def check_text(text: str, place: str) -> None:
 def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
     """Raises UserError for settings of Hydra's that can load or call something, or write where a preset wants."""
     package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
-    if package and package[1].split(".")[0] == "hydra":
+    if package and re.match(OF_HYDRA, package[1]):
         raise UserError(f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not taken")
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value != "hydra" or not isinstance(value, yaml.MappingNode):

@@ -87,6 +87,7 @@ def _unreadable(text: str) -> UserError:
             key == "engine" and own,
             f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
         ),
+        (value[:1] == "~", f"there is no home directory {value.partition('/')[0]}; name the folder itself"),
         (value.endswith(",") and _is_read(shorter), f"it ends in a comma: {shorter}"),
         (",," in value and _is_read(one), f"a value between commas is empty: {one}"),
         (

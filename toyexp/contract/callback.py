@@ -14,6 +14,7 @@ from toyexp.base.blame import blamed
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.words import typed
 from toyexp.contract.hooks import hookimpl
+from toyexp.contract.model import LOGGED
 from toyexp.contract.planned import Planned
 from toyexp.contract.run import Run
 
@@ -36,7 +37,11 @@ class Callback(ABC):
     """
 
     name: ClassVar[str]  # what `callbacks=[...]` takes
+    logs: ClassVar[tuple[str, ...]] = ()  # scores that `on_eval` reports with run.log: early_stop, ... go by them
     closes_last: ClassVar[bool] = False  # it records how the run ended: its on_end comes after those of others
+
+    def __init_subclass__(cls) -> None:
+        LOGGED.update(cls.logs)
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
         """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
@@ -115,9 +120,7 @@ class Schedule(Callback):
         with blamed(f"callbacks.{self.name}", "while it said by how much it scales"):
             asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
             found = [self.factor(step, steps) for step in sorted(asked)]
-        factors = [
-            f for f in found if isinstance(f, int | float) and math.isfinite(f)
-        ]  # of others a run tells the step
+        factors = [f for f in found if isinstance(f, int | float) and math.isfinite(f)]  # a run refuses the others
         for factor, group in itertools.product({min(factors), max(factors)} if factors else (), plan.updates):
             try:
                 group.scaled({self.scales: factor}).check()

@@ -17,7 +17,7 @@ class Arguments:
     """The words behind a sub-command, told apart."""
 
     switches: set[str]
-    values: dict[str, str]  # by option; of one given twice the last, as everywhere on command lines
+    values: dict[str, str]  # by option
     rest: list[str]  # files, names and settings
     modules: list[str]  # the local plugins of plugins=[...]
 
@@ -56,7 +56,9 @@ class Command(ABC):
             elif flag in self.values:
                 if not equals and (not left or left[0] in self.switches or left[0] in self.values):
                     raise UserError(f"{flag} needs a value, such as {flag} {self.values[flag]}")
-                found.values[flag] = value if equals else left.pop(0)
+                value = value if equals else left.pop(0)
+                if (other := found.values.setdefault(flag, value)) != value:
+                    raise UserError(f"{flag} {value}: was given already, as {other}; leave one of them out")
             elif word.startswith("-"):
                 raise self.no_option(word, left)
             else:

@@ -29,6 +29,7 @@ class Data(ABC):
     name: ClassVar[str]  # what `data=` takes
     gives: ClassVar[Kind]  # TOKENS, IMAGES, or a kind of your own
     fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
+    whole: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all of it, for `toyexp eval --data PATH`
 
     @classmethod
     def recognises(cls, path: Path) -> int:

@@ -5,16 +5,31 @@ So every engine sees the same data, micro-batches cut the same rows, and a saved
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from toyexp.base.errors import UserError
-from toyexp.contract.batch import Batch, InputSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from toyexp.text.tokenizer import Tokenizer
+
+Batch = Mapping[str, "np.ndarray"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One array of a batch, without its leading batch axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    below: int | None = None  # what integers must stay below, from 0; None: unchecked
+    optional: bool = False  # a batch without it means zeros
 
 
 class OtherClasses(UserError):
@@ -67,6 +82,7 @@ class Batches(ABC):
     inputs: Mapping[str, InputSpec]  # the arrays of each batch; always with integer `targets` and float `weights`
     facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data
     left_out: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.left_out
+    rows_per_epoch: int | None = None  # rows of one pass over the training data; None: not known, or without end
 
     @abstractmethod
     def batch(self, k: int) -> Batch:
@@ -79,3 +95,11 @@ class Batches(ABC):
     @abstractmethod
     def held_out(self) -> Sequence[Batch]:
         """The batches that every evaluation uses, each of `rows` rows; what only fills one up has weights of 0."""
+
+
+def batch_digest(batch: Batch) -> str:
+    """16 hex digits that identify a batch, for comparing the data order of two runs."""
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        digest.update(batch[name].tobytes())
+    return digest.hexdigest()[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, final
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from toyexp.base.errors import SessionError
 from toyexp.contract.ops import Ops, Tensor
 
 if TYPE_CHECKING:
-    from toyexp.contract.batch import Batch
+    from toyexp.contract.dataset import Batch
     from toyexp.contract.plan import Plan
 
 
@@ -94,11 +94,39 @@ class Piecewise(Ops):
 
     @staticmethod
     def unkept(name: str) -> SessionError:
-        """What is raised where a model asks for what no decoder can compute of new positions alone."""
-        return SessionError(
-            f"decoder(): the model's ops.{name} may look beyond its own position, which cannot be computed of new "
-            "positions alone; an engine that computes the whole sequence again can, such as engine=ggml"
-        )
+        """Return the error for a model whose `ops.name` cannot be computed of new positions alone."""
+        return SessionError(f"decoder(): the model's ops.{name} may look beyond its own position")
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """Add tensors of the same positions; refuse a table of all positions."""
+        return cast("Any", super()).add(a, self._ending("add", b, a))
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply tensors of the same positions."""
+        return cast("Any", super()).mul(a, self._ending("mul", b, a))
+
+    def _ending(self, op: str, b: Tensor, a: Tensor) -> Tensor:
+        if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
+            raise self.unkept(op)
+        return b
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Reshape the features of each position."""
+        if tuple(shape[:2]) != tuple(x.shape[:2]):
+            raise self.unkept("reshape")
+        return cast("Any", super()).reshape(x, shape)
+
+    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+        """Take some features of each position."""
+        if axis < 2:
+            raise self.unkept("part")
+        return cast("Any", super()).part(x, axis, start, stop)
+
+    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        """Join the features of each position."""
+        if axis < 2:
+            raise self.unkept("concat")
+        return cast("Any", super()).concat(parts, axis)
 
 
 class Recompute(Decoder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ from toyexp.base.writing import bytes_in
 from toyexp.contract.callback import Callback
 from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.hooks import hookimpl
-from toyexp.contract.plan import LoraAdapter, Plan, export_tensors, inherited, lora_names
+from toyexp.contract.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
 from toyexp.contract.planned import Planned, changed
 from toyexp.contract.rules import Candidate, types_of
 from toyexp.contract.run import Best, Run
@@ -45,6 +45,8 @@ class Exporter(Callback):
         self._step = 0
         self._best: Best | None = None
         self._inherited: dict[str, Any] = {}
+        self._pairs: Tensors = {}  # of the adapter that the model has merged in
+        self._scores: dict[int, Mapping[str, float]] = {}  # by step
         self._warned = False
 
     def check(self) -> None:
@@ -94,6 +96,11 @@ class Exporter(Callback):
                 self._warned = True
 
     @hookimpl
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the scores, for a model card."""
+        self._scores[step] = dict(metrics)
+
+    @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
         """Exports the weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
         if reason != "errored" and self._step and run.stops() < 2:
@@ -124,7 +131,21 @@ class Exporter(Callback):
             **({"config_sha256": digest} if digest else {}),
             **self._inherited,
         }
-        return Exported(run.plan.model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
+        if self._pairs:
+            general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
+        parts = (run.plan.model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
+        return Exported(*parts, self._about(run))
+
+    def _about(self, run: Run) -> dict[str, Any]:
+        """Return what a model card says of the run, by words."""
+        recipe, data = (run.config.get(part) or {} for part in ("recipe", "data"))
+        told = {
+            "recipe": recipe.get("name"), "base": recipe.get("base"), "data": data.get("name"),
+            "data file": Path(data.get("path") or "").name or None, "batch size": run.config.get("batch_size"),
+            "learning rate": run.lr, "seed": run.seed, "engine": run.engine,
+        }  # fmt: skip
+        best = {self._best.metric: self._best.score} if self._best else {}
+        return told | {f"held-out {name}": f"{value:.6g}" for name, value in self._scores.get(self._step, best).items()}
 
     def _tell(self, run: Run, path: Path, kind: str, problems: list[str]) -> None:
         """Says what was written, and loudly what is wrong with it: it is kept, as all that a long run may leave."""
@@ -160,7 +181,8 @@ class AdapterExporter(Exporter):
         names = _adapter_tensors(run.plan)
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
-            exported = self.exported(run, self._values(run, names))
+            self._pairs = self._values(run, names)
+            exported = self.exported(run, self._pairs)
             with run.output(adapter) as place:
                 told = self._format.write_adapter(run.plan, exported, place)
                 problems = require_written(self._format, place, told)

@@ -74,6 +74,7 @@ class Exported:
     general: Mapping[str, Any] = field(default_factory=dict)  # what is known of its origin: name, step, license
     data: Mapping[str, Any] = field(default_factory=dict)  # what a reader must know of its data: classes, image_mean
     chat_template: str = ""
+    about: Mapping[str, Any] = field(default_factory=dict)  # what its run adds to a model card: recipe, base, scores
     lacks: Sequence[str] = ()  # a sentence for each thing that could not be read of its file
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from toyexp.contract.batch import Batch
+    from toyexp.contract.dataset import Batch
     from toyexp.contract.run import Run
 
 hookspec = pluggy.HookspecMarker("toyexp")

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from toyexp.contract.batch import Batch, InputSpec
-from toyexp.contract.dataset import Dataset
+from toyexp.contract.dataset import Batch, Dataset, InputSpec
 
 
 class Figure(NamedTuple):

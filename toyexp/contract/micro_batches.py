@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import BadBatch, SessionError
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.plan import Plan
 
 

@@ -19,10 +19,10 @@ from toyexp.contract.values import Values
 if TYPE_CHECKING:
     import numpy as np
 
-    from toyexp.contract.batch import Batch
-    from toyexp.contract.dataset import Batches, Dataset
+    from toyexp.contract.dataset import Batch, Batches, Dataset
 
 
+LOGGED: set[str] = set()  # held-out scores that callbacks say they log
 MOST_BLOCKS = 10_000
 LEAST_EPS = 1e-24
 
@@ -49,6 +49,7 @@ class Model(ABC):
     reads: ClassVar[Kind]  # what it learns from: TOKENS, IMAGES, or a kind of your own
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
     forms: ClassVar[Mapping[str, Any]] = {}  # how it stands in files, by format: "gguf" a GGUFForm, "hf" its layout
+    cached_decoding: ClassVar[bool] = True  # False: text is written by computing the whole sequence for each token
     score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
 
     @abstractmethod
@@ -93,7 +94,7 @@ class Model(ABC):
         What a model scores without naming it in `score_names` shows at the first eval.
         """
         unnamed = not self.score_names and type(self).scores is not Model.scores
-        known = ("loss", "ppl", *self.score_names)
+        known = ("loss", "ppl", *self.score_names, *sorted(LOGGED))
         if name not in known and not unnamed:
             raise UserError(f"{key}={printable(name)}: {choose(name, known)}")
 

@@ -338,6 +338,9 @@ def _check_group(pattern: str, own: Any) -> None:
             if not isinstance(value, bool):
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{key}: {name}={printable(str(value))}: must be a finite number from 0")
+            text = "; it is a text: leave out the quotes" if isinstance(value, str) else ""
+            raise UserError(f"{key}: {name}={printable(repr(value))}: must be a finite number from 0{text}")
+        elif own.get("frozen") is True:
+            raise UserError(f"{key}: {name}={value}: has no effect with frozen=true; leave one of them out")
         else:
             require_float32(f"{key}: {name}", value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.blame import place
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.contract.batch import InputSpec
+from toyexp.contract.dataset import InputSpec
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Adapted, LowRank, Params, Tensor
 from toyexp.contract.optimiser import AdamW, Group, Optimiser, Rule, check_rule
@@ -254,8 +255,6 @@ def idle_groups(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
         takers = [optimiser.group_of(t.name)[0] for t in tensors]
         if takers and pattern not in takers:
             yield f"{key}: {printable(takers[0])} takes all its tensors; the first that fits counts: put it before that"
-        elif own.get("frozen"):
-            yield from (f"{key}: {name}={value}: they are frozen" for name, value in own.items() if name != "frozen")
         elif own.get("weight_decay") and not any(t.decays for t in tensors):
             yield f"{key}: weight_decay={own['weight_decay']}: norms and biases never decay"
 
@@ -307,6 +306,14 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 def lora_names(target: str) -> list[str]:
     """The names of an adapter's two tensors, as llama.cpp reads them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
+
+
+def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
+    """Return 16 hex digits of an adapter's pairs, behind those of the adapters that its base has `merged` already."""
+    digest = hashlib.sha256()
+    for name in sorted(pairs):
+        digest.update(name.encode() + pairs[name].astype("float32", copy=False).tobytes())
+    return ",".join(filter(None, (merged, digest.hexdigest()[:16])))
 
 
 def one_alpha(plan: Plan) -> float:

@@ -22,6 +22,7 @@ GROUP = "toyexp"  # of entry points
 OWN_COMMANDS = EntryPoint("commands", "toyexp.commands.table", GROUP)  # without an entry point of the distribution
 
 _kept: Registry | None = None
+_latest: Registry | None = None
 _there: tuple[list[tuple[str, int]], list[tuple[EntryPoint, str]]] | None = None  # the path then, and what lay on it
 
 
@@ -31,7 +32,9 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     A broken installed plugin becomes a Problem; a broken module of `modules` was asked for, so it raises UserError.
     `installed` replaces the installed plugins, as (entry point, package) pairs.
     """
+    global _latest
     if installed is None and _kept is not None and _kept.modules == tuple(modules):
+        _latest = _kept
         return _kept
     registry = Registry(modules=tuple(modules))
     there = _installed() if installed is None else installed
@@ -39,7 +42,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     _take_in(registry, found)
     for candidate in found:
         if candidate.reason is not None:
-            registry.problems.append(_problem(candidate, candidate.reason))
+            offered = tuple((kind, getattr(c, "name", "?")) for kind, found in candidate.classes.items() for c in found)
+            registry.problems.append(Problem(candidate.plugin, candidate.package, candidate.reason, offered))
     if modules:
         here = str(working_directory())
         sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
@@ -55,7 +59,13 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
             sys.path.remove(here)
         if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
             sys.path.append(here)
+    _latest = registry
     return registry
+
+
+def loaded() -> Registry:
+    """Return what was loaded last, with its local modules; for code that is handed no registry, such as a recipe's."""
+    return _latest or load()
 
 
 def _elsewhere(module: str, reason: str) -> str:
@@ -140,11 +150,6 @@ def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
         if meant and not wanted.specifier.contains(__version__, prereleases=True):
             return f"needs toyexp {wanted.specifier}; this is {__version__}"
     return None
-
-
-def _problem(candidate: Candidate, reason: str) -> Problem:
-    offered = [(kind, getattr(cls, "name", "?")) for kind, classes in candidate.classes.items() for cls in classes]
-    return Problem(candidate.plugin, candidate.package, reason, tuple(offered))
 
 
 def _take_in(registry: Registry, found: Sequence[Candidate]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp.base.blame import blamed
-from toyexp.contract.batch import InputSpec
+from toyexp.contract.dataset import InputSpec
 from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model

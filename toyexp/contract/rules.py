@@ -106,7 +106,9 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
         if marked and name not in hooks:
             raise UserError(f"{label}.{name} is marked @hookimpl but is no hook; {choose(name, hooks)}")
         if not marked and name in hooks:
-            raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl")
+            raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl; put @hookimpl above it")
+        if not marked and group is RunHooks and name.startswith("on_"):
+            raise UserError(f"{label}.{name} is no hook, and nothing would call it; {choose(name, hooks)}")
         if marked:
             known = _arguments(getattr(group, name))
             for argument in _arguments(member) - known:

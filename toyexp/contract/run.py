@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.ownership import Ledger
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from toyexp.contract.session import Session
 
 
+# Names in a record of a step or an eval.
+RESERVED = {"kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm", "tokens", "wall_us"}
+
+
 @dataclass(frozen=True)
 class Best:
     """The best eval of a run."""
@@ -28,6 +34,31 @@ class Best:
     metric: str
     score: float
     weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
+    scores: Mapping[str, float] = field(default_factory=dict)  # all scores of that eval
+
+
+class Metrics(dict[str, float]):
+    """Numbers of a step or of an eval, which callbacks read and `run.log` adds to."""
+
+    def __init__(self, numbers: Mapping[str, float], finite: bool = False):
+        super().__init__(numbers)
+        self.logged: dict[str, float] = {}  # by callbacks
+        self._finite = finite  # of an eval, whose scores are compared
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Add what a callback logged; raise ValueError for a name of the run's own."""
+        for name, value in numbers.items():
+            if name in self.keys() - self.logged.keys():
+                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
+            if self._finite and not math.isfinite(value):
+                raise ValueError(f"run.log({name}={value}): a held-out score must be a finite number")
+            self.logged[name] = float(value)
+        super().update(self.logged)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("metrics are read-only; report a number of your own with run.log(name=value)")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 class Listeners(Protocol):
@@ -38,6 +69,9 @@ class Listeners(Protocol):
 
     def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event."""
+
+    def report(self, run: Run, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the metrics that are told of now, or next."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +119,23 @@ class Run:
         own = [(p, name, v) for p, mine in optim.get("groups", {}).items() for name, v in mine.items() if name in usual]
         higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in own if v > usual[name]]
         rates = {key: v for key, v in optim.items() if key.endswith("_lr") and isinstance(v, int | float)}
+        rates |= {"weight_decay": decay} if (decay := usual["weight_decay"]) * self.lr >= 1 else {}  # of a whole weight
         higher += [f"optim.{key} (it was {v:g})" for key, v in rates.items() if v > self.lr]
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
+
+    def log(self, **numbers: float) -> None:
+        """Report numbers of a callback's own: in `on_step` as the step's, in `on_eval` as scores of the held-out data.
+
+        They join that hook's metrics: for the record, pictures and dashboards, and scores for early stopping,
+        `checkpoint_best` and searches too. From another hook they join the next step or eval; from `on_end` an event.
+        """
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"run.log({name}={value!r}): takes numbers")
+            if name in RESERVED:
+                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
+        if self.bus is not None:
+            self.bus.report(self, numbers)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""

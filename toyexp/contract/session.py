@@ -17,7 +17,7 @@ import numpy as np
 
 from toyexp.base.blame import given
 from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.decoder import Decoder, Recompute
 from toyexp.contract.micro_batches import Ready, cut, micro_batches, padded
 from toyexp.contract.optimiser import AdamW

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,11 +12,11 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import stream
-from toyexp.contract.batch import Batch, InputSpec
-from toyexp.contract.dataset import Batches, Dataset, OtherClasses
+from toyexp.contract.dataset import Batch, Batches, Dataset, InputSpec, OtherClasses
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
+NAMED = 12  # classes that a run names
 
 
 class ImageDataset(Dataset):
@@ -32,8 +33,11 @@ class ImageDataset(Dataset):
         eval_images: int = 0,
         facts: Mapping[str, Any] | None = None,
         left_out: Sequence[str] = (),
+        remarks: Sequence[str] = (),
+        held_out: np.ndarray | None = None,
     ):
-        held_out = held_out_mask(labels, val_fraction)
+        """Hold out the images that `held_out` [N] says, or else `val_fraction` of every class."""
+        held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
             raise UserError(
                 f"data.val_fraction={val_fraction} holds out none of {len(labels)} images: "
@@ -44,10 +48,10 @@ class ImageDataset(Dataset):
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
         self.held_out = images[held_out], labels[held_out].astype(np.int32)
         channels = self.image_shape[-1]
-        self.mean, self.std = (
-            mean_and_std(self.train[0]) if normalise == "train" else (np.full(channels, 0.5), np.full(channels, 0.5))
-        )
-        self._augment, self._eval_images, self._left_out = augment, eval_images, left_out
+        trained = self.train[0] if len(self.train[0]) else images  # all may be held out, for an eval
+        halves = np.full(channels, 0.5)
+        self.mean, self.std = mean_and_std(trained) if normalise == "train" else (halves, halves)
+        self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
         self._facts = {
@@ -57,6 +61,7 @@ class ImageDataset(Dataset):
             "classes": len(classes),
             "image_shape": list(self.image_shape),
             "images_sha256": digest.hexdigest(),
+            "classes_digest": hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16],
         }
 
     def describe(self) -> dict[str, Any]:
@@ -66,6 +71,12 @@ class ImageDataset(Dataset):
     def left_out(self) -> Sequence[str]:
         """What whoever opened the data has left out."""
         return self._left_out
+
+    def remarks(self) -> list[str]:
+        """Return the classes, and what whoever opened the data has to say."""
+        names = [printable(name) for name in self.classes[:NAMED]]
+        more = [f"and {self.vocab - NAMED} more"] if self.vocab > NAMED else []
+        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
         """The classes' names, and how pixels from 0 to 1 become the model's input: (pixel - mean) / std."""
@@ -112,7 +123,7 @@ class Unlabelled(ImageDataset):
         self.image_shape = images.shape[1:]
         self.train = self.held_out = images, np.zeros(len(images), np.int32)
         self.mean, self.std = mean, std
-        self._augment, self._eval_images, self._left_out = "none", 0, ()
+        self._augment, self._eval_images, self._left_out, self._remarks = "none", 0, (), ()
         self._facts = {"images": len(images)}
 
 
@@ -124,6 +135,7 @@ class ImageBatches(Batches):
         self._rows, self._seed = rows, seed
         self._flip, self._shift = "flip" in augment, "shift" in augment
         self._eval_images = eval_images or len(self._held_out[1])
+        self.rows_per_epoch = len(self._train[1])
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
         self._drawn = lru_cache(maxsize=2)(self._draw)
@@ -184,12 +196,12 @@ def _numbers(name: str, value: object) -> np.ndarray:
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Which images are held out: `fraction` of every class, the same whatever the seed, and never a class's last."""
+    """Return which images are held out: `fraction` of every class, the same for every seed; below 1 never its last."""
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         of_class = order[labels[order] == label]
-        mask[of_class[: min(round(len(of_class) * fraction), len(of_class) - 1)]] = True
+        mask[of_class[: min(round(len(of_class) * fraction), len(of_class) - (fraction < 1))]] = True
     return mask
 
 

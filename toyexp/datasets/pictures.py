@@ -30,8 +30,13 @@ def require_pillow() -> None:
         from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
 
 
-def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
-    """An image file as 8-bit pixels [size, size, 3 or 1]; raises BadImage for what cannot be read, or is too large."""
+def read_image(
+    path: Path, size: int, color: bool, resize: bool, sizes: set[tuple[int, int]] | None = None
+) -> np.ndarray:
+    """Return an image file as 8-bit pixels [size, size, 3 or 1], and add the size that it had to `sizes`.
+
+    Raises BadImage for what cannot be read, or is too large.
+    """
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -44,6 +49,8 @@ def read_image(path: Path, size: int, color: bool, resize: bool) -> np.ndarray:
                 image = ImageOps.exif_transpose(opened)
                 if not resize and image.size != (size, size):
                     raise BadImage(f"is {image.width} x {image.height} pixels, expected {size} x {size}")
+                if sizes is not None:
+                    sizes.add(image.size)
                 image = ImageOps.fit(_flat(image, "RGB" if color else "L"), (size, size))
                 return np.asarray(image).reshape(size, size, -1)
     except BadImage:
@@ -66,6 +73,21 @@ def _flat(image: Image, mode: str) -> Image:
         ground = Image.new("RGBA", image.size, "black")
         image = Image.alpha_composite(ground, image.convert("RGBA"))
     return image.convert(mode)
+
+
+def scaled(sizes: set[tuple[int, int]], size: int) -> list[str]:
+    """Say that images of these sizes were cut and scaled, if any was."""
+    if sizes <= {(size, size)}:
+        return []
+    ends = dict.fromkeys((min(sizes), max(sizes)))
+    told = " to ".join(f"{width} x {height}" for width, height in ends)
+    return [f"images of {told} pixels are cut to their centred square and scaled to {size} x {size}"]
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files that are not hidden, as what a system keeps for itself in a folder of images is."""
+    inside = (f for f in folder.rglob("*") if not f.is_dir())
+    return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def images_below(folder: Path) -> Iterator[Path]:

@@ -1,8 +1,9 @@
-"""Token ids as batches of windows, where batch k is a function of (seed, k) alone."""
+"""Token ids as batches of windows, and dropout masks beside them: batch k is a function of (seed, k) alone."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -11,9 +12,9 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.contract.batch import Batch
-from toyexp.contract.dataset import Batches, Dataset
+from toyexp.contract.dataset import Batch, Batches, Dataset
 from toyexp.contract.kind import TOKENS
+from toyexp.contract.plan import Plan
 from toyexp.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
@@ -74,7 +75,7 @@ class TokenDataset(Dataset):
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Windows of `context` tokens and their next tokens."""
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
-            if len(ids) <= context:
+            if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an eval
                 raise UserError(
                     f"model.context={context} is longer than the {part} part of the data "
                     f"({len(ids)} tokens; a window needs {context + 1}): give more data or a smaller context"
@@ -94,7 +95,7 @@ class TokenBatches(Batches):
         self._eval_batches = eval_batches
         self._span = np.arange(context + 1)
         # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
-        self._windows = max((len(train) - 1) // context - 1, 1)
+        self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self.inputs = TOKENS.inputs(context)
 
@@ -153,3 +154,34 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
         "targets": np.ascontiguousarray(window[:, 1:], np.int32),
         "weights": np.ones((len(starts), len(span) - 1), np.float32),
     }
+
+
+class Dropout(Batches):
+    """Batches with the masks of a plan's adapters: what x is to be multiplied by, less one.
+
+    Inverted dropout (Srivastava et al. 2014): a number is hidden, x + x * -1, or scaled up so that the mean stays.
+    Drawn on the host as a function of (seed, adapter, k), so every engine hides the same. Held-out batches have no
+    masks, which means zeros: nothing is hidden.
+    """
+
+    def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
+        self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
+        self.inputs, self.facts, self.left_out = plan.inputs, batches.facts, batches.left_out
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k` and its masks, each [rows, *spec.shape]."""
+        batch = self._batches.batch(k)
+        rows = len(batch["targets"])
+        masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.drops}
+        return {**batch, **masks}
+
+    def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
+        shape = (rows, *self.inputs[name].shape)
+        count, hidden = math.prod(shape), round(share * 65536)  # 16 random bits decide about a number
+        bits = stream(self._seed, name, k).random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
+        scaled_up = hidden / (65536 - hidden)
+        return np.where(bits < hidden, np.float32(-1), np.float32(scaled_up)).reshape(shape)
+
+    def held_out(self) -> Sequence[Batch]:
+        """The held-out batches as they are."""
+        return self._batches.held_out()

@@ -14,24 +14,21 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
-from toyexp.base.memory import TO_EVALUATE, running_out
-from toyexp.base.ownership import LEDGER, LOCK
+from toyexp.base.ownership import LEDGER, LOCK, fingerprint_once
 from toyexp.base.words import columns, counted, short
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.door.aside import aside
-from toyexp.door.history import History
-from toyexp.door.shown import of_run
+from toyexp.door.history import History, of_run
 from toyexp.runs.events import events_in, start_of
-from toyexp.runs.found import SIGNS, look
-from toyexp.runs.settings import values
+from toyexp.runs.found import SIGNS, look, values
 from toyexp.training.checkpoint import result_of
+from toyexp.training.provenance import recorded
 
 if TYPE_CHECKING:
     from toyexp.contract.engine import Engine
     from toyexp.contract.model import Model
-    from toyexp.contract.plan import Plan, PlanTensor
-    from toyexp.contract.session import Session
+    from toyexp.contract.plan import PlanTensor
     from toyexp.text.tokenizer import Tokenizer
 
 FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
@@ -43,14 +40,15 @@ class Result:
     It may stand wherever a path may: `toyexp.run(resume=result)`.
     """
 
-    def __init__(self, directory: Path, registry: Registry | None = None):
+    def __init__(self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None):
         self.directory = directory.absolute()
+        self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
         self._look = look(self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of it opens the directory again, with the plugins that are found there."""
-        return Result, (self.directory, None)
+        return Result, (self.directory, None, self.checkpoint)
 
     # -- how it went --
 
@@ -61,7 +59,7 @@ class Result:
 
     @property
     def state(self) -> str:
-        """How it ended: completed, stopped (by a callback), pruned, interrupted, failed, killed; or running."""
+        """How it ended: completed, diverged, stopped (by a callback), pruned, interrupted, failed, killed, running."""
         return self._look.state
 
     @property
@@ -76,12 +74,12 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """The training loss of the last step's batch, in nats a target."""
+        """The smoothed training loss, over about the last 50 steps, in nats a target."""
         return self._look.train_loss
 
     @property
     def held_out(self) -> dict[str, float]:
-        """The last scores on the held-out data: loss, in nats a target, and the model's own, such as accuracy."""
+        """Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy."""
         loss = {} if self._look.loss is None else {"loss": self._look.loss}
         return {**loss, **self._look.scores}
 
@@ -128,7 +126,8 @@ class Result:
         with contextlib.suppress(OSError):
             for path in sorted(self.directory.iterdir()):
                 inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
-                found |= {str(p.relative_to(self.directory)): p for p in inside if not _is_aside(p.name)}
+                shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK, LEDGER)]
+                found |= {str(p.relative_to(self.directory)): p for p in shown}
         return found
 
     # -- what it trained --
@@ -156,7 +155,7 @@ class Result:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
-        from toyexp.formats.gguf.source import opened
+        from toyexp.formats.gguf.open_model import opened
         from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 
         file = opened(str(self._weights[0]))
@@ -174,22 +173,28 @@ class Result:
         Raises UserError for what the model cannot read, and for more tokens than its context.
         """
         from toyexp.contract.recipe import Setup
+        from toyexp.formats.file_plan import frozen_plan
+        from toyexp.training.memory import checked_session
 
         with aside("logits"):
             arrays, specs, single = self._inputs(inputs)
             rows = min(max((len(array) for array in arrays.values()), default=1), 32)
-            with self._session(self._plan(Setup(specs, rows)), engine) as session:
+            plan = frozen_plan(self.model, self._weights[0], Setup(specs, rows), self._weights[1])
+            computes = self._engine(engine, rows)
+            with checked_session(plan, computes, short(self.directory)) as session:
                 found = session.logits(arrays)
             return found[0] if single else found
 
     def generate(
         self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
-        top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, engine: str = "auto",
+        top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, system: str | None = None,
+        engine: str = "auto",
     ) -> str | list[int]:  # fmt: skip
         """What the model writes behind a prompt, without it: at most so many tokens, or up to its end of text.
 
-        With temperature 0 always the likeliest token; `chat` puts the prompt into the chat template. The same seed
-        writes the same text. Of ids as a prompt, and a model without a tokenizer, it is a list of ids.
+        With temperature 0 always the likeliest token; `chat` puts the prompt into the chat template, behind what
+        `system` says. The same seed writes the same text. Of ids as a prompt, and a model without a tokenizer, it is a
+        list of ids.
 
         Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
         """
@@ -211,12 +216,14 @@ class Result:
             raise UserError(f"generate engine={printable(repr(engine))}: takes a name, such as 'ggml:threads=1'")
         if chat and not isinstance(prompt, str):
             raise UserError("generate chat=True: takes its message as text; ids go without it")
+        if system is not None and not (chat and isinstance(system, str)):
+            raise UserError(f"generate system={printable(repr(system))}: takes a text, with chat=True")
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("generate", prompt, (1,)).tolist())
         if text == "-":  # which on a command line stands for standard input
             text, ids = None, self.tokenizer.prompt("-").tolist()
         sampling = Sampling(temperature, top_k, top_p, min_p)
         asked = Options(
-            path, text, ids, chat, tokens, sampling, seed, str(adapter) if adapter else None, engine,
+            path, text, ids, chat, system, tokens, sampling, seed, str(adapter) if adapter else None, engine,
             plugins=self._registry.modules,
         )  # fmt: skip
         with aside("generate", quiet=True):
@@ -228,34 +235,23 @@ class Result:
     @cached_property
     def _weights(self) -> tuple[Path, Path | None]:
         """The file of the model, and that of an adapter on it; UserError where nothing is left."""
-        from toyexp.config.restored import ADAPTER, MODEL, file_of, newest_in
+        from toyexp.config.restored import ADAPTER, MODEL, file_of
 
-        adapter = self.directory / ADAPTER
-        if (self.directory / MODEL).exists():
-            return file_of(self.directory, registry=self._registry), None
-        if adapter.exists() and (base := self.settings.get("recipe.base")):
-            return file_of(Path(str(base)), registry=self._registry), adapter
-        newest = newest_in(self.directory)
-        if newest is None:
-            raise UserError(
-                f"{short(self.directory)}: left no weights; callbacks=[default] writes {MODEL}, checkpoint_every=100 "
-                "checkpoints"
-            )
+        where, adapter = self.checkpoint or self.directory, self.directory / ADAPTER
+        if (where / MODEL).exists():
+            return file_of(where, registry=self._registry), None
+        if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
+            record = recorded(self.directory)
+            path = file_of(Path(record.found(str(base))), registry=self._registry)
+            if changes := record.differing({"base": fingerprint_once(path)}):
+                raise UserError(f"{short(path)}: is another file than it was: {changes[0]}; put that file back")
+            return path, adapter
         with aside("weights"):
-            return file_of(newest, registry=self._registry), None
+            return file_of(where, registry=self._registry), None
 
-    def _plan(self, setup: Any) -> Plan:
-        from toyexp.formats.file_plan import frozen_plan
-
-        path, adapter = self._weights
-        return frozen_plan(self.model, path, setup, adapter)
-
-    @contextlib.contextmanager
-    def _session(self, plan: Plan, engine: str | Engine) -> Iterator[Session]:
-        """An open session that computes the plan."""
+    def _engine(self, engine: str | Engine, rows: int) -> Engine:
+        """Return the engine of that name, or the object itself, as it computes so many rows."""
         from toyexp.config.engines import engine_of, pick_engine
-        from toyexp.reference.forward import check_forward
-        from toyexp.training.memory import check_plan
 
         if not isinstance(engine, str):
             computes = engine
@@ -263,14 +259,9 @@ class Result:
             computes = pick_engine({"name": "auto"}, self._registry)[0]
         else:
             computes = engine_of(engine, self._registry)
-        computes = computes.of_one_row() if plan.rows == 1 else computes
-        computes.check_rows(plan.rows, 1)
-        check_plan(plan, computes, TO_EVALUATE)
-        computes.check_plan(plan)
-        check_forward(plan, short(self.directory))
-        with running_out(TO_EVALUATE), computes.realize(plan) as session:
-            session.build()
-            yield session
+        computes = computes.of_one_row() if rows == 1 else computes
+        computes.check_rows(rows, 1)
+        return computes
 
     def _inputs(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
         """The arrays of a batch, what they are, and whether one row was given without its axis."""
@@ -289,7 +280,7 @@ class Result:
 
     def _images(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
         from toyexp.commands.predict import Seen
-        from toyexp.formats.gguf.source import opened
+        from toyexp.formats.gguf.open_model import opened
 
         seen = Seen.of(opened(str(self._weights[0])), self.model, self.directory)
         images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
@@ -320,9 +311,11 @@ class Result:
             *((f"held-out {k}", f"{begun if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
         ]
         if self.loss is not None:
-            told.append(("train loss", f"{self.loss:.4f}"))
+            told.append(("smoothed train loss", f"{self.loss:.4f}"))
         if self.warnings:
             told.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
+        if self.checkpoint:
+            told.append(("weights", self.checkpoint.name))
         return [*told, ("directory", short(self.directory))]
 
     def __repr__(self) -> str:
@@ -371,13 +364,9 @@ def _ids(call: str, given: Any, axes: Sequence[int]) -> np.ndarray:
     return ids
 
 
-def _is_aside(name: str) -> bool:
-    return name.startswith(".") or name in (LOCK, LEDGER)
-
-
 def require_run(directory: Path) -> None:
     """Raises UserError for a directory that is none of a run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     if "config.yaml" not in names or not names & SIGNS:
         what = "holds no run" if directory.exists() else absent(directory)
-        raise UserError(f"{os.fspath(directory)}: {what}; what is here: toyexp runs")
+        raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")

@@ -13,21 +13,23 @@ from typing import Any
 from toyexp.base.blame import of_a_part
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.memory import running_out
+from toyexp.base.signals import whole_imports
 from toyexp.base.terminal import status
 from toyexp.commands.line import carry_out
 from toyexp.config.shipped import CONF
 from toyexp.contract.callback import Callback
 from toyexp.contract.data import Data
 from toyexp.contract.engine import Engine
+from toyexp.contract.hooks import RunHooks
 from toyexp.contract.model import Model
 from toyexp.contract.optimiser import Optimiser
 from toyexp.contract.owners import OWNERS
 from toyexp.contract.plugins import load
 from toyexp.contract.recipe import Recipe
 from toyexp.contract.registry import LOCAL, Offer, Registry
-from toyexp.door.aside import aside, what_is_left
+from toyexp.contract.rules import check_hooks
+from toyexp.door.aside import aside, place, what_is_left
 from toyexp.door.result import Result
-from toyexp.door.words import place
 from toyexp.training.parts import Config
 from toyexp.training.settings import Settings
 
@@ -36,6 +38,7 @@ KINDS: Mapping[str, type] = {
 }  # fmt: skip
 
 
+@whole_imports()
 def train(
     model: Model | str | None = None,
     data: Data | str = "stdlib",
@@ -105,6 +108,8 @@ def _registry(parts: Sequence[Any]) -> Registry:
             cls = type(part)
             if not isinstance(getattr(cls, "name", None), str):
                 raise UserError(f"train {kind}: {cls.__name__} has no name; its class takes one: name = 'mine'")
+            if kind == "callbacks":
+                check_hooks(cls, RunHooks, f"train callbacks: {cls.__name__}")
             there = grown.offers[kind].get(cls.name)
             if there and there.cls is not cls:
                 raise UserError(f"train {kind}={cls.__name__}: its name, {cls.name}, is that of {there.cls.__name__}")
@@ -172,8 +177,7 @@ def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) 
 
 def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
     """The model of the recipe's base file, if it has one; UserError for another that is given beside it."""
-    from toyexp.formats.gguf.open_model import model_in
-    from toyexp.formats.gguf.source import opened
+    from toyexp.formats.gguf.open_model import model_in, opened
 
     recipe.check()
     path = recipe.base_file()
@@ -198,6 +202,8 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     """The settings of the run; UserError for a key that there is not, and a value of another type."""
     from toyexp.config.build import typed
 
+    if {"steps", "epochs"} <= given.keys():
+        raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
     known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
     for key in given.keys() - known:
         raise UserError(f"train {key}: there is no such setting; {choose(key, known)}")

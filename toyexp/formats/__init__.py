@@ -6,17 +6,16 @@ from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.formats.file_plan import read_adapter
-    from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.form import GGUFForm, Keys, architecture_of, decimal, gguf_form, read_model
     from toyexp.formats.gguf.ggml_types import GGUF_TYPES, dequantise
-    from toyexp.formats.gguf.header import HF_TO_GGUF, PROGRAM, GGUFError
-    from toyexp.formats.gguf.open_model import exported_of, require_model
+    from toyexp.formats.gguf.header import GGUFError
+    from toyexp.formats.gguf.open_model import exported_of, in_place, opened, require_model
+    from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.read import GGUFFile
     from toyexp.formats.gguf.rewrite import rewrite_gguf
-    from toyexp.formats.gguf.source import in_place, opened
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
     from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
-    from toyexp.formats.huggingface import hf_notes, write_adapter_folder, write_folder
+    from toyexp.formats.huggingface import hf_notes, model_card, write_adapter_folder, write_folder
     from toyexp.formats.layout import HF_FILES, HF_TYPES, Conversion, Layout, Numbers, Place, layout_of, unchanged
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 

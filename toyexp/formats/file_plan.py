@@ -13,8 +13,8 @@ from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.contract.recipe import Setup
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.open_model import FromGGUF, opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.source import FromGGUF, opened
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from toyexp.base.errors import printable
 from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
+from toyexp.contract.format import Exported
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
-from toyexp.formats.conversion import lacks
-from toyexp.formats.huggingface_tokenizer import tokenizer_files
-from toyexp.formats.layout import HF_TYPES, Place, layout_of
+from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
 from toyexp.formats.safetensors import Tensor, write_safetensors
+from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
+from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import Tokenizer
 
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 METADATA = {"format": "pt"}  # transformers insists on it
+HUB = "https://huggingface.co/"
+OF_TEXT = "AutoModelForCausalLM", "text-generation"
+OF_IMAGES = "AutoModelForImageClassification", "image-classification"
 
 
 def write_folder(
@@ -32,12 +40,13 @@ def write_folder(
     tokenizer: Tokenizer | None,
     dtype: str = "float32",
     data: Mapping[str, Any] | None = None,
+    card: str = "",
 ) -> list[str]:
     """Writes the directory `path` in one piece, in place of an earlier one: to a temporary name, flushed, renamed.
 
     `read` gives a tensor by our name, float32, and is asked for one at a time; `data` are the keys that the data adds
-    to a GGUF. Returns a sentence for each tensor whose numbers are not finite, or are not in this type. Raises
-    UserError for a model that transformers does not have.
+    to a GGUF, `card` the text of README.md. Returns a sentence for each tensor whose numbers are not finite, or are not
+    in this type. Raises UserError for a model that transformers does not have.
     """
     layout = layout_of(model, data or {})
     tensors: dict[str, Tensor] = {}
@@ -57,6 +66,7 @@ def write_folder(
         settings["generation_config.json"] = ids
     settings["config.json"] = config
     files = {name: dump_json(content, indent=2).encode() for name, content in settings.items()}
+    files |= {"README.md": card.encode()} if card else {}
     if tokenizer is not None:
         files |= tokenizer_files(tokenizer, layout.tokenizer_replaced)
     with _directory(path) as folder:
@@ -76,7 +86,7 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
     return lines
 
 
-def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray]) -> list[str]:
+def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str]:
     """Writes the plan's LoRA adapters for PEFT, in one piece like `write_folder`, in float32.
 
     PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
@@ -86,7 +96,7 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}  # by module
     for adapter in adapters:
-        place, (a, b) = places[adapter.target], (values[name] for name in lora_names(adapter.target))
+        place, (a, b) = places[adapter.target], (exported.tensors[name] for name in lora_names(adapter.target))
         module = place.name.removesuffix(".weight")
         ranks[module] = len(a)
         for name, array in (("lora_A", a), ("lora_B", place.rows(b))):
@@ -95,7 +105,7 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if plan.model.reads.text else None,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": _base(exported),
         "inference_mode": True,
         "r": rank,
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
@@ -107,7 +117,36 @@ def write_adapter_folder(path: Path, plan: Plan, values: Mapping[str, np.ndarray
     }
     with _directory(path) as folder:
         write_synced(folder / "adapter_config.json", dump_json(config, indent=2).encode())
+        write_synced(folder / "README.md", model_card(exported, adapter=True).encode())
         return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA)
+
+
+def model_card(exported: Exported, adapter: bool = False) -> str:
+    """Return the text of README.md: what the model is, where it comes from, its scores, and how to load it."""
+    model, general, base = exported.model, exported.general, _base(exported)
+    (auto, task), licence = OF_TEXT if model.reads.text else OF_IMAGES, str(general.get("license", ""))
+    front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
+    front += [f"license: {licence}"] if re.fullmatch(r"[a-z0-9.-]+", licence) else []
+    front += [f"base_model: {base}"] if base and not base.endswith(".gguf") else []
+    what = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
+    told = {"run": general.get("run_id"), "step": general.get("step"), **exported.about}
+    cells = {key: printable(str(value)).replace("|", " ") for key, value in told.items() if value is not None}
+    load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
+    if adapter:
+        first = f'base = {auto}.from_pretrained("BASE")  # of a GGUF: toyexp export FILE.gguf --type hf --to BASE'
+        load = ["from peft import PeftModel", load[0], "", first, 'model = PeftModel.from_pretrained(base, ".")']
+    return "\n".join([
+        "---", *front, "---", "", f"# {printable(str(general.get('name', model.name)))}", "",
+        f"A {'LoRA adapter for a ' if adapter else ''}{what}, written by toyexp.", "",
+        "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), "",
+        "```python", *load, "```", "",
+    ])  # fmt: skip
+
+
+def _base(exported: Exported) -> str | None:
+    """What an adapter's base is called: its repository, if its file names one at Hugging Face, or its path."""
+    url = str(exported.general.get("base_model.0.repo_url", ""))
+    return url.removeprefix(HUB) if url.startswith(HUB) else exported.about.get("base")
 
 
 def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.ndarray:
@@ -129,3 +168,67 @@ def _directory(path: Path) -> Iterator[Path]:
     with required(path), in_one_piece(path) as folder:
         folder.mkdir()
         yield folder
+
+
+GPT2_TOKENS = 50257
+
+
+def lacks(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
+    """Why it does not take the directory, or makes another model of it; nothing if all is well."""
+    if tokenizer is None:
+        return "the model has no tokenizer"
+    if isinstance(tokenizer, Bytes | Characters):
+        return f"it has no {tokenizer.kind} tokenizer"
+    if tokenizer.kind not in conversion.kinds:
+        return f"for this architecture it has no {tokenizer.kind} tokenizer"
+    if isinstance(tokenizer, BPE) and _trained_here(tokenizer):
+        return "of byte-level BPE it knows only published vocabularies, not one trained here"
+    if isinstance(tokenizer, SentencePiece):
+        if conversion.prefix not in (None, tokenizer.prefix):
+            return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
+        return lacking(tokenizer) or conversion.lost
+    return conversion.lost
+
+
+def _trained_here(tokenizer: BPE) -> bool:
+    """Whether it was trained here, or read from a GGUF of one that was: those have GPT-2's pre-tokenizer."""
+    return tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
+
+
+# Of some model_types transformers 5 takes only vocabulary and merges from tokenizer.json, and cuts and normalises text
+# in a way of its own. It leaves the tokenizer of a directory alone that names a class of its own. That class is here
+# for whoever allows code from the directory (trust_remote_code=True); nobody else imports it.
+CLASS = {"AutoTokenizer": ["tokenization.FromFile", "tokenization.FromFile"]}  # without and with the library tokenizers
+CODE = '''\
+"""The tokenizer of this directory is its tokenizer.json, whatever others of its model_type do."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class FromFile(PreTrainedTokenizerFast):
+    """tokenizer.json as it stands."""
+'''
+
+
+def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
+    """What each file holds; `replaced`: transformers would have another tokenizer for a model of this kind."""
+    library, settings = tokenizer.to_huggingface()
+    files = {"tokenizer.json": library.encode()}
+    if isinstance(tokenizer, SentencePiece):
+        settings |= _sentencepiece_settings(tokenizer, library)
+        if not lacking(tokenizer):
+            files["tokenizer.model"] = sentencepiece_model(tokenizer)
+    if replaced:
+        settings["auto_map"] = CLASS
+        files["tokenization.py"] = CODE.encode()
+    return files | {"tokenizer_config.json": dump_json(settings, indent=2).encode()}
+
+
+def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
+    """What llama.cpp's converter looks for here and not in the vocabulary; tokenizer.json has it too."""
+    added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
+    found = {i: token for i, token in added.items() if not token["special"]}
+    settings: dict[str, Any] = {"added_tokens_decoder": found} if found else {}
+    if tokenizer.unknown is not None:
+        settings["unk_token"] = tokenizer.pieces[tokenizer.unknown]
+    return settings | {"add_prefix_space": tokenizer.prefix}

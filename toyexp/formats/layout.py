@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
 HF_FILES = frozenset({
-    "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json", "tokenization.py",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "README.md", "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json",
+    "tokenization.py", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 })  # fmt: skip
 
 Numbers = Callable[["np.ndarray"], "np.ndarray"]

@@ -34,7 +34,8 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray]]
     what is more than that, what is damaged, and what is on another model.
     """
     config = _config(folder / CONFIG)
-    alpha = _number(folder, config, "lora_alpha")
+    alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
+    ranks = [_number(folder, config, "r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
     targets = {place.name.removesuffix(".weight"): (name, place) for name, place in _places(folder, model).items()}
     file = _tensors(folder)
     pairs: dict[str, np.ndarray] = {}
@@ -46,6 +47,8 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray]]
         array, (a, b) = file.read(theirs), lora_names(ours)
         if array.ndim != 2:
             raise file.error(f"{printable(theirs)} has the shape {list(array.shape)}, expected a matrix")
+        if (rank := array.shape[found["part"] == "B"]) not in ranks:
+            raise file.error(f"{printable(theirs)} is of rank {rank}; {CONFIG} has r={config.get('r', 8)}")
         if found["part"] == "A":
             pairs[a] = array
         else:
@@ -75,8 +78,8 @@ def _config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _number(folder: Path, config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key)
+def _number(folder: Path, config: Mapping[str, Any], key: str, usual: int | None = None) -> float:
+    value = config.get(key, usual)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise UserError(f"{folder / CONFIG}: {key} is {printable(str(value))}, expected a number above 0")
     return float(value)

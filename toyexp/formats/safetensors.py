@@ -16,9 +16,8 @@ import numpy as np
 from toyexp.base.errors import printable
 from toyexp.base.files import open_file
 from toyexp.contract.format import ModelFile, TensorInfo
-from toyexp.formats.gguf.encode import encoded, pieces_of
-from toyexp.formats.gguf.ggml_types import dequantise
-from toyexp.formats.gguf.header import HEADER_LIMIT, HF_TO_GGUF, PROGRAM, check_places
+from toyexp.formats.gguf.ggml_types import dequantise, encoded, pieces_of
+from toyexp.formats.gguf.header import HEADER_LIMIT, check_places, how_to_convert
 
 KEYS = "gguf"
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one
@@ -84,7 +83,7 @@ class SafetensorsFile(TensorsFile):
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:
-            hint = f"{PROGRAM} makes a GGUF of the directory it came in: python {HF_TO_GGUF} DIRECTORY"
+            hint = how_to_convert(self.path.parent)
             raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
         return self._json(metadata[KEYS], f"metadata {KEYS}")
 

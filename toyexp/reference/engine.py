@@ -1,4 +1,4 @@
-"""The op vocabulary in float64 numpy, written for clarity: what every engine is compared with."""
+"""Ops and the arithmetic of optimisers in float64 numpy, written for clarity: what every engine is compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toyexp.contract.batch import Batch
+from toyexp.contract.arithmetic import Arithmetic
+from toyexp.contract.dataset import Batch
 from toyexp.contract.ops import Ops, Rotary
+from toyexp.contract.optimiser import Group
 from toyexp.contract.plan import Plan
 
 Array = np.ndarray
@@ -143,3 +145,30 @@ def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
     return w * (1 - lr * decay) - lr * (m * slot5) / (np.sqrt(v * slot6) + eps), m, v
+
+
+class NumpyArithmetic(Arithmetic):
+    """The arithmetic of optimisers on arrays of any precision; a number is a Python float."""
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
+    def sign(self, x: Array) -> Array:
+        return np.sign(x)
+
+    def at_least(self, x: Array, low: float) -> Array:
+        return np.maximum(x, low)
+
+    def sum(self, x: Array) -> Array:
+        return x.sum().reshape(1)
+
+    def sum_last(self, x: Array) -> Array:
+        return x.sum(-1, keepdims=True)
+
+
+def updated(
+    group: Group, numbers: Array, w: Array, g: Array, state: Mapping[str, Array]
+) -> tuple[Array, Mapping[str, Array]]:
+    """One tensor of `group` and its state after a step, by the rule's own formula."""
+    n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
+    return group.rule.update(NumpyArithmetic(), w, g, state, n)

@@ -14,7 +14,9 @@ from typing import Any, NoReturn, TypeGuard
 
 from toyexp.base.blame import blamed, failure, place, told
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.words import counted
 from toyexp.contract.arithmetic import Shaped, is_shape
+from toyexp.contract.decoder import Piecewise
 from toyexp.contract.model import TensorSpec
 from toyexp.contract.ops import Adapted, Ops, Params, Rotary
 from toyexp.contract.plan import Plan, PlanTensor
@@ -231,6 +233,59 @@ class OpShapes(Ops):
         fits = isinstance(targets, Ids) and logits.shape[:-1] == targets.shape == weights.shape
         self._require(fits, "cross_entropy", logits, targets, weights)
         return Shaped(())
+
+
+class PieceShapes(Piecewise, OpShapes):
+    """A decoder's ops on shapes; records each op with its weights and constants, but no activation's size."""
+
+    keeps = frozenset({"attention"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[object, ...]] = []
+
+    def _take(self, op: str, *tensors: object) -> None:
+        super()._take(op, *tensors)
+        self.calls.append((op, *(x for x in tensors if isinstance(x, Weight))))
+
+    def first_rows(self, table: Shaped, n: int) -> Shaped:
+        self._take("first_rows", table)
+        return Shaped((n, table.shape[1]))
+
+    def scale(self, x: Shaped, factor: float) -> Shaped:
+        self.calls.append((factor,))
+        return super().scale(x, factor)
+
+    def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
+        self.calls.append((rotary,))
+        return super().rope(x, rotary)
+
+
+@dataclass(frozen=True, eq=False)
+class Weight(Shaped):
+    """A tensor of the model, which is equal to itself alone."""
+
+
+def reason_to_recompute(plan: Plan) -> str | None:
+    """Say why no decoder can compute new positions of a model alone; None if one can.
+
+    The forward pass is run over shapes, for one position, for two and for all: each must call the same ops.
+    """
+    model = plan.model
+    if not model.cached_decoding:
+        return "it has cached_decoding = False"
+    weights = Params({t.name: Weight(t.shape) for t in model.tensors()})
+    calls, (context,) = list[list[tuple[object, ...]]](), plan.inputs[model.reads.sequence].shape
+    for length in sorted({1, min(2, context), context}):
+        ops = PieceShapes()
+        try:
+            model.forward(ops, weights, {model.reads.sequence: Ids((1, length))})
+        except Exception as error:  # sizes that only fit the whole sequence make a model raise anything
+            return f"of {counted(length, 'position')} its forward pass says: {printable(str(error))}"
+        calls.append(ops.calls)
+        if calls[0] != ops.calls:
+            return f"it calls other ops for {counted(length, 'position')} than for 1"
+    return None
 
 
 def _is_tensor(x: Any) -> TypeGuard[Shaped]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.engine import Engine
 from toyexp.contract.plan import Plan, PlanTensor
 from toyexp.contract.session import Session, StepMetrics

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.contract.batch import Batch, InputSpec
+from toyexp.contract.dataset import Batch, InputSpec
 from toyexp.contract.engine import Engine
 from toyexp.contract.kind import TOKENS, Kind
 from toyexp.contract.model import Model, TensorSpec

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
 from toyexp.base.errors import UserError, choose
-from toyexp.runs.found import COLUMNS, Run
-from toyexp.runs.settings import settings
+from toyexp.base.words import short
+from toyexp.runs.found import COLUMNS, Run, settings
 
-FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
+FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)", re.DOTALL)
+ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 NUMBERS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")  # columns
 ALSO = {"held_out": "loss", "held-out": "loss", "eval_loss": "loss", "started": "when", "tokens_per_second": "speed"}
 
@@ -34,23 +38,32 @@ class Filter:
         found = FILTER.fullmatch(word)
         if not found or os.path.lexists(word):
             return None
-        key, sign, value = found.groups()
-        if sign in ("<", ">", "<=", ">=") and not value:
+        key, sign, value = found[1], "=" if found[2] == "==" else found[2], found[3]
+        name = ALSO.get(key, key)
+        if sign in ORDER and not value:
             raise UserError(f"{word}: {sign} takes a value to compare with, such as '{key}{sign}3'")
-        if sign in ("<", ">", "<=", ">=") and ALSO.get(key, key) in NUMBERS and _number(value) is None:
-            raise UserError(f"{word}: {key} is a number, such as '{key}{sign}3'")
-        return cls(word, ALSO.get(key, key), sign, value)
+        if sign in ORDER and name == "when":
+            _moment(word, value)
+        elif sign in ORDER and name in COLUMNS and name not in NUMBERS:
+            raise UserError(
+                f"{word}: {key} is text, which {sign} does not compare; '{key}=...' or '{key}!=...', * fits"
+            )
+        elif sign in ORDER and _number(value) is None:
+            raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
+        return cls(word, name, sign, value)
 
     def takes(self, value: Any) -> bool:
         """Whether a run with that value is asked for; one without a value is, by != alone."""
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
         if self.sign in ("=", "!="):
-            return any(_equal(value, one) for one in self.value.split(",")) is (self.sign == "=")
+            printed = self.key != "lr" and "." not in self.key  # a score, which tables print with four decimals
+            return any(_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
+        if self.key == "when":
+            with contextlib.suppress(ValueError):
+                return bool(ORDER[self.sign](datetime.fromisoformat(value), _moment(self.typed, self.value)))
         there, asked = _number(value), _number(self.value)
-        if there is not None and asked is not None:
-            return _compared(there, asked, self.sign)
-        return there is None and asked is None and _compared(str(value), self.value, self.sign)
+        return there is not None and asked is not None and ORDER[self.sign](there, asked)
 
 
 def divided(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
@@ -60,18 +73,26 @@ def divided(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
     return places, [one for one in filters if one is not None]
 
 
-def filtered(runs: Iterable[Run], filters: Sequence[Filter]) -> list[Run]:
-    """The runs that all filters take; UserError for a key that no run has."""
+def filtered(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
+    """Return the runs that all filters take, and add to `notes` which runs could not be asked.
+
+    Raises UserError for a key that no run has, and for text that is to be ordered.
+    """
     runs, known = list(runs), set(COLUMNS)
     quick = [f for f in filters if f.key in COLUMNS]
     slow = [f for f in filters if f.key not in COLUMNS]  # for which the whole configuration is read
     left = [run for run in runs if all(f.takes(run.value(f.key)) for f in quick)]
+    notes += [f"not asked: {short(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
     if not slow or not left:
         return left
     told: list[Run] = []
     for run in left:
-        has = {**settings(run.path), **run.scores}
+        if not (has := {**settings(run.path), **run.scores}):
+            notes.append(f"not asked: {short(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
         known |= set(has)
+        for f in slow:
+            if f.sign in ORDER and f.key in has and _number(has[f.key]) is None and has[f.key] not in ("null", "None"):
+                raise UserError(f"{f.typed}: {f.key} is text ({has[f.key]}) in {short(run.path)}; compare with = or !=")
         if all(f.takes(has.get(f.key)) for f in slow):
             told.append(run)
     for f in slow:
@@ -111,19 +132,25 @@ def _rank(value: Any) -> tuple[bool, float, str]:
     return (number is None, 0.0 if number is None else number, str(value))
 
 
-def _equal(value: Any, asked: str) -> bool:
+def _equal(value: Any, asked: str, printed: bool) -> bool:
     there, number = _number(value), _number(asked)
     if there is not None and number is not None:
-        return there == number
+        return there == number or (printed and f"{there:.4f}" == asked)
+    if str(value) in ("true", "false", "null"):
+        return str(value) == asked.lower() or (value, asked) == ("null", "None")
     return fnmatchcase(str(value), asked)
 
 
-def _compared(there: Any, asked: Any, sign: str) -> bool:
-    told: dict[str, Callable[[], bool]] = {
-        "<": lambda: there < asked, "<=": lambda: there <= asked,
-        ">": lambda: there > asked, ">=": lambda: there >= asked,
-    }  # fmt: skip
-    return told[sign]()
+def _moment(word: str, text: str) -> datetime:
+    """Return the start of a day, month or year, or a time, in this machine's zone if it names none."""
+    day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
+    if text in ("today", "yesterday"):
+        return day - timedelta(days=text == "yesterday")
+    try:
+        return datetime.fromisoformat(text + "2000-01-01"[len(text) :] if len(text) in (4, 7) else text).astimezone()
+    except ValueError:
+        known = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
+        raise UserError(f"{word}: when is compared with a date, a time, today or yesterday: {known}") from None
 
 
 def _number(value: Any) -> float | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from toyexp.base.words import short
+from toyexp.base.words import last_words, short
 from toyexp.runs.events import start_of
-from toyexp.runs.found import DONE, Run
-from toyexp.runs.settings import settings
-from toyexp.sweep.ranking import METRIC, Point, Ranking, ranked
+from toyexp.runs.found import DONE, Run, settings
+from toyexp.sweep.ranking import ASIDE, METRIC, Ranking, ranked
+from toyexp.training.provenance import record_in
 
+DIGEST = " digest"  # behind a role of sources: the column that tells runs of different data or bases apart
+WHOSE = "whose"  # the column that tells equal runs of different people apart
 PARTS = ("recipe", "model", "data", "engine", "optim")  # what is chosen by name leads what it brings along
 # What may differ between two runs of one choice: their numbers do not depend on it, or only as on a seed.
 OF_ONE_CHOICE = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
@@ -34,12 +37,17 @@ class Entry:
         if not self.is_known:
             self.status = "unknown"
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
-        self.result: dict[str, Any] = scores  # as result.json has them
+        self.result: dict[str, Any] = {**scores, "sources": self.sources}  # as result.json has them
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What its first event tells of data, engine and machine."""
         return start_of(self.run.path)
+
+    @cached_property
+    def sources(self) -> Mapping[str, str]:
+        """Return the digests of data and files by role; those of a run that recorded none, by the facts of its data."""
+        return record_in(self.facts).sources
 
 
 @dataclass
@@ -52,12 +60,20 @@ class Comparison:
     also: list[str]  # what differs and makes no other point
     ranking: Ranking[Entry]
     metric: str = "loss"
+    pooled: bool = False  # equal runs of different people are one
     left_from: int = 0  # runs that there are, where these are the best of them
+    unasked: list[str] = field(default_factory=list)  # which runs the filters could not ask
 
     @classmethod
-    def of(cls, runs: Iterable[Run], metric: str = "loss") -> Comparison:
-        """Compares them by a held-out score, or by the training loss where no run has it."""
+    def of(cls, runs: Iterable[Run], metric: str = "loss", pooled: bool = False) -> Comparison:
+        """Compare runs by a held-out score, or by the training loss if no run has it.
+
+        Unless `pooled`, equal runs that lie in different directories or have different names are different points.
+        """
         entries = [Entry(number, run, _settings(run)) for number, run in enumerate(runs)]
+        _mark_sources(entries)
+        if not pooled:
+            _mark_owners(entries)
         differ = differing([entry.settings for entry in entries])
         keys, along = led([key for key in differ if key not in OF_ONE_CHOICE], entries)
         every = [*keys, *(key for some in along.values() for key in some)]
@@ -66,14 +82,14 @@ class Comparison:
             if not entry.is_known:
                 entry.overrides = [f"unknown, of {entry.run.path.name}"]
         also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], seed_of), metric)
+        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], seed_of), metric, pooled)
 
     def best(self, most: int) -> Comparison:
         """At most so many of these runs, the best ones."""
         if len(self.entries) <= most:
             return self
-        some = Comparison.of((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric)
-        some.left_from = len(self.entries)
+        some = Comparison.of((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric, self.pooled)
+        some.left_from, some.unasked = len(self.entries), self.unasked
         return some
 
     def values(self, key: str) -> list[str]:
@@ -81,27 +97,31 @@ class Comparison:
         return list(dict.fromkeys(e.settings[key] for e in self.entries if key in e.settings))
 
     @property
+    def every_key(self) -> list[str]:
+        """All settings that differ between these runs."""
+        return [*self.keys, *(key for some in self.along.values() for key in some), *self.also]
+
+    @property
     def scores(self) -> list[str]:
         """What the models report beside the held-out loss."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
-    def other_data(self) -> list[str]:
-        """In what the data of points differ, where their losses do not compare."""
-        facts = [fact for point in self.ranking.points if (fact := _held_out(point.jobs[0]))]
-        return sorted({key for fact in facts for key in {*fact, *facts[0]} if fact.get(key) != facts[0].get(key)})
-
-    @cached_property
-    def best_point(self) -> Point[Entry] | None:
-        """The first one, where it has a number and scores compare."""
-        return None if self.other_data() else self.ranking.best
+    def label(self, entry: Entry, brief: bool = False) -> str:
+        """Return what tells a point apart, with the last words of keys; a `brief` one names chosen parts by value."""
+        pairs = zip(self.keys, last_words(self.keys), strict=True)
+        values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
+        words = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
+        return "  ".join(words) or entry.run.name
 
     def notes(self) -> list[str]:
         """What has to be known before the numbers are believed."""
         told = [f"the best {len(self.entries)} of {self.left_from} runs are shown"] if self.left_from else []
-        if other := self.other_data():
-            told.append(
-                f"their data differ ({', '.join(other)}): losses over other data, or other tokens, do not compare"
-            )
+        told += self.ranking.notes()
+        if changed := [key for key in self.keys if key.endswith(DIGEST)]:
+            told.append(f"runs of equal settings read different files ({', '.join(changed)}): they are counted apart")
+        if WHOSE in self.keys:
+            told.append(f"equal runs of different directories or names are counted apart ({WHOSE}); together: --pool")
+        told += self.unasked
         lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
         if len(lengths) > 1 and "steps" not in self.keys:
             told.append(f"they were to take {' or '.join(map(str, sorted(lengths)))} steps")
@@ -114,7 +134,10 @@ class Comparison:
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         for entry in self.entries:
             if not entry.is_known:
-                told.append(f"not counted: {short(entry.run.path)}, whose config.yaml cannot be read")
+                why = entry.run.unread or "whose config.yaml cannot be read"
+                told.append(f"not counted: {short(entry.run.path)}, {why}")
+            elif entry.run.unread:
+                told.append(f"not read: {short(entry.run.path)}, {entry.run.unread}")
         bad = [entry.run for entry in self.entries if entry.run.state not in DONE and entry.is_known]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
@@ -148,6 +171,45 @@ def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[
     return list(leaders.values()), along
 
 
+def _mark_sources(entries: Sequence[Entry]) -> None:
+    """Give runs whose data or files differ a setting of that name, so that no point pools them."""
+    roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in ASIDE)
+    for role in roles:
+        if len({entry.sources[role] for entry in entries if role in entry.sources}) > 1:
+            for entry in entries:
+                own = {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.is_known else {}
+                entry.settings = {**entry.settings, **own}
+
+
+def _mark_owners(entries: Sequence[Entry]) -> None:
+    """Give runs a setting that says whose they are, if equal runs are repeats or were begun in different directories.
+
+    Whose: the name, if repeats differ in it, else the directory below the one that holds all runs. Runs that lie side
+    by side in that one, some of them with other seeds, are one person's.
+    """
+    known = [entry for entry in entries if entry.is_known]
+    groups: dict[str, list[Entry]] = {}
+    seeds: dict[tuple[str, object], list[Entry]] = {}
+    for entry in known:
+        alike = repr([pair for pair in entry.settings.items() if pair[0] not in OF_ONE_CHOICE])
+        groups.setdefault(alike, []).append(entry)
+        seeds.setdefault((alike, seed_of(entry)), []).append(entry)
+    same = list(seeds.values())
+    moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
+    if all(len(some) == 1 for some in same) and not moved:
+        return
+    owners = {entry.number: entry.run.name for entry in known}
+    if not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
+        top = os.path.commonpath([entry.run.path.parent.absolute() for entry in known])
+        parts = {entry.number: entry.run.path.absolute().relative_to(top).parts for entry in known}
+        if all(len(some) == 1 for some in parts.values()) and len(same) > len(groups):
+            return
+        owners = {number: some[0] for number, some in parts.items()}
+    if any(len({owners[entry.number] for entry in some}) > 1 for some in (*same, *moved)):
+        for entry in known:
+            entry.settings = {**entry.settings, WHOSE: owners[entry.number]}
+
+
 def _settings(run: Run) -> dict[str, str]:
     """As config.yaml has them, but for engine=auto, in place of which stands what it took."""
     found = settings(run.path)
@@ -157,12 +219,6 @@ def _settings(run: Run) -> dict[str, str]:
 def seed_of(entry: Entry) -> object:
     """What runs of one point that are repeats of each other have in common."""
     return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
-
-
-def _held_out(entry: Entry) -> dict[str, Any]:
-    """What the data say of themselves, in which two runs with comparable losses are alike."""
-    told = entry.facts.get("data")
-    return {k: v for k, v in told.items() if k not in ("left_out", "name")} if isinstance(told, dict) else {}
 
 
 def _several(values: Iterable[Any]) -> str:

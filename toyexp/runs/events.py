@@ -15,6 +15,7 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.runs.found import OF_AN_EVAL
+from toyexp.training.provenance import first_event
 
 LINE = 1 << 20  # bytes of a line that is read
 LINES = 1000  # that are parsed at once, a step takes a fraction of the time then
@@ -24,14 +25,9 @@ TEXT = 2000  # characters of either
 
 def start_of(run: Path) -> dict[str, Any]:
     """The first event: machine, engine, model, data; nothing where it cannot be read."""
-    try:
-        with open_file(run / "events.jsonl") as file:
-            found = json.loads(file.readline(LINE))
-    except (UserError, OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: value if isinstance(value, dict) else {} for key, value in found.items() if key != "kind"}
+    found = first_event(run)
+    told = {key: value for key, value in found.items() if key == "cwd" and isinstance(value, str)}
+    return {key: value if isinstance(value, dict) else {} for key, value in found.items() if key != "kind"} | told
 
 
 @dataclass

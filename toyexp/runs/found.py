@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import json
+import math
 import os
 import platform
 import re
 import sys
+import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toyexp.base.errors import UserError
-from toyexp.base.files import absent, open_file
-from toyexp.base.ownership import LOCK, SWEEP
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent, cause, open_file
+from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
+from toyexp.base.words import smooth_loss, typed
 from toyexp.sweep.directory import NUMBERS, PRUNES
 from toyexp.sweep.ranking import METRIC
 from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
+from toyexp.training.rundir import settings_in
 
 HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
 TAIL = 1 << 16  # bytes of the events of a run without a result
 DEPTH = 8  # of directories below the one that is searched
+UNZIPPED = 1 << 30  # bytes that are extracted from an archive
+RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
 INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
 SIGNS = {"events.jsonl", "result.json", LOCK}  # beside config.yaml they make a directory a run
-DONE = ("completed", "stopped")  # states of runs whose numbers count: they came to their own end
+DONE = ("completed", "diverged", "stopped")  # states of runs whose numbers count: they came to their own end
 _CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
 _ENGINE = re.compile(r'"backend": \{"kind": "([^"]+)"')
@@ -41,6 +48,7 @@ class Run:
     path: Path
     name: str = ""
     when: str = ""  # ISO 8601, UTC
+    sweep: str = ""  # name of the sweep's directory
     recipe: str = ""
     model: str = ""
     data: str = ""
@@ -55,8 +63,9 @@ class Run:
     scores: Mapping[str, float] = field(default_factory=dict)  # held out, beside the loss
     seconds: float | None = None
     speed: float | None = None  # tokens, or images, a second
-    state: str = ""  # completed | stopped | pruned | interrupted | failed | killed | running
+    state: str = ""  # completed | diverged | stopped | pruned | interrupted | failed | killed | running | unreadable
     why: str = ""  # of a state that is not completed
+    unread: str = ""  # which of its files exist and cannot be read, and why
 
     def value(self, key: str) -> Any:
         """What stands in a column; None where it has none."""
@@ -67,17 +76,23 @@ class Run:
         return {"path": str(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
 
 
-COLUMNS = ("name", "when", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of", "loss",
-           "train_loss", "seconds", "speed", "state", "why")  # fmt: skip
+COLUMNS = ("name", "when", "sweep", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of",
+           "loss", "train_loss", "seconds", "speed", "state", "why", "unread")  # fmt: skip
 
 
 def below(root: Path) -> Iterator[Path]:
-    """The runs in a directory and below it, by name; links to directories are not followed, but for the root."""
+    """Yield the runs in a directory and below it, by name; of directories that are links only the root is searched.
+
+    A directory that this user may not read is yielded too: `look` says so of it.
+    """
 
     def walk(directory: Path, depth: int) -> Iterator[Path]:
         try:
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError:  # what may not be looked into
+        except PermissionError:
+            yield directory
+            return
+        except OSError:  # it was deleted meanwhile
             return
         names = {entry.name for entry in entries}
         if "config.yaml" in names and names & SIGNS:
@@ -97,6 +112,8 @@ def named(command: str, words: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for word in words:
+        if not word:
+            raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
         exists = os.path.lexists(word)
         places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
         runs = [run for place in places for run in _at(Path(place))]
@@ -109,6 +126,41 @@ def named(command: str, words: Sequence[str]) -> list[Path]:
     return list(found)
 
 
+@contextlib.contextmanager
+def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield words in which a temporary directory stands for each zip archive, with the archive's records of runs.
+
+    Raises UserError for an archive that is damaged or too large, and for one that names a place outside itself.
+    """
+    with contextlib.ExitStack() as stack:
+        places = []
+        for word in words:
+            if word.lower().endswith(".zip") and Path(word).is_file():
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toyexp-"))
+                places.append(str(_extract(Path(word), Path(folder) / Path(word).name)))
+            else:
+                places.append(word)
+        yield places
+
+
+def _extract(archive: Path, folder: Path) -> Path:
+    """Extract what `runs` and `compare` read of runs; models and checkpoints stay in the archive."""
+    try:
+        with open_file(archive) as file, zipfile.ZipFile(file) as found:
+            wanted = [info for info in found.infolist() if PurePosixPath(info.filename).name in RECORDS]
+            for name in (info.filename for info in wanted):
+                if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                    raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
+            if sum(info.file_size for info in wanted) > UNZIPPED:
+                raise UserError(f"{archive}: its runs take more than {UNZIPPED >> 20} MiB; unzip it yourself")
+            found.extractall(folder, wanted)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        raise UserError(f"{archive}: is no zip archive that can be read: {printable(str(error))}") from None
+    if not wanted:
+        raise UserError(f"{archive}: holds no run")
+    return folder
+
+
 def _at(place: Path) -> Iterator[Path]:
     """The runs at a place; of a file in a run, that run."""
     if place.is_dir():
@@ -119,14 +171,15 @@ def _at(place: Path) -> Iterator[Path]:
 
 def metric_of(places: Sequence[Path]) -> str:
     """What the sweeps at these places went by, where that is one metric; the loss otherwise."""
-    found = {word.removeprefix(METRIC) for place in places for word in _own(place / SWEEP) if word.startswith(METRIC)}
+    every = [word for place in places for word in words_of(place, "sweep")]
+    found = {word.removeprefix(METRIC) for word in every if word.startswith(METRIC)}
     return found.pop() if len(found) == 1 else "loss"
 
 
-def _own(state: Path) -> list[str]:
-    """A sweep's own settings."""
+def words_of(sweep: Path, key: str) -> list[str]:
+    """Return what was typed of a sweep: its own settings (`sweep`), or the space of a search (`space`)."""
     try:
-        words: Any = read_json(state).get("sweep")
+        words: Any = read_json(sweep / SWEEP).get(key)
     except Damaged:
         return []
     return list(words) if conforms(words, list[str]) else []
@@ -134,18 +187,19 @@ def _own(state: Path) -> list[str]:
 
 def look(path: Path) -> Run:
     """What a run directory says of itself; what it does not say, or what cannot be read, is left out."""
-    head = _start(path / "config.yaml")
+    unread: list[str] = []
+    head = _start(path / "config.yaml", unread)
     chosen = dict(_CHOICE.findall(head))
     settings = dict(_SETTING.findall(head))
     result = result_of(path)
-    first = _start(path / "events.jsonl")
+    first = _start(path / "events.jsonl", unread)
     started = _STARTED.search(first)
     if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
         chosen["engine"] = taken[1]
     told: dict[str, Any] = {k: v for k, v in result.items() if k in NUMBERS and conforms(v, NUMBERS[k])}
     if "steps" not in told:
         told |= last_numbers(path)
-    state, why = _state(path, result)
+    state, why = ("unreadable", unread[0]) if not head and unread else _state(path, result)
     scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
     return Run(
         path=path, name=_text(settings.get("name", "")) or path.name, when=started[1] if started else _when(path),
@@ -153,17 +207,23 @@ def look(path: Path) -> Run:
         seed=_whole(settings.get("seed")), lr=_number(settings.get("lr")), of=_whole(settings.get("steps")),
         batch_size=_whole(settings.get("batch_size")), steps=told.get("steps"), loss=told.get("eval_loss"),
         train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
-        speed=_finite(result.get("tokens_per_second")), state=state, why=why,
+        speed=_finite(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
+        sweep=next((p.name for p in path.parents[:3] if (p / SWEEP).exists()), ""),
     )  # fmt: skip
 
 
 def last_numbers(path: Path) -> dict[str, Any]:
     """What the end of the events tells of a run that has left no result."""
     found: dict[str, Any] = {}
-    for event in reversed(_last_events(path / "events.jsonl")):
+    events, smoothed = _last_events(path / "events.jsonl"), None
+    for event in events:
+        if event.get("kind") == "step" and conforms(event.get("step"), int) and event["step"] > 0:
+            loss = _finite(event.get("loss"))
+            smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, event["step"])
+    for event in reversed(events):
         kind, loss = event.get("kind"), _finite(event.get("loss"))
         if kind == "step" and "steps" not in found and conforms(event.get("step"), int):
-            found |= {"steps": event["step"], "train_loss": loss}
+            found |= {"steps": event["step"], "train_loss": smoothed}
             found["seconds"] = _finite(event.get("t"))
         elif kind == "eval" and "eval_loss" not in found:
             scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL and conforms(v, float | int)}
@@ -198,7 +258,7 @@ def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
         case "interrupted":
             return "interrupted", ""
         case "completed" if not result.get("error"):
-            return "completed", ""
+            return "diverged" if result.get("diverged") is True else "completed", ""
         case "aborted" if not result.get("error"):
             return ("pruned" if why.startswith(PRUNES) else "stopped"), why
         case None:
@@ -215,10 +275,10 @@ def is_written(path: Path) -> bool:
     try:
         with open_file(path / LOCK) as file:
             number, _, node = file.read(100).decode(errors="replace").strip().partition(" on ")
-            if node == platform.node() and not _is_there(number):
+            if node == platform.node() and os.name == "posix" and not _is_there(number):
                 return False
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        require_left(path)
+    except Owned:
         return True
     except (OSError, UserError):  # there is no lock, or a file system that knows none
         return False
@@ -235,11 +295,14 @@ def _is_there(number: str) -> bool:
     return int(number) > 0
 
 
-def _start(path: Path) -> str:
+def _start(path: Path, unread: list[str]) -> str:
+    """Return the first HEAD bytes of a file; add to `unread` why a file that exists cannot be read."""
     try:
         with open_file(path) as file:
             return file.read(HEAD).decode(errors="replace")
-    except (OSError, UserError):
+    except (OSError, UserError) as error:
+        if os.path.lexists(path) or not os.access(path.parent, os.X_OK):
+            unread.append(f"{path.name} {cause(error).removeprefix(f'{path}: ')}")
         return ""
 
 
@@ -278,3 +341,36 @@ def _finite(value: Any) -> float | None:
     """A number of JSON's, where it is one."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be larger, which is none
+
+
+# -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
+
+
+# What says nothing of a run's numbers, and differs between any two: what Hydra composes, and where it went on from.
+LEFT_OUT = ("defaults", "resume", "hydra", "sweep")
+
+
+def settings(run: Path) -> dict[str, str]:
+    """All settings of a run as they are typed; none where its config.yaml cannot be read."""
+    return {key: typed(value) for key, value in values(run).items()}
+
+
+def values(run: Path) -> dict[str, Any]:
+    """The same as the numbers, texts and lists that they are."""
+    saved = settings_in(run / "config.yaml")
+    return dict(_flat({k: v for k, v in saved.items() if k not in LEFT_OUT}))
+
+
+def _flat(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A part's name stands under the part alone, `recipe`; a callback's says nothing."""
+    for key, value in saved.items():
+        whole = f"{prefix}{key}"
+        if whole == "callbacks" and isinstance(value, Mapping):
+            yield whole, list(value)
+        if isinstance(value, Mapping) and value and prefix.count(".") < 8:
+            yield from _flat(value, f"{whole}.")
+        elif whole.endswith(".name"):
+            if not whole.startswith("callbacks."):
+                yield whole.removesuffix(".name"), value
+        else:
+            yield whole, value

@@ -21,14 +21,14 @@ from toyexp.base.drawing import (
     Sheet,
     cut,
     logarithmic,
+    own_style,
     plain,
-    require_drawing,
     whole_steps,
 )
 from toyexp.base.errors import UserError
 from toyexp.base.words import counted, last_words
 from toyexp.runs import plot_search
-from toyexp.runs.comparison import PARTS, Comparison, Entry, seed_of
+from toyexp.runs.comparison import Comparison, Entry, seed_of
 from toyexp.runs.events import Curve, History, means
 from toyexp.runs.found import DONE
 from toyexp.runs.plot_search import Search
@@ -71,12 +71,12 @@ class Line:
         return [value for curve, _ in self.runs for value in curve.values()]
 
 
+@own_style()
 def sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
     """The picture of runs, or of the search that has its directory there; `title` is where the runs are.
 
     Raises UserError where no run has come to a score, Unavailable without matplotlib.
     """
-    require_drawing()
     found = Search.of(search) if search else None
     return plot_search.drawn(found, title) if found else drawn(comparison, title)
 
@@ -86,7 +86,7 @@ def drawn(comparison: Comparison, place: str) -> Sheet:
     total = len(comparison.entries)
     comparison = comparison.best(MOST_RUNS)
     ranking = comparison.ranking
-    if ranking.best is None:
+    if not any(point.values for point in ranking.points):
         raise UserError(f"{place}: no run has come to its end with a score yet; there is nothing to draw")
     lines = [Line.of(point, ranking.column) for point in ranking.points]
     named = [line for line in lines if line.point.values][:NAMED]
@@ -144,18 +144,8 @@ def _below(comparison: Comparison, place: str, total: int) -> str:
     told += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
     bad = [run for run in runs if run.state not in DONE]
     told += [f"{len(bad)} did not come to their end" if len(bad) > 1 else "1 did not come to its end"] if bad else []
-    told += ["other data: these losses do not compare"] if comparison.other_data() else []
+    told += ["other data: these losses do not compare"] if comparison.ranking.other_data else []
     return " · ".join(filter(None, told))
-
-
-def _label(comparison: Comparison, entry: Entry) -> str:
-    """What tells a point apart; of what is chosen by name, the name alone."""
-    words = [
-        entry.settings[key] if key in PARTS else f"{word}={entry.settings[key]}"
-        for key, word in zip(comparison.keys, last_words(comparison.keys), strict=True)
-        if key in entry.settings
-    ]
-    return cut("  ".join(words) or entry.run.name, 46)
 
 
 def _steps(history: History, column: str) -> Steps:
@@ -222,7 +212,7 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
 def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
     """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
     plain(axes, "x")
-    best = comparison.best_point
+    best = comparison.ranking.best
     for rank, line in enumerate(named):
         point, colour = line.point, COLOURS[rank]
         if len(point.values) > 1:
@@ -233,7 +223,7 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
         text = told(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
-    labels = [_label(comparison, line.point.jobs[0]) for line in named]
+    labels = [cut(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:
         labels.append(f"{counted(len(rest), 'other')}, grey")
         means = [line.point.mean for line in rest if line.point.values]
@@ -258,15 +248,11 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
     axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}", color=INK, fontsize=LABEL)
 
 
-def _ends_of(point: Point[Entry]) -> tuple[float, float]:
-    """From where to where its deviation goes."""
-    return point.mean - (point.deviation or 0.0), point.mean + (point.deviation or 0.0)
-
-
 def _narrow(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
     """Where one point is far worse than the others, the others decide what is shown."""
     ends = [point.mean for point in points]
-    reach = [value for point in points for value in (*point.values, *_ends_of(point))]
+    sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
+    reach = [*(value for point in points for value in point.values), *sides]
     best, middle = ends[0], statistics.median(ends)
     limit = best + 4 * (middle - best)
     far = [value for value in reach if abs(value - best) > abs(limit - best) > 0]

@@ -12,9 +12,9 @@ from typing import Any
 
 from toyexp.base.drawing import BLUE, GREY, IN_A_TITLE, INK, LABEL, SMALL, VERMILLION, Sheet, cut, logarithmic
 from toyexp.base.errors import UserError
-from toyexp.base.ownership import SWEEP
 from toyexp.base.words import counted, last_words, typed
 from toyexp.contract.model import lower_is_better
+from toyexp.runs.found import words_of
 from toyexp.training.checkpoint import Damaged, conforms, read_json
 
 FILE = "search.json"
@@ -43,6 +43,8 @@ class Search:
     repeats: int
     trials: Sequence[Trial]
     importances: Mapping[str, float]
+    no_importances: str = ""  # why there are none
+    notes: Sequence[str] = ()  # why scores do not compare
     by_magnitude: Set[str] = frozenset()  # settings that were drawn so, as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
@@ -62,8 +64,10 @@ class Search:
                 return None
             known = float(score) if conforms(score, float | int) and math.isfinite(score) else None
             trials.append(Trial(number, values, one.get("state") == "complete", known))
-        logs = _by_magnitude(place)
-        return cls(told["search"], told["metric"], told["repeats"], trials, told["importances"], logs)
+        whole = {name: told[name] for name in ("metric", "repeats", "importances")}
+        whole["notes"] = told["notes"] if conforms(told.get("notes"), list[str]) else []
+        why = str(told.get("no_importances", ""))
+        return cls(told["search"], trials=trials, no_importances=why, by_magnitude=_by_magnitude(place), **whole)
 
     @property
     def keys(self) -> list[str]:
@@ -79,11 +83,7 @@ class Search:
 
 def _by_magnitude(place: Path) -> Set[str]:
     """The settings whose intervals go by orders of magnitude, as they were typed."""
-    try:
-        lines: Any = read_json(place / SWEEP).get("space")
-    except Damaged:
-        return frozenset()
-    parted = [line.partition("=") for line in lines] if conforms(lines, list[str]) else []
+    parted = [line.partition("=") for line in words_of(place, "space")]
     return {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
 
 
@@ -114,11 +114,12 @@ def _title(search: Search) -> str:
 
 
 def _below(search: Search, place: str, keys: Sequence[str]) -> str:
-    told = [place, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
+    told = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.done and trial.score is not None for trial in search.trials)
     without = sum(trial.score is None for trial in search.trials)
     told += [f"{pruned} stopped on their way (crosses)"] if pruned else []
     told += [f"{without} without a score"] if without else []
+    told += [f"what matters is unknown: {search.no_importances}"] if search.no_importances else []
     left = [key for key in search.keys if key not in keys]
     told += [f"not shown: {', '.join(left)}"] if left else []
     return " · ".join(filter(None, told))

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
+import logging
 import math
 import shlex
-import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError
-from toyexp.base.files import open_file
+from toyexp.base.errors import Unavailable
+from toyexp.base.files import head
 from toyexp.base.packages import needed
-from toyexp.base.words import last_words
-from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.base.terminal import say
+from toyexp.base.words import parameters_of, short
+from toyexp.base.writing import dump_json, in_one_piece, make_folder, required
 from toyexp.contract.model import lower_is_better
 from toyexp.runs.comparison import Comparison, Entry
 from toyexp.runs.events import Curve, History, means, thinned
-from toyexp.runs.found import DONE
-from toyexp.training.checkpoint import Damaged, conforms, read_json
+from toyexp.runs.found import DONE, below, look, metric_of, values
+from toyexp.runs.plot import sheet
+from toyexp.runs.plot_search import Search
+from toyexp.sweep.importance import importance
 
 MOST_POINTS = 10_000  # of a curve
 ALL_POINTS = 400_000  # of the losses of all runs together
 MOST_BYTES = 5_000_000
 MOST_RUNS = 500
+Importance = tuple[Mapping[str, float], str]  # of settings; and where there is none, why
 SOON_READ = 4 << 20  # bytes of events, which take a tenth of a second
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
@@ -49,11 +56,7 @@ def title(places: Sequence[str]) -> str:
 
 def is_a_page(path: Path) -> bool:
     """Whether a file is a report that was written before, which a new one may replace."""
-    try:
-        with open_file(path) as file:
-            return MADE_BY.encode() in file.read(1000)
-    except (UserError, OSError):
-        return False
+    return MADE_BY.encode() in head(path, 1000)
 
 
 @cache
@@ -70,7 +73,7 @@ class Report:
     """A report that may be written again as its runs go on: what a run that has ended told is kept."""
 
     title: str
-    importance: Mapping[str, float] | None = None  # of settings, where a search has found it
+    importance: Importance | None = None  # as a search has found it
     _kept: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
 
     def write(self, comparison: Comparison, path: Path) -> int:
@@ -78,7 +81,7 @@ class Report:
 
         Of more than MOST_RUNS runs the best are shown.
 
-        Raises UserError where it cannot be written, Unavailable without plotly.
+        Raises RunFailed where it cannot be written, Unavailable without plotly.
         """
         comparison = comparison.best(MOST_RUNS)
         most = _points(len(comparison.entries))
@@ -86,11 +89,8 @@ class Report:
         while len(page) > MOST_BYTES and most > 100:
             most //= 2
             page = self._page(comparison, most)
-        try:
-            with in_one_piece(path) as place:
-                place.write_bytes(page)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        with required(path), in_one_piece(path) as place:
+            place.write_bytes(page)
         return len(page)
 
     def read(self, run: Path, count: int) -> None:
@@ -105,7 +105,7 @@ class Report:
     def _page(self, comparison: Comparison, most: int) -> bytes:
         told = packed(dump_json(self._data(comparison, most)))
         parts = {
-            "title": _escaped(self.title),
+            "title": escape(self.title, quote=False),
             "style": (PAGE / "page.css").read_text(encoding="utf-8"),
             "library": packed_library(),
             "data": told,
@@ -118,25 +118,26 @@ class Report:
 
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
+        shares, why = self.importance or importance_among(comparison)
         order = {id(entry): place for place, (entry, _) in enumerate(ranking.jobs())}
         place_of = {id(entry): n for n, point in enumerate(ranking.points) for entry in point.jobs}
         entries = sorted(comparison.entries, key=lambda entry: order[id(entry)])
-        every = [*comparison.keys, *(key for some in comparison.along.values() for key in some), *comparison.also]
+        every = comparison.every_key
+        rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
             "title": self.title,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "metric": ranking.column,
-            "best": len(ranking.points) > 1 and comparison.best_point is not None,
-            "rising": _rises(ranking.column),
+            "best": len(ranking.points) > 1 and ranking.best is not None,
+            "rising": rising,
             "keys": comparison.keys,
             "along": comparison.along,
             "differ": {key: comparison.values(key) for key in every},
             "scores": comparison.scores,
             "notes": comparison.notes(),
-            "importance": importance(comparison) if self.importance is None else self.importance,
-            "searched": self.importance is not None,
+            "importance": shares, "no_importance": why,
             "points": [
-                {"label": _label(point.jobs[0], comparison), "mean": _known(point.mean), "deviation": point.deviation,
+                {"label": comparison.label(point.jobs[0]), "mean": _known(point.mean), "deviation": point.deviation,
                  "counted": len(point.values),
                  "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
                 for point in ranking.points
@@ -189,41 +190,11 @@ def _shown(history: History, most: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def importance(comparison: Comparison) -> dict[str, float]:
-    """Of each setting, which share of the variance of the scores between points its values alone account for.
-
-    The correlation ratio, eta squared: the sum of squares between the groups of its values over that of all points. A
-    number with many values is taken in four groups of equal size. Nothing of fewer than four points.
-    """
+def importance_among(comparison: Comparison) -> Importance:
+    """Return how much each setting matters for the score of these runs."""
     points = [point for point in comparison.ranking.points if point.values]
-    if len(points) < 4 or not comparison.keys:
-        return {}
-    scores = [point.mean for point in points]
-    mean = statistics.fmean(scores)
-    total = sum((score - mean) ** 2 for score in scores)
-    found = {}
-    for key in comparison.keys if total > 0 else ():
-        groups: dict[str, list[float]] = {}
-        for label, score in zip(
-            _groups([point.jobs[0].settings.get(key, "") for point in points]), scores, strict=True
-        ):
-            groups.setdefault(label, []).append(score)
-        between = sum(len(some) * (statistics.fmean(some) - mean) ** 2 for some in groups.values())
-        if 1 < len(groups) < len(points):
-            found[key] = between / total
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-
-def _groups(values: Sequence[str]) -> list[str]:
-    """What each value counts as: itself, or one of four quarters where there are many numbers."""
-    if len(set(values)) <= max(len(values) // 3, 4):
-        return list(values)
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return list(values)
-    cuts = statistics.quantiles(numbers, n=4)
-    return [str(sum(number > cut for cut in cuts)) for number in numbers]
+    settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
+    return importance(settings, [point.mean for point in points])
 
 
 def packed(text: str) -> str:
@@ -286,7 +257,7 @@ def _environment(entry: Entry) -> dict[str, str]:
         "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
         "Python": host.get("python"),
         "commit": str(git.get("sha") or "")[:12],
-        "parameters": f"{many:,}" if isinstance(many := model.get("parameters"), int) else None,
+        "parameters": parameters_of(model).replace(" parameters", ""),
     }
     return {key: str(value)[:200] for key, value in told.items() if value}
 
@@ -297,32 +268,86 @@ def _unit(entries: Iterable[Entry]) -> str:
     return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
 
-def _label(entry: Entry, comparison: Comparison) -> str:
-    """What tells a point apart, with the last words of keys where these say enough."""
-    words = [
-        f"{word}={entry.settings[key]}"
-        for key, word in zip(comparison.keys, last_words(comparison.keys), strict=True)
-        if key in entry.settings
-    ]
-    return "  ".join(words) or entry.run.name
-
-
-def importance_of(search: Path) -> dict[str, float] | None:
-    """How much each setting matters, as a search has found it in its directory; None where it has not."""
-    try:
-        found: Any = read_json(search / "search.json").get("importances")
-    except Damaged:
-        return None
-    return dict(found) if found and conforms(found, Mapping[str, float]) else None
-
-
-def _rises(column: str) -> bool:
-    return not column.endswith("loss") and not lower_is_better(column.removeprefix("held-out "))
+def importance_of(search: Path) -> Importance | None:
+    """Return how much each setting matters, as a search has found it; None in other directories."""
+    found = Search.of(search)
+    return (found.importances, found.no_importances) if found else None
 
 
 def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+# -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("toyexp")
+
+NAME = "report.html"
+PLOTS = "plots"
+SHARE = 0.02  # of a sweep's time that may go into its report before the end
+FIRST = 30.0  # seconds before it is written for the first time
+
+
+def draw_sweep(sweep: Path) -> None:
+    """plots/sweep.png and .svg of a sweep that has ended and whose runs have the callback `plots`.
+
+    No trouble with it is one of the sweep's: it is said.
+    """
+    try:
+        first = next(below(sweep), None)
+        if first is None or "plots" not in (values(first).get("callbacks") or ()):
+            return
+        comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
+        picture = sheet(comparison, short(sweep), sweep)
+        make_folder(sweep / PLOTS)
+        for suffix in (".png", ".svg"):
+            path = sweep / PLOTS / f"sweep{suffix}"
+            picture.write(path)
+            say(f"plot    {short(path)}")
+    except Exception as error:
+        log.warning("%s: not drawn (%s)", sweep, error)
+        say(f"plot    none: {error}")
+
+
+class SweepReport:
+    """The report of a sweep that runs; no trouble with it is one of the sweep's."""
+
+    def __init__(self) -> None:
+        self._report = Report("")
+        self._next = time.monotonic() + FIRST
+        self._failed = False
+
+    def read(self, run: Path, count: int) -> None:
+        """Reads what a run tells that has ended, one of so many: at the end somebody waits for the page."""
+        with contextlib.suppress(Exception):  # which is told when it is to be written
+            self._report.read(run, count)
+
+    def __call__(self, sweep: Path, last: bool) -> None:
+        """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
+        if self._failed or not (last or time.monotonic() >= self._next):
+            return
+        began = time.monotonic()
+        path = sweep / NAME
+        try:
+            runs = [look(run) for run in below(sweep)]
+            if not runs:
+                return
+            if path.exists() and not is_a_page(path):
+                raise Unavailable(f"{short(path)} is somebody else's")
+            self._report.title = short(sweep)
+            self._report.importance = importance_of(sweep)
+            self._report.write(Comparison.of(runs, metric_of([sweep])), path)
+        except Unavailable as error:
+            if last:
+                say(f"report  none: {error}, or leave it out: sweep.report=false")
+            self._next = float("inf")
+        except Exception as error:  # a full disk, or a run that somebody is taking away
+            self._failed = True
+            log.warning("%s: not written (%s)", path, error)
+            say(f"report  none: {path.name} was not written ({error})")
+        else:
+            took = time.monotonic() - began
+            self._next = time.monotonic() + max(FIRST, took / SHARE)
+            if last:
+                say(f"report  {short(path)}")

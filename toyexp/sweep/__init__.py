@@ -12,8 +12,8 @@ class _Callable(ModuleType):
     """Python puts a package's module in place of whatever else has its name."""
 
     def __call__(self, *words: str, **settings: Any) -> Any:
-        """See `toyexp.door.sweeping.sweep`."""
-        return import_module("toyexp.door.sweeping").sweep(*words, **settings)
+        """See `toyexp.door.running.sweep`."""
+        return import_module("toyexp.door.running").sweep(*words, **settings)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,13 @@ FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job i
 
 def sweep(asked: Asked) -> int:
     """Runs every combination of the values, or goes on with a sweep; returns the exit code."""
-    runner, jobs = prepared(asked)
-    return runner.foresee(jobs) if "--dry-run" in asked.flags else runner.run(jobs)
+    from toyexp.config.schema import BEGUN
+
+    try:
+        runner, jobs = prepared(asked)
+        return runner.foresee(jobs) if "--dry-run" in asked.flags else runner.run(jobs)
+    finally:
+        os.environ.pop(BEGUN, None)
 
 
 def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
@@ -71,14 +77,14 @@ def prepared(asked: Asked) -> tuple[Runner, Sequence[Job]]:
 
 
 def _go_on(asked: Asked, path: Path) -> tuple[Runner, Sequence[Job]]:
-    from toyexp.config.schema import Source
+    from toyexp.config.schema import BEGUN, Source
     from toyexp.config.words import lines, parse
 
     typed = asked.request.settings
     others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
     for word in [*others, *(flag for flag in asked.flags if flag in FLAGS)]:
         raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
-    folder = SweepDir.open(path)
+    folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # below which its jobs lie
     try:
         memory = folder.asked
         wanted = modules_in(memory["settings"])
@@ -87,6 +93,12 @@ def _go_on(asked: Asked, path: Path) -> tuple[Runner, Sequence[Job]]:
                 f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
                 f"command line: add 'plugins=[{','.join(wanted)}]'"
             )
+        if memory["cwd"] != str(Path.cwd()):
+            if there := Path(memory["cwd"]).is_dir():
+                os.environ[BEGUN] = memory["cwd"]
+            if "--json" not in asked.flags:
+                where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
+                say(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
         source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
         request = replace(asked.request, settings=parse(memory["settings"]), source=source)
         own = [o for o in typed if _is_own(o)]
@@ -95,8 +107,6 @@ def _go_on(asked: Asked, path: Path) -> tuple[Runner, Sequence[Job]]:
     except BaseException:
         folder.close()
         raise
-    if memory["cwd"] != str(Path.cwd()) and "--json" not in asked.flags:
-        say(f"begun in {memory['cwd']}: relative paths in its settings are now below {Path.cwd()}")
     return runner, runner.unfinished()
 
 
@@ -129,5 +139,9 @@ def _settings(request: Request, own: Sequence[Any]) -> Sweep:
     """How the jobs are run; an experiment that is chosen may say so too."""
     chosen = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
+    if (
+        settings.isolate and getattr(os, "fork", None) is None
+    ):  # their output is waited for as only pipes of POSIX allow
+        raise UserError("sweep.isolate=true: no jobs in processes of their own on Windows; sweep.isolate=false, or WSL")
     require(settings.launcher)
     return settings

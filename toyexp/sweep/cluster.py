@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -12,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.ownership import Owned, lock, require_left
 from toyexp.base.words import counted
 from toyexp.sweep.directory import Ended, Job
 from toyexp.sweep.process import NOT_STARTED, Order, Stop, run_process
-from toyexp.training.rundir import lock
 
 POLL = 0.2  # seconds between looks at the jobs
 MOST = 1000  # jobs that are handed over in one go; an array of Slurm's has 1001 unless it was told otherwise
+LOOK = 2.0  # seconds between a job's looks at whether its sweep still runs
 LETS_GO = 120.0  # seconds until a run that was lost has saved and ended, or its disk has given its lock back
 
 
@@ -29,17 +30,34 @@ class OnNode:
     def __init__(self, order: Order, stop_file: Path | None = None):
         self.order, self.stop = replace(order, goes_on=True), Stop()  # a cluster may begin it a second time by itself
         self._stop_file = stop_file  # another machine makes it when the job is to end
+        self._next_look = math.inf
 
     def __call__(self) -> Ended:
         """Runs the job; what it prints is passed on to the log that the cluster keeps."""
+        if self._is_followed():  # else the sweep is gone already, or locks do not reach this node
+            self._next_look = 0.0
         self._wait_for_the_run()
         if self.stop.requested:
             return Ended(128 + signal.SIGTERM, "interrupted")
         return run_process(self.order, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
-        if self._stop_file and self._stop_file.exists() and not self.stop.requested:
+        """Ask the job to save and exit if the sweep says so, or was killed."""
+        is_gone = False
+        if time.monotonic() > self._next_look:
+            self._next_look, is_gone = time.monotonic() + LOOK, not self._is_followed()
+        if (is_gone or (self._stop_file and self._stop_file.exists())) and not self.stop.requested:
             self.stop.end()
+
+    def _is_followed(self) -> bool:
+        """Return True if a sweep holds the lock of its directory."""
+        try:
+            require_left(self.order.log.parent.parent)
+        except Owned:
+            return True
+        except OSError:
+            pass
+        return False
 
     def _wait_for_the_run(self) -> None:
         """Until nobody writes it: where its node or worker was lost, its process may still be saving."""
@@ -47,7 +65,7 @@ class OnNode:
         while time.monotonic() < until and not self.stop.requested:
             try:
                 os.close(lock(self.order.directory))
-            except UserError:
+            except Owned:
                 time.sleep(POLL)
                 self._poll()
             except OSError:  # there is no such run yet
@@ -67,15 +85,16 @@ class Cluster(ABC):
     """Takes jobs. A handle is whatever it knows one of them by."""
 
     title: str
+    _limit: int  # as settled before the first job
     retries = 0  # how often a job that was lost is begun again
 
     @abstractmethod
     def begin(self, folder: Path) -> None:
         """Before the first job of the sweep in this directory."""
 
-    @abstractmethod
     def limit(self) -> int:
-        """How many jobs it may have at once."""
+        """Return how many jobs it may have at once."""
+        return self._limit
 
     @abstractmethod
     def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.signals import end_with_the_sweep
 from toyexp.config.top_level import MOST_JOBS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
 
 def swept(override: Override) -> Iterator[tuple[str, Any]]:
     """Each value of a swept key, as a setting and as it is; UserError where there is none, or no end of them."""
-    from hydra.core.override_parser.types import QuotedString, Transformer, ValueType
+    from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException
 
     line = override.input_line
@@ -94,8 +95,7 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
         seen.add(text)
         if type(value) is int and part.replace("_", "") == text:  # name=2024_01,2024_02 has no numbers
             text = part
-        plain = value.text if isinstance(value, QuotedString) else value
-        yield f"{override.get_key_element()}={text}", plain
+        yield f"{override.get_key_element()}={text}", Override._convert_value(value)
 
 
 _follows = False
@@ -121,6 +121,6 @@ def follow_the_sweep() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 1):
                 pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        end_with_the_sweep()
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

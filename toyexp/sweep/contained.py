@@ -26,7 +26,8 @@ def contained() -> Iterator[None]:
         (logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), logging.getLogger("toyexp"))
     ]
     try:
-        yield
+        with plain_torch(torch) if torch else contextlib.nullcontext():
+            yield
     finally:
         random.setstate(seeds[0])
         np.random.set_state(seeds[1])
@@ -41,3 +42,19 @@ def contained() -> Iterator[None]:
             for handler in [h for h in logger.handlers if h not in handlers]:
                 logger.removeHandler(handler)
                 handler.close()
+
+
+@contextlib.contextmanager
+def plain_torch(torch: Any) -> Iterator[None]:
+    """Compute under PyTorch's defaults, whatever context the caller is in, and restore the caller's settings."""
+    with contextlib.ExitStack() as entered:
+        plain = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
+        plain += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
+        for context in (torch.inference_mode(False), torch.enable_grad(), *plain):
+            entered.enter_context(context)
+        entered.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        with contextlib.suppress(RuntimeError):  # of a caller who sets backends.fp32_precision, beside which it fails
+            entered.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        yield

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
-import io
 import logging
 import os
 import signal
@@ -17,15 +15,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import absent
-from toyexp.base.ownership import LOCK, SWEEP, require_empty
+from toyexp.base.files import absent, cause
+from toyexp.base.ownership import LOCK, SWEEP, Owned, lock, require_empty, require_inside
 from toyexp.base.terminal import say, status
-from toyexp.base.words import short
-from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.base.words import as_csv, short
+from toyexp.base.writing import dump_json, in_one_piece, require_below, require_plain
 from toyexp.sweep.journal import Journal, Seldom
-from toyexp.sweep.ranking import Ranking, ranked
+from toyexp.sweep.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
-from toyexp.training.rundir import Owned, lock
 
 log = logging.getLogger("toyexp")
 
@@ -49,8 +46,10 @@ class Status(StrEnum):
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
 ANSWERED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
+# Errors of a disk or of limits on open files, which have nothing to do with a job's settings.
+HINDRANCES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 PRUNES = "sweep.prune="  # how a run that a search has stopped says why
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ENDING = [number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))]
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
 MEANING = {
     0: Status.COMPLETED,
@@ -64,6 +63,8 @@ NUMBERS = {  # what is kept of a job's result.json
     "eval_loss": float | None,
     "eval_scores": Mapping[str, float | None],
     "seconds": float,
+    "sources": Mapping[str, str],
+    "diverged": bool,
 }
 
 
@@ -95,6 +96,11 @@ class Job:
     error: str | None = None
     result: dict[str, Any] = field(default_factory=dict)
     trial: int | None = None  # of a search: which point
+
+    @property
+    def hindered(self) -> bool:
+        """Whether the machine failed, as a full disk does, and not the job's settings."""
+        return self.status == Status.FAILED and any(os.strerror(number) in str(self.error) for number in HINDRANCES)
 
     @property
     def label(self) -> str:
@@ -136,12 +142,7 @@ class SweepDir:
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
         """A new one; UserError where anything is already."""
-        try:
-            require_empty(path, "hydra.sweep.dir")
-        except UserError:
-            if (path / SWEEP).is_file():
-                os.close(lock(path))  # or who writes it is told
-            raise
+        require_empty(path, "hydra.sweep.dir")
         folder = cls(path, jobs, asked)
         try:
             require_empty(path, "hydra.sweep.dir")  # another process may have been faster
@@ -168,9 +169,13 @@ class SweepDir:
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
+        require_inside(path)
         locked = _locked(path)  # what is read holds as long as nobody else writes
         try:
-            return cls(path, *remembered(path), locked)
+            jobs, asked = remembered(path)
+            for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
+                require_below(path, path / directory)
+            return cls(path, jobs, asked, locked)
         except BaseException:
             os.close(locked)
             raise
@@ -230,12 +235,12 @@ class SweepDir:
         table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
             SWEEP: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
-            "summary.csv": lambda: _csv(table),
+            "summary.csv": lambda: as_csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
         for name, content in files.items():
             with self._telling(name):
-                _require_ours(self.path / name)
+                require_plain(self.path / name)
                 with in_one_piece(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP:
@@ -247,8 +252,8 @@ class SweepDir:
         """Tells of a file that cannot be written, and why, once for each reason."""
         try:
             yield
-        except OSError as error:
-            if (why := str(error.strerror)) not in self._told:
+        except (OSError, UserError) as error:
+            if (why := cause(error)) not in self._told:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
             self._told.add(why)
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
@@ -258,13 +263,6 @@ def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
     """A sweep.json in which each job has a line: there may be 100,000, with which JSON with indents takes its time."""
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
     return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
-
-
-def _require_ours(path: Path) -> None:
-    """Raises OSError where something stands at `path` that is no file of ours."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a link" if path.is_symlink() else "no file"
-        raise FileExistsError(errno.EEXIST, f"what stands there is {what}, and not ours; move it away")
 
 
 def _locked(path: Path) -> int:
@@ -373,16 +371,22 @@ def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]
     """
     varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
     names = scores(jobs)
-    table = [["job", *varied, "status", "steps taken", "train loss", "held-out loss", *(f"held-out {n}" for n in names),
-              "seconds", "run", "error", "seeds", f"{ranking.column} mean", f"{ranking.column} std",
-              "best"]]  # fmt: skip
+    table = [["job", *varied, "status", "steps taken", TRAIN, "held-out loss", *(f"held-out {n}" for n in names),
+              *(f"{role} digest" for role in ranking.apart), "seconds", "run", "error", "seeds",
+              f"{ranking.column} mean", f"{ranking.column} std", "best"]]  # fmt: skip
     for job, point in ranking.jobs():
         values = {_key(word): word.partition("=")[2] for word in job.overrides}
-        table.append([str(job.number), *(values.get(key, "") for key in varied), job.status, *numbers(job, names, ""),
+        table.append([str(job.number), *(values.get(key, "") for key in varied), state_of(job),
+                      *numbers(job, names, ""), *(sources_of(job).get(role, "")[:8] for role in ranking.apart),
                       _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
                       str(len(point.values)), _number(point.mean if point.values else None, ".6f", ""),
                       _number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
+
+
+def state_of(job: Job) -> str:
+    """Return what a table calls the end of a job: diverged, or its status."""
+    return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 
 def scores(jobs: Sequence[Job]) -> list[str]:
@@ -405,16 +409,10 @@ def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+")
 
 
-def _csv(table: Sequence[Sequence[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return text.getvalue()
-
-
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
     """The jobs, and before them what several seeds came to, where there are several."""
-    over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds else ""
-    return over_seeds + _markdown(table)
+    over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds or ranking.apart else ""
+    return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

@@ -5,36 +5,35 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.ownership import require_empty
 from toyexp.base.terminal import complain, say, status
-from toyexp.base.threads import CORES
 from toyexp.base.words import columns, count, counted, duration, in_bytes, short
 from toyexp.base.writing import dump_json
 from toyexp.config.top_level import Sweep
 from toyexp.config.words import setting
-from toyexp.sweep.combinations import LIFELINE
 from toyexp.sweep.directory import Job, SweepDir
-from toyexp.sweep.gpus import VISIBLE, visible
+from toyexp.sweep.forking import Forks, spawned
+from toyexp.sweep.gpus import visible
 from toyexp.sweep.lookahead import Lookahead
+from toyexp.sweep.process import Order, Stop, run_process
 from toyexp.training import checkpoint
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import evaluations
 
 TRIED = 8  # shapes of which a job is tried; what the others take is then the mean of these
-SAME = ("seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep", "checkpoint_best", "nonfinite")
+SAME = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
+        "checkpoint_best", "nonfinite")  # fmt: skip
 FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -59,6 +58,7 @@ class Foresight:
     gpus: int
     asked: Mapping[str, Any]  # as a sweep's directory has it
     folder: SweepDir | None  # of a sweep that is gone on with
+    forks: Forks | None  # that start the jobs, and so those that are tried
     search: str = ""  # how points are chosen that these jobs stand for
 
     def show(self, jobs: Sequence[Job], as_json: bool) -> int:
@@ -76,9 +76,9 @@ class Foresight:
             status(f"taking a few steps of job {shape.jobs[0].number}")
             try:
                 shapes.append(self._tried(shape, root))
-            except (UserError, _Failed) as error:
+            except (UserError, RunFailed) as error:
                 complain(f"error in job {shape.jobs[0].number}: {error}")
-                codes.append(2 if isinstance(error, UserError) else 1)
+                codes.append(error.exit_code)
         status("")
         if tried := [shape for shape in shapes if shape.found]:
             told = self._sum(shapes, tried, root)
@@ -109,36 +109,27 @@ class Foresight:
     # -- a job of each shape -------------------------------------------------------------------------------------------
 
     def _tried(self, shape: Shape, root: Path) -> Shape:
-        """With what a run of its first job says of itself; raises UserError and _Failed."""
-        environment = {**os.environ, LIFELINE: "1"}
-        if self.cores and self.settings.launcher == "joblib":
-            environment |= {CORES: str(self.cores)}
-            environment |= {
-                name: environment.get(name, str(self.cores)) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-            }
-        if self.gpus and self.settings.launcher == "joblib":
-            environment[VISIBLE] = ",".join(visible()[: self.gpus])
-        command = [sys.executable, "-m", "toyexp", *self._words(shape.jobs[0], root), "--dry-run", "--json"]
-        began = time.perf_counter()
-        with (
-            tempfile.TemporaryFile("w+") as errors,
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
-            ) as process,
-        ):
-            assert process.stdout is not None
-            try:
-                out, code = process.stdout.read(), process.wait()  # its standard input stays open: see LIFELINE
-            except BaseException:
-                process.kill()
-                raise
-            errors.seek(0)
-            said = errors.read()
-        seconds = time.perf_counter() - began
-        if code:
-            last = said.rpartition("toyexp: error: ")[2].strip() or f"ended with exit code {code}"
-            raise UserError(last) if code == 2 else _Failed(last)
-        found = json.loads(out)
+        """With what a run of its first job says of itself; raises UserError and RunFailed."""
+        side_by_side = self.settings.launcher == "joblib"
+        words = [*self._words(shape.jobs[0], root), "--dry-run", "--json"]
+        gpus = visible()[: self.gpus] if side_by_side else ()
+        if self.forks:
+            self.forks.wait()
+        out: list[str] = []
+
+        def take(line: str, to: IO[str]) -> None:
+            if to is sys.stdout:
+                out.append(line)
+
+        with tempfile.TemporaryDirectory() as aside:
+            log = Path(aside, "log")
+            order = Order(root, log, words, [], False, self.cores * side_by_side, gpus, several=True)
+            began = time.perf_counter()
+            ended = run_process(order, Stop(), take, start=self.forks.start if self.forks else spawned)
+            seconds = time.perf_counter() - began
+        if ended.code:
+            raise UserError(ended.error) if ended.code == 2 else RunFailed(str(ended))
+        found = json.loads("\n".join(out))
         return Shape(shape.own, shape.jobs, seconds - found["tried"]["seconds"], found)
 
     def _words(self, job: Job, root: Path) -> list[str]:
@@ -220,7 +211,7 @@ class Foresight:
         for shape in tried:
             assert shape.found is not None
             found, of = shape.found, shape.found["tried"]
-            least = found["batch_bytes"] + found["weights_bytes"] + found["checkpoint_bytes"]
+            least = sum(found[f"{part}_bytes"] for part in ("batch", "weights", "frozen", "checkpoint"))
             table.append([
                 str(len(shape.jobs)), count(found["parameters"]), count(found["trainable"]), in_bytes(least),
                 in_bytes(of["device_bytes"] or of["process_bytes"]), duration(of["step"]),
@@ -250,10 +241,6 @@ class Foresight:
             say(f"         without what sweep.prune={self.settings.prune} saves")
         say("         callbacks, checkpoints and exports come on top")
         say("nothing was trained, and nothing written but what data keep in their cache")
-
-
-class _Failed(Exception):
-    """A job that was tried came to nothing, by no fault of what was typed."""
 
 
 def _costs_the_same(word: str) -> bool:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from toyexp.base.ranks import FORKS
 
@@ -28,33 +28,8 @@ FORKED = ("serial", "joblib", "stacked")  # the launchers whose jobs may be
 PLATFORMS = ("linux",)  # elsewhere libraries of the system do not bear a fork: jobs are started anew
 
 
-class Process(Protocol):
-    """What is asked of the process of a job; see subprocess.Popen."""
-
-    stdin: Any
-    stdout: Any
-    stderr: Any
-
-    def poll(self) -> int | None:
-        """How it ended; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The same once it has ended; raises subprocess.TimeoutExpired."""
-
-    def send_signal(self, sig: int) -> None:
-        """Does so, unless it has ended."""
-
-    def kill(self) -> None:
-        """Ends it at once."""
-
-    def __enter__(self) -> Any:
-        """Itself."""
-
-    def __exit__(self, *error: Any) -> Any:
-        """Closes its files, and waits for it."""
-
-
 # Of words, environment, whether before a terminal, and open files that it is handed: see FILES.
+Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
 Start = Callable[[Sequence[str], Mapping[str, str], bool, Sequence[int]], Process]
 
 
@@ -73,50 +48,34 @@ def with_files(numbers: Sequence[int]) -> dict[str, str]:
     return {FILES: ",".join(map(str, numbers))} if numbers else {}
 
 
-class Loading:
-    """The process that jobs are forked from, from when it begins to load."""
-
-    def __init__(self, environment: Mapping[str, str]):
-        """Begins; raises OSError where there can be none."""
-        self.environment, self.directory = dict(environment), Path.cwd()
-        self.control, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "toyexp"], env={**environment, FORKS: str(theirs.fileno())},
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], process_group=0,
-                )  # fmt: skip
-            except BaseException:
-                self.control.close()
-                raise
-
-    def tell(self, words: Sequence[str], stacks: bool, sure: bool = True) -> None:
-        """Has it load what jobs of these words need, and what trains `stacks`; once `sure` it says that it has."""
-        with contextlib.suppress(OSError):  # it is gone already, which is seen when a job is to start
-            tell(self.control, {"words": list(words), "stacks": stacks, "sure": sure})
-
-    def end(self, patience: float = 0.0) -> None:
-        """Ends it, after so many seconds; what was forked from it goes on."""
-        self.control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
-        self.process.kill()
-        self.process.wait()
-
-
 class Forks:
     """Starts a sweep's jobs. Where that cannot be by forking, each is spawned.
 
     What a job does is what `spawned` has it do: only what is loaded is there already, as it was when the sweep began.
     """
 
-    def __init__(self, loading: Loading, words: Sequence[str], stopped: Callable[[], bool], stacks: bool = False):
-        """Has what the jobs share loaded while the sweep gets ready: the `words` of all; what trains `stacks` too."""
-        self._loading, self._stopped, self._lock = loading, stopped, threading.Lock()
-        self._control = loading.control
+    def __init__(
+        self, environment: Mapping[str, str], words: Sequence[str], stopped: Callable[[], bool], stacks: bool = False
+    ):
+        """Start the fork server, which imports what jobs of these `words` need; with `stacks` also what trains those.
+
+        Raises OSError if no process can be started.
+        """
+        self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
-        loading.tell(words, stacks)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "toyexp"], env={**environment, FORKS: str(theirs.fileno())},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()], process_group=0,
+                )  # fmt: skip
+            except BaseException:
+                self._control.close()
+                raise
+        with contextlib.suppress(OSError):  # it has been killed; jobs are spawned then
+            tell(self._control, {"words": list(words), "stacks": stacks})
 
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()
@@ -127,9 +86,18 @@ class Forks:
                 return process
         return spawned(words, environment, terminal, files)
 
+    def wait(self) -> None:
+        """Wait until the fork server has loaded what jobs need."""
+        with self._lock:
+            self._is_ready()
+
     def close(self) -> None:
-        """Ends what jobs are forked from; those that run go on."""
-        self._loading.end(0 if self._ready is None else 1)
+        """End the fork server; jobs that run go on."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if self._ready is None else 1)
+        self._process.kill()
+        self._process.wait()
 
     def _is_ready(self) -> bool:
         if self._ready is None:

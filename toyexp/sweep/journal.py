@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.writing import dump_json
+from toyexp.base.writing import dump_json, open_for_writing
 
 JOURNAL = "sweep.jsonl"  # beside sweep.json
 FEW = 50  # jobs
@@ -51,7 +51,7 @@ class Journal:
     def add(self, jobs: Iterable[Mapping[str, Any]], flush: bool) -> None:
         """Takes down how they stand now, on the disk if so."""
         text = "".join(dump_json(job) + "\n" for job in jobs).encode(errors="backslashreplace")
-        with open(self._path, "a+b", buffering=0) as file:
+        with open(open_for_writing(self._path, os.O_APPEND), "a+b", buffering=0) as file:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
                 if file.read(1) != b"\n":  # a line that a full disk or a kill has cut off

@@ -7,10 +7,8 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.ownership import LOCK
-from toyexp.base.signals import ending
+from toyexp.base.signals import ending, handled
 from toyexp.base.threads import CORES
 from toyexp.base.words import counted, typed
 from toyexp.config.top_level import RAY_ADDRESS, Sweep
@@ -28,9 +25,7 @@ from toyexp.sweep.directory import Ended
 from toyexp.sweep.gpus import visible
 from toyexp.sweep.process import NOT_STARTED, Order
 from toyexp.sweep.share import Share
-from toyexp.training.rundir import lock
 
-OWN = "toyexp-ray-"  # how directories of our own clusters are named
 ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
 LOOK = 5.0  # seconds between looks at the nodes of a cluster, which may grow
 STORE = 100 << 20  # bytes of memory for what tasks hand over, of which ours is next to nothing
@@ -208,33 +203,15 @@ def _at_node(work: OnNode, cwd: str) -> Ended:
 
 
 def _start(cores: int, gpus: int, stack: contextlib.ExitStack) -> None:
-    """Starts a cluster of this machine; what it writes beside is removed with it."""
+    """Start a cluster on this machine. It writes where any Ray does: RAY_TMPDIR, by default /tmp/ray."""
     import ray
 
-    # Sockets lie below it, whose paths have 107 characters at most: not where TMPDIR says.
-    place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
-    _clear(place)
-    own = tempfile.mkdtemp(prefix=OWN, dir=place)
-    stack.callback(shutil.rmtree, own, ignore_errors=True)
-    stack.callback(os.close, lock(Path(own)))
     stack.callback(ray.shutdown)
     try:
-        _init(
-            address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=STORE,
-            _temp_dir=own,
-        )  # fmt: skip
+        _init(address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=STORE)
     except (Exception, SystemExit) as error:
         why = printable(last_line(error), 300)
         raise UserError(f"sweep.launcher=ray: no cluster can be started here ({why})") from None
-
-
-def _clear(place: Path) -> None:
-    """Removes what clusters of ours left behind whose sweep was killed, which nothing can tell it to do itself."""
-    for left in place.glob(f"{OWN}*"):
-        with contextlib.suppress(OSError, UserError):  # of somebody else, or of a sweep that runs
-            if (left / LOCK).is_file() and not left.is_symlink() and left.stat().st_uid == os.getuid():
-                os.close(lock(left))
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _connect(address: str, stack: contextlib.ExitStack) -> None:
@@ -246,12 +223,12 @@ def _connect(address: str, stack: contextlib.ExitStack) -> None:
         given = f"{RAY_ADDRESS}={address}"
     host, _, port = address.rpartition(":")
     if address != "auto":
-        if not host or "/" in host or not port.isdecimal():
-            where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379"
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; a port is from 1 to 65535"
             raise UserError(f"{printable(given)}: takes auto, or {where}")
         try:
             socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             why = printable(str(error), 100)
             raise UserError(f"{given}: nothing answers there ({why}); start one: ray start --head") from None
     stack.callback(ray.shutdown)
@@ -269,12 +246,9 @@ def _init(**settings: Any) -> None:
 
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     ray._private.worker._worker_logs_enabled = False  # it would print what becomes of a worker, which we tell
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with handled(ours):
         ray.init(**settings, log_to_driver=False, configure_logging=False)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

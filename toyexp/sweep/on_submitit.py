@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.writing import make_folder
 from toyexp.config.top_level import Submitit
 from toyexp.sweep.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
 from toyexp.sweep.directory import Ended
@@ -27,15 +28,12 @@ class OnSubmitit(Cluster):
         executor(Path(tempfile.gettempdir()), settings, gpus)  # UserError before anything is written
 
     def begin(self, folder: Path) -> None:
-        """Its own files go below the sweep's."""
-        self._executor = executor(folder / "submitit", self._settings, self._gpus)
-        self._stop_file = folder / "submitit" / "stop"
-        self._stop_file.parent.mkdir(exist_ok=True)
-        self._stop_file.unlink(missing_ok=True)
-
-    def limit(self) -> int:
-        """As was settled before."""
-        return self._limit
+        """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
+        own = Path(
+            tempfile.mkdtemp(dir=make_folder(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
+        )
+        self._executor = executor(own, self._settings, self._gpus)
+        self._stop_file = own / "stop"
 
     def work(self, order: Order) -> OnNode:
         """What goes on when its time is up."""

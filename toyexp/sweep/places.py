@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from toyexp.base.errors import UserError
+from toyexp.base.writing import require_below
 from toyexp.sweep.directory import Job
 
 
@@ -20,8 +21,9 @@ class Places:
 
     def give(self, job: Job, root: Path, directory: Path) -> None:
         """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
-        if not directory.is_relative_to(root) or ".." in directory.parts or directory == root:
+        if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
+        require_below(root, directory)
         name = directory.relative_to(root)
         if owner := self._owners.get(name):
             raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} one directory, {name}")

@@ -6,30 +6,35 @@ import contextlib
 import importlib
 import itertools
 import os
+import queue
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from toyexp.base.errors import UserError
-from toyexp.base.ownership import keep_aside, require_empty
+from toyexp.base.ownership import Owned, keep_aside, lock, require_empty
 from toyexp.base.packages import needed, told_by
 from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import of_cores
 from toyexp.base.words import short
+from toyexp.base.writing import make_folder, open_for_writing
 from toyexp.sweep.combinations import LIFELINE
-from toyexp.sweep.directory import Ended, Job
-from toyexp.sweep.forking import Process, Start, spawned
+from toyexp.sweep.directory import Ended
+from toyexp.sweep.forking import FORKED, Process, Start, spawned
 from toyexp.sweep.gpus import VISIBLE
 from toyexp.training import checkpoint
-from toyexp.training.rundir import lock
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
@@ -65,6 +70,8 @@ class Order:
             return self.again
         try:
             require_empty(place, "hydra.sweep.dir")
+        except Owned:
+            raise
         except UserError:
             raise UserError(f"{short(place)}: is where this job runs, and is not empty; {retry}") from None
         return self.first
@@ -151,36 +158,29 @@ def run_process(
 
     With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
     """
+    last = _LastWords()
     try:
-        return _run(order, stop, show, poll, terminal, start)
+        words = order.words()
+        environment = {**os.environ, **of_cores(order.cores), **order.environment, LIFELINE: "1"}
+        if order.gpus:
+            environment[VISIBLE] = ",".join(order.gpus)
+        make_folder(order.log.parent)
+        with (
+            open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
+            start(words, environment, terminal, order.files) as process,
+            stop.watching(process),
+        ):
+            for line, to_stderr in _lines(process, log, poll):
+                if not (to_stderr and last.hears(line)):
+                    show(line, sys.stderr if to_stderr else sys.stdout)
+            code = process.wait()
+        if code == 0:  # it said something of an error, and came through
+            for line in last.held:
+                show(line, sys.stderr)
     except UserError as error:
         return Ended(2, str(error))
     except OSError as error:  # no memory for a process, no room for its log
         return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
-
-
-def _run(
-    order: Order, stop: Stop, show: Callable[[str, IO[str]], None], poll: Callable[[], None], terminal: bool,
-    start: Start,
-) -> Ended:  # fmt: skip
-    words = order.words()
-    environment = {**os.environ, **of_cores(order.cores), **order.environment, LIFELINE: "1"}
-    if order.gpus:
-        environment[VISIBLE] = ",".join(order.gpus)
-    order.log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        open(order.log, "ab", buffering=0) as log,
-        start(words, environment, terminal, order.files) as process,
-        stop.watching(process),
-    ):
-        last = _LastWords()
-        for line, to_stderr in _lines(process, log, poll):
-            if not (to_stderr and last.hears(line)):
-                show(line, sys.stderr if to_stderr else sys.stdout)
-        code = process.wait()
-    if code == 0:  # it said something of an error, and came through
-        for line in last.held:
-            show(line, sys.stderr)
     return Ended(code, last.text() if code else "")
 
 
@@ -233,17 +233,37 @@ def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterat
 # -- many -----------------------------------------------------------------------------------------------------------
 
 
-def side_by_side(jobs: Iterator[Job], run: Callable[[Job], Ended], limit: int) -> Iterator[tuple[Job, Ended]]:
-    """At most `limit` at once, by joblib: its threads wait, each for the process of a job."""
-    from joblib import Parallel, delayed
+def side_by_side(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
+    """Work on at most `limit` items at once, each in a thread; yield what `work` hands on, and raise its errors."""
+    results: queue.SimpleQueue[R | BaseException | None] = queue.SimpleQueue()
+    turn = threading.Lock()
 
-    pool = Parallel(limit, backend="threading", batch_size=1, pre_dispatch="n_jobs", return_as="generator_unordered")
-    yield from pool(delayed(lambda job: (job, run(job)))(job) for job in jobs)
+    def following() -> T | None:
+        with turn:
+            return next(items, None)
+
+    def run() -> None:
+        try:
+            for item in iter(following, None):
+                work(item, results.put)
+            results.put(None)
+        except BaseException as error:
+            results.put(error)
+
+    for _ in range(limit):
+        threading.Thread(target=run, name="jobs", daemon=True).start()
+    while limit:
+        match results.get():
+            case None:
+                limit -= 1
+            case BaseException() as error:
+                raise error
+            case result:
+                yield result
 
 
 def require(launcher: str) -> None:
-    """Raises Unavailable when the package that a launcher needs is missing or broken."""
-    if launcher in ("serial", "stacked"):
-        return
-    with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
-        importlib.import_module(launcher)
+    """Raise Unavailable when the package that a launcher needs is missing or broken."""
+    if launcher not in FORKED:
+        with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
+            importlib.import_module(launcher)

@@ -66,7 +66,7 @@ class Pruning(Callback):
         """Opens the journal."""
         self._judge = Judge(self.journal, self.trial, self.prune, self.first)
 
-    @hookimpl
+    @hookimpl(trylast=True)  # behind who logs
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Tells the score; before the first step no run is better than another, and after the last nothing is saved."""
         if step == 0 or self._judge is None:

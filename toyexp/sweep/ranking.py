@@ -12,7 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from toyexp.contract.model import lower_is_better
 
 METRIC = "sweep.metric="
-TRAIN = "train loss"  # what decides where nothing is held out
+DATA = ("data", "text", "tokenizer", "tokens", "images")  # digests of the data; `data` alone decides whether it differs
+ASIDE = (*DATA[1:], "vocabulary")  # digests by which no point differs: `data` covers them
+TRAIN = "smoothed train loss"  # what decides where nothing is held out
 
 
 class Scored(Protocol):
@@ -57,17 +59,42 @@ class Point(Generic[J]):
         return f"{self.mean:.4f}{spread}" if self.values else "-"
 
 
+def sources_of(job: Scored) -> Mapping[str, str]:
+    """Return the digests of the data and files that a job read, by role; empty for a run that recorded none."""
+    return job.result.get("sources") or {}
+
+
 @dataclass
 class Ranking(Generic[J]):
     """The points of a sweep, the best first; those without a number at the end, in their order."""
 
-    column: str  # of the summary: held-out loss, held-out accuracy, train loss
+    column: str  # of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
+    apart: list[str] = field(default_factory=list)  # roles of sources that changed among jobs of the same settings
 
     @property
     def best(self) -> Point[J] | None:
-        """The first one, where it has a number."""
-        return self.points[0] if self.points and self.points[0].values else None
+        """The first point, if it has a number and all points were evaluated on the same data."""
+        return self.points[0] if self.points and self.points[0].values and not self.other_data else None
+
+    @cached_property
+    def other_data(self) -> list[str]:
+        """In which digests the data of points with a number differ; empty if their losses compare."""
+        each = [sources_of(point.jobs[0]) for point in self.points if point.values]
+        differ = [role for role in DATA if len({one[role] for one in each if role in one}) > 1]
+        return differ if "data" in differ else []
+
+    def notes(self) -> list[str]:
+        """Return what a reader of these numbers has to know about the data and files behind them."""
+        told = []
+        if self.apart:
+            told.append(
+                f"{' and '.join(self.apart)} changed between runs of the same settings: counted apart by digest"
+            )
+        if self.other_data:
+            differ = ", ".join(self.other_data[1:] or self.other_data)
+            told.append(f"the data differ between points ({differ}): their losses do not compare")
+        return told
 
     @property
     def seeds(self) -> bool:
@@ -105,10 +132,19 @@ def ranked(
     if all(_value(job, column) is None for job in jobs):
         column = TRAIN
     sign = 1 if lower_is_better(metric) else -1
-    found: dict[tuple[str, ...], Point[J]] = {}
+    alike: dict[tuple[str, ...], list[J]] = {}
     for job in jobs:
-        words = [word for word in job.overrides if word.partition("=")[0] != "seed"]
-        found.setdefault(tuple(words), Point(" ".join(words))).jobs.append(job)
+        own_words = tuple(word for word in job.overrides if word.partition("=")[0] != "seed")
+        alike.setdefault(own_words, []).append(job)
+    found: dict[tuple[str, ...], Point[J]] = {}
+    apart: dict[str, None] = {}
+    for words, some in alike.items():
+        roles = dict.fromkeys(role for job in some for role in sources_of(job) if role not in ASIDE)
+        changed = [role for role in roles if len({s[role] for job in some if role in (s := sources_of(job))}) > 1]
+        apart |= dict.fromkeys(changed)
+        for job in some:
+            marks = [f"{role}#{sources_of(job)[role][:8]}" for role in changed if role in sources_of(job)]
+            found.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
     for point in found.values():
         known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
         point.jobs.sort(key=lambda job: (job.number not in known, sign * known.get(job.number, 0.0)))
@@ -118,7 +154,8 @@ def ranked(
                 of_seeds.setdefault(seed(job), []).append(known[job.number])
         point.values = [some[0] if len(some) == 1 else statistics.fmean(some) for some in of_seeds.values()]
         point.repeats = len(known) - len(point.values)
-    return Ranking(column, sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0)))
+    points = sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
+    return Ranking(column, points, [*apart])
 
 
 def _value(job: Scored, column: str) -> float | None:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from toyexp.base.errors import ToyexpError, UserError
+from toyexp.base.errors import ToyexpError
+from toyexp.base.ownership import Owned, require_left
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import in_notebook, on_terminal, say, silent, status
 from toyexp.base.threads import of_cores
@@ -23,7 +24,6 @@ from toyexp.base.words import short
 from toyexp.sweep.board import Board, board_for
 from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
-from toyexp.sweep.early import taken
 from toyexp.sweep.forking import FORKED, PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
 from toyexp.sweep.places import Places
@@ -32,7 +32,6 @@ from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.sweep.shown import outcome, print_table
 from toyexp.training.checkpoint import result_of
-from toyexp.training.rundir import lock
 from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
@@ -78,6 +77,7 @@ class Runner:
         self._forks: Forks | None = None
         self._places = Places(jobs)
         self._printing = threading.Lock()
+        self._refused: dict[str, int] = {}  # the first job that was refused with these words
         self._board: Board | None = None  # of a sweep whose jobs run side by side before a terminal
         self._gpus = Gpus(visible())
         self._share = share_of(settings, jobs, self._ahead, self._gpus)
@@ -107,13 +107,19 @@ class Runner:
                 job.end(Ended(1, str(found["error"])), directory)
             elif found.get("reason") in ("completed", "aborted"):
                 job.end(Ended(0), directory)
-            elif owner := _being_written(directory):
-                say(f"[{job.number}] {job.label}: {owner}")
             else:
-                job.status = Status.KILLED
+                try:
+                    require_left(directory)
+                    job.status = Status.KILLED
+                except Owned as owner:
+                    say(f"[{job.number}] {job.label}: {owner}")
         self._miss()
-        retried = (Status.FAILED, Status.REFUSED) if self._settings.retry else ()
-        return [job for job in self._jobs if job.status != Status.RUNNING and job.status in (*UNFINISHED, *retried)]
+        retried = {job.number for job in self._jobs if self._settings.retry and self._may_retry(job)}
+        left = [job for job in self._jobs if job.status in UNFINISHED or job.number in retried]
+        return [job for job in left if job.status != Status.RUNNING]
+
+    def _may_retry(self, job: Job) -> bool:
+        return job.status in (Status.FAILED, Status.REFUSED)
 
     def _miss(self) -> None:
         """Tells of jobs that completed and whose runs are not there any more, and how one of them is trained again."""
@@ -154,7 +160,7 @@ class Runner:
             self._forks = self._forks_of_jobs()
             jobs = self._look_ahead(jobs)
             self._advise(jobs)
-            self._board = self._watched()
+            self._board = board_for(self._in_sight, self._ranking, self._limit, self._settings.launcher)
             with self._signals():
                 for job, ended in self._launch(self._waiting(jobs)):
                     self._end(job, ended)
@@ -166,20 +172,20 @@ class Runner:
             return code
         finally:
             self._unwatched()
-            if self._forks:
-                self._forks.close()
-            if self._cluster:
-                self._cluster.close()
-            if self._folder:
-                self._folder.close()
+            self._close()
+
+    def _close(self) -> None:
+        for held in (self._forks, self._cluster, self._folder):
+            if held:
+                held.close()
 
     def _forks_of_jobs(self) -> Forks | None:
         """What the jobs that run here are forked from, where that is possible."""
         launcher = self._settings.launcher
         if launcher not in FORKED or not self._settings.isolate or sys.platform not in PLATFORMS:
             return None
-        loading = taken({**os.environ, **of_cores(self._cores)})
-        return Forks(loading, self._shared(), lambda: self._stop.requested, launcher == "stacked")
+        environment = {**os.environ, **of_cores(self._cores)}
+        return Forks(environment, self._shared(), lambda: self._stop.requested, launcher == "stacked")
 
     def _shared(self) -> list[str]:
         """The words of all jobs."""
@@ -208,11 +214,8 @@ class Runner:
             if line := advice(jobs, self._ahead):
                 say(line)
 
-    def _watched(self) -> Board | None:
-        def ranking() -> Ranking[Job]:
-            return self._folder.ranking() if self._folder else ranked(self._jobs)
-
-        return board_for(self._in_sight, ranking, self._limit, self._settings.launcher)
+    def _ranking(self) -> Ranking[Job]:
+        return self._folder.ranking() if self._folder else ranked(self._jobs)
 
     def _in_sight(self) -> list[Job]:
         """The jobs that there are, and will be."""
@@ -228,13 +231,13 @@ class Runner:
         from toyexp.sweep.foresight import Foresight
 
         try:
+            self._forks = self._forks_of_jobs()
             left = self._checked(jobs)
-            how = (self._settings, self._limit, self._cores, self._most_gpus, self._memory, self._folder)
+            how = (self._settings, self._limit, self._cores, self._most_gpus, self._memory, self._folder, self._forks)
             code = Foresight(self._ahead, *how, self.how_chosen).show(left, "--json" in self.asked.flags)
             return code or (2 if len(left) < len(jobs) else 0)
         finally:
-            if self._folder:
-                self._folder.close()
+            self._close()
 
     def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs to run, of which the first says where all of them are."""
@@ -289,22 +292,17 @@ class Runner:
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
         self._folder.note(jobs)
-        if self._settings.launcher == "stacked":
-            self._tell_begin(jobs)
-
-    def _tell_begin(self, jobs: Sequence[Job]) -> None:
-        if self._board is None:
-            for job in jobs:
+        for job in jobs if self._settings.launcher == "stacked" else ():
+            if self._board is None:
                 self._say_it(f"[{job.number}] {job.label}".rstrip() + "  begins")
-            return
-        with self._printing:
-            for job in jobs:
+                continue
+            with self._printing:
                 self._board.begin(job)
 
     def _launch(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Ended]]:
         settings = self._settings
         if settings.launcher == "joblib":
-            return side_by_side(jobs, self._process, self._limit)
+            return side_by_side(jobs, lambda job, hand_on: hand_on((job, self._process(job))), self._limit)
         if settings.launcher == "stacked":
             return self._in_stacks(jobs)
         if self._cluster and self._folder:
@@ -334,9 +332,7 @@ class Runner:
             self._order, self._begin, self._shared(), self._settings.jobs, self._share.stacks, self._stop, self._show,
             self._forks.start if self._forks else spawned,
         )  # fmt: skip
-        generation = (
-            (self._settings.jobs or None) if self._settings.search else None
-        )  # of points that learn of none: all
+        generation = (self._settings.search and self._settings.jobs) or None  # of points that learn of none: all
         while batch := list(itertools.islice(jobs, generation)):
             for job, ended in stacked.run(batch, self._limit, partial(self._gpus.some, self._most_gpus)):
                 if self._board:
@@ -389,8 +385,10 @@ class Runner:
     def _here(self, job: Job) -> Ended:
         """Runs a job in this process, which afterwards is as it was before."""
         assert self._folder is not None
+        if self._board:  # which alone shows the job
+            self._board.begin(job)
         try:
-            with contained(), self._shown_as_one(job):
+            with contained(), silent(self._board is not None):
                 say(f"\n[{job.number}] {job.label}".rstrip())
                 words = Runner._order(self, job).words()  # what a search tells its process, it tells ours elsewhere
                 if job.attempts > 1:
@@ -406,20 +404,10 @@ class Runner:
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
             return failure(error)
-        return Ended(0)
-
-    @contextlib.contextmanager
-    def _shown_as_one(self, job: Job) -> Iterator[None]:
-        """Where there is a board, a job in this process has its line there, and prints nothing else."""
-        if self._board is None:
-            yield
-            return
-        self._board.begin(job)
-        try:
-            with silent():
-                yield
         finally:
-            self._board.leave(job)
+            if self._board:
+                self._board.leave(job)
+        return Ended(0)
 
     # -- how it ended --
 
@@ -437,7 +425,9 @@ class Runner:
         if job.status in ANSWERED and self._cluster:  # it printed elsewhere
             self._say_it(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
         if job.status in FAILURES:
-            self._say_it(f"toyexp: error in job {job.number}: {job.error}{self._details(job)}", sys.stderr)
+            first = self._refused.setdefault(str(job.error), job.number) if job.status == Status.REFUSED else job.number
+            told = f"{job.error}{self._details(job)}" if first == job.number else f"as in job {first}"
+            self._say_it(f"toyexp: error in job {job.number}: {told}", sys.stderr)
             if self._settings.fail_fast:
                 self._stop.end()
 
@@ -470,11 +460,12 @@ class Runner:
             print_table(jobs, folder)
         done, left = self._standing()
         command = ""
-        if left and folder:
+        retry = ["sweep.retry=true"] if any(job.hindered for job in jobs) else []
+        if (left or retry) and folder:
             from toyexp.config.words import setting
 
             plugins = [f"plugins=[{','.join(self._request.modules)}]"] if self._request.modules else []
-            command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *plugins])
+            command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             from signal import Signals
 
@@ -496,14 +487,3 @@ def failure(error: BaseException) -> Ended:
     """How a job ended that raised in this process."""
     text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
     return Ended(getattr(error, "exit_code", 1), text)
-
-
-def _being_written(directory: Path) -> str | None:
-    """Who writes a run, when somebody does."""
-    try:
-        os.close(lock(directory))
-    except UserError as owner:
-        return str(owner)
-    except OSError:  # there is no such run
-        return None
-    return None

@@ -22,6 +22,7 @@ from toyexp.sweep.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.lookahead import first_look, require_directories
 from toyexp.sweep.process import Order
 from toyexp.sweep.pruning import first_asked, ordered
+from toyexp.sweep.ranking import sources_of
 from toyexp.sweep.runner import Asked, Runner
 from toyexp.sweep.space import Key, grid, probes, size
 from toyexp.sweep.study import Study, require
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
     from toyexp.config.top_level import Sweep
 
-BAD = (Status.FAILED, Status.REFUSED, Status.PRUNED)  # ends of a run after which its point has no score
+
+def _is_bad(job: Job) -> bool:
+    """Return True if a run ended so that its point has no score."""
+    return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.hindered
 
 
 class Searcher(Runner):
@@ -56,6 +60,7 @@ class Searcher(Runner):
             self._limit = self._points * settings.repeats
         if settings.launcher == "joblib":  # which has a thread for each
             self._limit = min(self._limit, self._points * settings.repeats)
+        self._data: set[str] = set()  # digests of the data of the runs that ended
         self._turn = threading.Lock()  # of who asks for a job, or tells of one
 
     # -- before the first job --
@@ -107,6 +112,10 @@ class Searcher(Runner):
             cfg = self._ahead.config(probe).cfg
             if not cfg.eval_every:
                 raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
+            if settings.prune and cfg.epochs is not None:
+                raise UserError(
+                    f"epochs={cfg.epochs:g}: {asked} compares runs at the same steps; give steps=... instead"
+                )
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
             self._ahead.model(probe).require_metric("sweep.metric", settings.metric)
         steps, every = max(lengths)
@@ -147,8 +156,9 @@ class Searcher(Runner):
 
     def _again(self, decided: bool) -> Job | None:
         for trial, jobs in self._by_trial().items():
-            bad = any(job.status in BAD for job in jobs) or (decided and jobs[0].status != Status.COMPLETED)
-            if len(jobs) < self._settings.repeats and not bad and jobs[0].status != Status.KILLED:
+            bad = any(map(_is_bad, jobs)) or (decided and jobs[0].status != Status.COMPLETED)
+            stuck = jobs[0].status == Status.KILLED or jobs[0].hindered
+            if len(jobs) < self._settings.repeats and not bad and not stuck:
                 return self._add(trial, [word for word in jobs[0].overrides if not word.startswith("seed=")], len(jobs))
         return None
 
@@ -156,6 +166,9 @@ class Searcher(Runner):
         trial = len(self._by_trial())
         assert self._study is not None
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
+
+    def _may_retry(self, job: Job) -> bool:
+        return job.hindered  # from what else failed the search has learned
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
         seed = [f"seed={self._seed + repeat}"] if self._settings.repeats > 1 else []
@@ -206,7 +219,10 @@ class Searcher(Runner):
             job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
         with self._turn:
             jobs = self._by_trial()[job.trial]
-            if any(job.status in BAD for job in jobs):
+            before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
+            if len(self._data) > 1 >= before:
+                say("note    the data differ between points: the search goes on, and their scores do not compare")
+            if any(map(_is_bad, jobs)):
                 self._study.tell(job.trial, None)
             elif len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs):
                 self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
@@ -232,14 +248,14 @@ class Searcher(Runner):
 
     def _standing(self) -> tuple[str, bool]:
         ended = [jobs for jobs in self._by_trial().values() if self._is_done(jobs)]
-        bad = sum(any(job.status in BAD for job in jobs) for jobs in ended)
+        bad = sum(any(map(_is_bad, jobs)) for jobs in ended)
         without = f", {bad} of them without a score" if bad else ""
         left = len(ended) < self._points or any(job.status in UNFINISHED for job in self._jobs)
         return f"{len(ended)} of {self._points} points are done{without}", left
 
     def _is_done(self, jobs: Sequence[Job]) -> bool:
         whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
-        return whole or any(job.status in BAD for job in jobs)
+        return whole or any(map(_is_bad, jobs))
 
     def _report(self) -> int:
         code = super()._report()
@@ -253,16 +269,20 @@ class Searcher(Runner):
         settings = self._settings
         kept: dict[str, Any] = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
-            "best": None, "importances": study.importances(), "trials": list(study.outcomes()),
+            "best": None, "trials": list(study.outcomes()),
+            "notes": (ranking := self._folder.ranking()).notes(),
         }  # fmt: skip
-        if (best := study.best()) is None:
+        if ranking.other_data:
+            say("best    none: the scores of these points do not compare")
+        elif (best := study.best()) is None:
             say(f"best    none: no point has a held-out {settings.metric}")
         else:
             kept["best"] = self._best(best)
-        if kept["importances"]:
-            told = ", ".join(f"{key} {share:.0%}" for key, share in kept["importances"].items())
-            say(f"keys    what matters: {told}")
+        known = ({}, "the scores do not compare") if ranking.other_data else study.importances()
+        kept["importances"], kept["no_importances"] = shares, why = known
+        told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
         if kept["best"]:
+            say(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
             say(f"again   {kept['best']['command']}")
         say(f"study   optuna-dashboard {shlex.quote(short(study.path))}")
         try:
@@ -286,8 +306,6 @@ class Searcher(Runner):
 
     def _command(self, job: Job) -> list[str]:
         """What is typed for the same run alone."""
-        flags = [word for flag in self._memory["flags"].items() for word in flag]
         own = {word.partition("=")[0] for word in job.overrides}  # as the seed of a repeat
-        there = [word for word in self._memory["settings"] if not word.startswith("hydra.sweep.")]
-        fixed = [word for word in there if word.partition("=")[0] not in own]
-        return ["toyexp", *flags, *fixed, *job.overrides]
+        there = [word for word in self._shared() if not word.startswith("hydra.sweep.")]
+        return ["toyexp", *(word for word in there if word.partition("=")[0] not in own), *job.overrides]

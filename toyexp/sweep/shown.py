@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from toyexp.base.terminal import on_terminal, say
 from toyexp.base.words import columns, duration, last_words, short
-from toyexp.sweep.directory import SPREAD, Job, Status, SweepDir, numbers, scores
-from toyexp.sweep.ranking import ranked
+from toyexp.sweep.directory import SPREAD, Job, Status, SweepDir, numbers, scores, state_of
+from toyexp.sweep.ranking import TRAIN, ranked
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
@@ -29,7 +29,8 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     def lines(brief: int) -> list[str]:
         """The table, the briefer the higher."""
         left_out = {3} if brief > 2 else set()
-        table = [("job", "overrides", "steps", "train loss", "held-out loss", *(f"held-out {n}" for n in names), "run")]
+        first: dict[str, int] = {}  # the job that is shown with these words
+        table = [("job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {n}" for n in names), "run")]
         for job in ordered:
             why = job.error or ""
             end = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
@@ -37,9 +38,12 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
                 end = ""
                 if folder and job.directory and brief < 4:
                     end = job.directory if brief else short(folder.run(job))
+                end += "  diverged" if state_of(job) == "diverged" else ""
                 end += "  best" if ranking.best and job is ranking.best.jobs[0] else ""
             elif job.status == Status.PRUNED and brief > 1:
                 end = str(job.status)
+            elif job.status == Status.REFUSED and first.setdefault(end, job.number) != job.number:
+                end = f"{job.status}, as job {first[end]}"
             words = [(word, *word.partition("=")) for word in job.overrides]
             brief_words = [f"{brief_keys[key]}={value}" if equals else word for word, key, equals, value in words]
             label = " ".join(brief_words) if brief > 1 else job.label
@@ -57,10 +61,12 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     say("")
     for line in shown:
         say(line)
-    if ranking.seeds:
+    if ranking.seeds or ranking.apart:
         say(f"\n{SPREAD}")
         for line in columns(ranking.table(), right={1}):
             say(line)
+    for note in ranking.notes():
+        say(f"note    {note}")
 
 
 def outcome(job: Job) -> str:
@@ -68,8 +74,8 @@ def outcome(job: Job) -> str:
     if job.status == Status.PRUNED:
         return f"pruned: {job.error}"
     names = scores([job])
-    heads = ("train loss", "held-out loss", *(f"held-out {name}" for name in names))
+    heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
     steps, *values = numbers(job, names, "-")
     told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
     seconds = job.result.get("seconds")
-    return "  ".join([f"completed after {steps} steps", *told, *([] if seconds is None else [duration(seconds)])])
+    return "  ".join([f"{state_of(job)} after {steps} steps", *told, *([] if seconds is None else [duration(seconds)])])

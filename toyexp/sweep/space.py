@@ -153,10 +153,8 @@ def probes(keys: Sequence[Key]) -> list[Job]:
     """Jobs that show each value once, and the ends of each interval: what is wrong with one is told before a run."""
     lists = [key.words() for key in keys]
     first = [words[0] for words in lists]
-    shown = [first]
-    for place, words in enumerate(lists):
-        shown += [[*first[:place], word, *first[place + 1 :]] for word in words[1:]]
-    return [Job(number, words) for number, words in enumerate(shown)]
+    others = ([*first[:k], word, *first[k + 1 :]] for k, words in enumerate(lists) for word in words[1:])
+    return [Job(number, words) for number, words in enumerate((first, *others))]
 
 
 def size(keys: Sequence[Key]) -> float:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from toyexp.base.blame import of_a_part
 from toyexp.base.errors import RunFailed
 from toyexp.base.memory import running_out
-from toyexp.base.signals import CommonSignals, Interrupted, heard_by
+from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
 from toyexp.base.terminal import say
 from toyexp.base.words import counted
 from toyexp.contract.data import opened_once
@@ -85,9 +85,10 @@ def train_stack(request: Request, ready: Ready) -> int:
     with open(orders, encoding="utf-8") as file:
         asked = json.load(file)
     os.set_inheritable(reports, False)
+    signals = CommonSignals()
     with (
         open(reports, "w", encoding="utf-8", buffering=1) as pipe,
-        heard_by(CommonSignals()) as signals,
+        stop_signals(signals),
         opened_once(),
         contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
         contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),

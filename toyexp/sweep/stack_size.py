@@ -107,7 +107,7 @@ def _seconds(some: Sequence[Prepared]) -> float:
         numbers = [plan.numbers(0, prepared.config.settings.lr, {}) for plan, prepared in zip(plans, some, strict=True)]
         taken: list[float] = []
         began = time.perf_counter()
-        while not _enough(taken):
+        while len(taken) < WARM_UP + STEPS or math.fsum(taken[WARM_UP:]) < SLICE:
             before = time.perf_counter()
             waits = [s.launch(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
             for wait in waits:
@@ -119,10 +119,6 @@ def _seconds(some: Sequence[Prepared]) -> float:
     finally:
         for session in sessions:
             session.close()
-
-
-def _enough(taken: Sequence[float]) -> bool:
-    return len(taken) >= WARM_UP + STEPS and math.fsum(taken[WARM_UP:]) >= SLICE
 
 
 def _shown(seconds: float) -> str:

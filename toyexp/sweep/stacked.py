@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import queue
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from toyexp.config.top_level import PARTS
 from toyexp.sweep.combinations import STACK
 from toyexp.sweep.directory import Ended, Job
 from toyexp.sweep.forking import Start, spawned
-from toyexp.sweep.process import Order, Stop, run_process
+from toyexp.sweep.process import Order, Stop, run_process, side_by_side
 
 if TYPE_CHECKING:
     from toyexp.sweep.lookahead import Lookahead
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 WORTH_IT = 4  # jobs of one program
 SAME = ("optim", "recipe", "callbacks", "data")  # parts whose settings, other than their names, are often numbers alone
 OF_A_STEP = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
+Ends = Callable[[tuple[Job, Ended]], None]  # hears how a job ended
 
 
 @dataclass(eq=False)
@@ -54,47 +54,28 @@ class Stacked:
         self, jobs: Sequence[Job], processes: int, gpus: Callable[[], AbstractContextManager[list[str]]]
     ) -> Iterator[tuple[Job, Ended]]:
         """Trains them all, or until a signal comes; each as it ends, and how. Each process has its own `gpus`."""
-        ends: queue.SimpleQueue[tuple[Job, Ended] | BaseException | None] = queue.SimpleQueue()
-        parts: queue.SimpleQueue[list[Job]] = queue.SimpleQueue()
-        for part in dealt(jobs, processes):
-            parts.put(part)
 
-        def work() -> None:
-            try:
-                with contextlib.suppress(queue.Empty), gpus() as own:
-                    while not self.stop.requested:
-                        self._until_ended(parts.get_nowait(), own, ends)
-                ends.put(None)
-            except BaseException as error:
-                ends.put(error)
+        def work(part: Sequence[Job], hand_on: Ends) -> None:
+            with gpus() as own:
+                self._until_ended(part, own, hand_on)
 
-        threads = [threading.Thread(target=work, name="stacks", daemon=True) for _ in range(processes)]
-        for thread in threads:
-            thread.start()
-        left = len(threads)
-        while left:
-            match ends.get():
-                case None:
-                    left -= 1
-                case BaseException() as error:
-                    raise error
-                case ended:
-                    yield ended
+        parts = itertools.takewhile(lambda _: not self.stop.requested, dealt(jobs, processes))
+        return side_by_side(parts, work, processes)
 
-    def _until_ended(self, jobs: Sequence[Job], gpus: Sequence[str], ends: queue.SimpleQueue[Any]) -> None:
+    def _until_ended(self, jobs: Sequence[Job], gpus: Sequence[str], hand_on: Ends) -> None:
         """Has a process train these jobs, and where that dies another one those that it had not begun."""
         given = _Given({job.number: job for job in jobs})
         while given.jobs and not self.stop.requested:
-            ended = self._process(given, gpus, ends)
+            ended = self._process(given, gpus, hand_on)
             if self.stop.requested and not given.begun:
                 return
             looked_at = {number for number in given.jobs if number == given.prepares}
             for number in sorted(given.begun or looked_at or given.jobs):
                 said = ended if ended.code else Ended(1, "its process ended without a word of it")
-                ends.put((given.jobs.pop(number), said))
+                hand_on((given.jobs.pop(number), said))
             given.begun, given.prepares = set(), None
 
-    def _process(self, given: _Given, gpus: Sequence[str], ends: queue.SimpleQueue[Any]) -> Ended:
+    def _process(self, given: _Given, gpus: Sequence[str], hand_on: Ends) -> Ended:
         """One process, until it ends."""
         orders = [(job, self.order(job)) for job in given.jobs.values()]
         first = orders[0][1]
@@ -116,7 +97,7 @@ class Stacked:
 
             def poll() -> None:
                 for report in reports.new():
-                    self._hear(report, given, ends)
+                    self._hear(report, given, hand_on)
 
             def show(line: str, stream: IO[str]) -> None:
                 poll()
@@ -127,7 +108,7 @@ class Stacked:
             poll()
         return ended
 
-    def _hear(self, report: dict[str, Any], given: _Given, ends: queue.SimpleQueue[Any]) -> None:
+    def _hear(self, report: dict[str, Any], given: _Given, hand_on: Ends) -> None:
         """What a process says became of its jobs."""
         match report:
             case {"prepares": number}:
@@ -137,7 +118,7 @@ class Stacked:
                 self.begin([given.jobs[number] for number in numbers])
             case {"ended": number, "code": code, "error": error}:
                 given.begun.discard(number)
-                ends.put((given.jobs.pop(number), Ended(code, error)))
+                hand_on((given.jobs.pop(number), Ended(code, error)))
 
 
 class _Reports:

@@ -9,15 +9,16 @@ import contextlib
 import copy
 import io
 import math
+import os
 import pickle
 import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.packages import needed, told_by
+from toyexp.base.writing import open_for_writing
 from toyexp.contract.model import lower_is_better
 from toyexp.sweep.space import Key, point, size
 
@@ -69,11 +70,12 @@ class Study:
         """The settings of point `number`, which is the next one, or one that no job was noted down for."""
         trials = self._trials()
         taken = {tuple(self._words(trial.params)) for trial in trials[:number]}
-        self._study.sampler = _Drawing(self._space, lambda study, trial: self._drawn(study, trial, taken))
         if trials[number:]:
             trial = self._optuna.trial.Trial(self._study, trials[number]._trial_id)
         else:
             trial = self._study.ask()
+        if len(trial.params) < len(self._space):  # as if a sampler of the study's had drawn all values together
+            trial.relative_search_space, trial._relative_params = self._space, self._drawn(trial, taken)
         return self._words({name: trial._suggest(name, found) for name, found in self._space.items()})
 
     def tell(self, number: int, score: float | None) -> None:
@@ -96,14 +98,26 @@ class Study:
             return None
         return int(self._study.best_trial.number)
 
-    def importances(self) -> dict[str, float]:
-        """The share of each key in what sets the best points apart; empty where too few points tell."""
-        with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, UserWarning), warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # that there are too few, and all are given the same share
-            found = self._optuna.importance.get_param_importances(self._study)
-            if all(math.isfinite(value) for value in found.values()):
-                return {str(key): float(value) for key, value in found.items()}
-        return {}
+    def importances(self) -> tuple[dict[str, float], str]:
+        """Return the share of each key in the order of the points, or no shares and the reason.
+
+        TPE orders points in the same way: completed ones by score, then pruned ones, the furthest first and at the same
+        step by the score there, then those without a score.
+        """
+        from toyexp.sweep.importance import importance
+
+        sign = 1 if self._study.direction.name == "MINIMIZE" else -1
+
+        def place(trial: Any) -> tuple[float, ...]:
+            if trial.state.name == "COMPLETE":
+                return (0, sign * trial.value)
+            steps = trial.intermediate_values
+            return (1, -max(steps), sign * steps[max(steps)]) if steps else (2,)
+
+        trials = [trial for trial in self._trials() if trial.state.is_finished()]
+        order = sorted(set(map(place, trials)))
+        values = {key.key: [trial.params.get(key.key) for trial in trials] for key in self._keys}
+        return importance(values, [order.index(place(trial)) for trial in trials])
 
     def outcomes(self) -> Iterator[dict[str, Any]]:
         """Each point, for a file."""
@@ -116,10 +130,11 @@ class Study:
     def _words(self, values: Mapping[str, Any]) -> list[str]:
         return [key.setting(values[key.key]) for key in self._keys]
 
-    def _drawn(self, study: Any, trial: Any, taken: Set[tuple[str, ...]]) -> Mapping[str, Any]:
+    def _drawn(self, of: Any, taken: Set[tuple[str, ...]]) -> Mapping[str, Any]:
         """The values of a trial, which none before it had where that can be: a run that is run again tells nothing."""
         if self._search == "grid":
-            return point(self._keys, trial.number)
+            return point(self._keys, of.number)
+        study, trial = self._study, of._cached_frozen_trial
         seed = (self._seed * 1_000_003 + trial.number) % 2**32  # of each point: a search goes on as it would have
         sampler = self._sampler(seed)
         together = sampler.infer_relative_search_space(study, trial)
@@ -188,6 +203,7 @@ def _storage(path: Path) -> Any:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    os.close(open_for_writing(path))
     return JournalStorage(JournalFileBackend(str(path)))
 
 
@@ -215,27 +231,6 @@ class _Plain(pickle.Unpickler):
         if (module, name) not in OF_CMAES:
             raise pickle.UnpicklingError(f"names {module}.{name}")
         return super().find_class(module, name)
-
-
-class _Drawing:
-    """A sampler, as Optuna asks one, that draws all values of a point together."""
-
-    def __init__(self, space: Mapping[str, Any], draw: Callable[[Any, Any], Mapping[str, Any]]):
-        self._space, self._draw = space, draw
-
-    def infer_relative_search_space(self, study: Any, trial: Any) -> Mapping[str, Any]:
-        """All keys."""
-        return self._space
-
-    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Mapping[str, Any]:
-        """A value for each."""
-        return self._draw(study, trial)
-
-    def before_trial(self, study: Any, trial: Any) -> None:
-        """Nothing."""
-
-    def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
-        """Nothing."""
 
 
 def _rounded(value: Any, distribution: Any) -> Any:

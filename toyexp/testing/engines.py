@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.engine import Engine
 from toyexp.contract.optimiser import AdamW
 from toyexp.contract.plan import Plan

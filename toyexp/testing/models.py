@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable
-from toyexp.contract.batch import Batch
-from toyexp.contract.dataset import Dataset
+from toyexp.contract.dataset import Batch, Dataset
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import Model
 from toyexp.contract.ops import Ops, Params
@@ -21,6 +20,7 @@ from toyexp.contract.plan import Plan
 from toyexp.contract.recipe import Setup
 from toyexp.contract.session import Session
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
+from toyexp.reference.forward import reason_to_recompute
 from toyexp.testing.suites import Bare, PluginSuite, tiny_data
 
 Values = Mapping[str, np.ndarray]
@@ -165,6 +165,15 @@ class ModelSuite(PluginSuite):
                 reference_logits(plan, values, short), whole[:, :length], rtol=1e-9, atol=1e-12,
                 err_msg=f"the first {length} positions change with what follows them",
             )  # fmt: skip
+
+    def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:
+        """A model whose ops depend on the number of positions has `cached_decoding = False`."""
+        plan, _, _ = self.planned()
+        if plan.model.reads.sequence and plan.model.cached_decoding:
+            assert (reason := reason_to_recompute(plan)) is None, (
+                f"model={plan.model.name}: {reason}; set cached_decoding: ClassVar[bool] = False, and text is written "
+                "by computing the whole sequence for each token"
+            )
 
     # -- on engines ---------------------------------------------------------------------------------------------
 

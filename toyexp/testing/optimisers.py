@@ -15,7 +15,7 @@ from toyexp.contract.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
 from toyexp.contract.plan import Plan
 from toyexp.contract.session import Session
 from toyexp.contract.snapshot import state_shapes
-from toyexp.reference.arithmetic import updated
+from toyexp.reference.engine import updated
 from toyexp.reference.opmodel import op_batch, op_plan
 from toyexp.testing.engines import same
 from toyexp.testing.suites import PluginSuite

@@ -5,20 +5,23 @@ Templates are written for transformers' renderer: what it knows, they find here,
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.packages import needed, told_by
-from toyexp.base.signals import cpu_limit
 from toyexp.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
 RENDERED_LIMIT = 1 << 24  # characters of a conversation it has rendered
@@ -32,10 +35,6 @@ class BadChat(UserError):
     """A conversation that the template does not write, and why."""
 
 
-class _TooLong(BaseException):
-    """Time is up; no Exception, for Jinja catches those when it tries to work out constants."""
-
-
 class Rendered(NamedTuple):
     """What a template wrote, and which ranges of it stood in {% generation %}: the assistant's words."""
 
@@ -44,107 +43,112 @@ class Rendered(NamedTuple):
 
 
 class Template:
-    """A chat template in Jinja's sandbox, with a limit to its time and to what it writes.
+    """A chat template in Jinja's sandbox, in a process of its own with limits to time, memory and what it writes.
 
     A template that asks what day it is (`strftime_now`) is told `now`, or else the truth; `dated` says whether one did.
     Raises UserError for a template that cannot be used, Unavailable without jinja2.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
-        with told_by(f"the chat template of {path}"):
-            sandboxed = sandbox()
         if len(text) > TEMPLATE_LIMIT:
             raise UserError(f"{path}: its chat template has more than {TEMPLATE_LIMIT} characters")
         self.dated = False
-        self._now = now
-        self._length, self._marked = 0, list[tuple[int, int]]()  # of the text that is being written
-        environment = _environment(sandboxed, self._mark)
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
-        try:
-            with cpu_limit(SECONDS, _TooLong(f"it takes more than {SECONDS:g} s")):
-                self._template = environment.from_string(text)
-        except (_TooLong, Exception) as error:  # Jinja's errors, and Python's about the code that Jinja makes of it
-            raise UserError(f"{path}: its chat template is not valid ({printable(str(error))})") from None
+        self._request = {"template": text, "now": now.isoformat() if now else "", "limit": RENDERED_LIMIT}
+        self._renderer = _renderer()
         self._names = _special_names(tokenizer)
         self._added = self._names["bos_token"] if tokenizer.add_bos else ""  # what every text begins with anyway
+        with told_by(f"the chat template of {path}"):
+            reply = self._ask([], None, [])
+        if "invalid" in reply:
+            raise UserError(f"{path}: its chat template is not valid ({printable(reply['invalid'])})")
 
     def render(self, messages: Sequence[Mapping[str, Any]], answer: bool, tools: Any = None) -> Rendered:
-        """What becomes of messages with role and content; with `answer`, up to where the assistant's next one begins.
+        """Return the messages as text; with `answer`, up to where the assistant's next one begins. Raises BadChat."""
+        (found,) = self.render_beginnings(messages, [(len(messages), answer)], tools)
+        if isinstance(found, BadChat):
+            raise found
+        return found
 
-        `tools` are those that the assistant may call, as JSON schemas. Raises BadChat.
+    def render_beginnings(
+        self, messages: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[int, bool]], tools: Any = None
+    ) -> list[Rendered | BadChat]:
+        """Return the first messages as text, for each wanted number of them, or why the template does not write them.
+
+        A message has a role and content. `tools` are those that the assistant may call, as JSON schemas.
         """
-        told = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None}
-        self._length, self._marked = 0, []
-        pieces: list[str] = []
-        try:
-            with cpu_limit(SECONDS, _TooLong()):
-                for piece in self._template.generate(add_generation_prompt=answer, **told, **self._names):
-                    pieces.append(piece)
-                    self._length += len(piece)
-                    if self._length > RENDERED_LIMIT:
-                        raise BadChat(f"the chat template writes more than {RENDERED_LIMIT} characters")
-        except BadChat:
-            raise
-        except _TooLong:
-            raise BadChat(f"the chat template takes more than {SECONDS:g} s") from None
-        except Exception as error:  # a template may do whatever Jinja can, and fail in all its ways
-            raise BadChat(f"the chat template refuses it ({printable(str(error), 120)})") from None
-        text = "".join(pieces).removeprefix(self._added)
-        less = self._length - len(text)
-        return Rendered(text, [(max(begin - less, 0), end - less) for begin, end in self._marked if end > less])
+        reply = self._ask(messages, tools, wanted)
+        reasons = [reply.get("invalid")] * len(wanted)
+        return [self._read(answer) for answer in reply.get("answers", reasons)]
 
-    def _mark(self, words: str) -> None:
-        """Notes that the template writes `words` next, in {% generation %}."""
-        self._marked.append((self._length, self._length + len(words)))
+    def _ask(self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[tuple[int, bool]]) -> Any:
+        told = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None, **self._names}
+        return self._renderer.ask({**self._request, "seconds": SECONDS, "told": told, "wanted": wanted})
 
-    def _strftime_now(self, form: str) -> str:
-        self.dated = True
-        return (self._now or datetime.now()).strftime(form)
+    def _read(self, answer: Any) -> Rendered | BadChat:
+        if isinstance(answer, str):
+            return BadChat(f"the chat template {printable(answer, 150)}")
+        self.dated |= answer["dated"]
+        text = answer["text"].removeprefix(self._added)
+        less = len(answer["text"]) - len(text)
+        return Rendered(text, [(max(begin - less, 0), end - less) for begin, end in answer["marked"] if end > less])
 
 
-def _environment(sandboxed: type[ImmutableSandboxedEnvironment], mark: Callable[[str], None]) -> Any:
-    """The sandbox as chat templates expect it; `mark` gets what stands in {% generation %}."""
-    from jinja2 import nodes  # deferred: only chats need it
-    from jinja2.ext import Extension
+class _Renderer:
+    """The process in which templates run; it is started anew after a template has ended it, and in a fork."""
 
-    class Generation(Extension):
-        """The tag {% generation %}."""
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.Lock(), 0
+        self._end: Callable[[], int | None] = lambda: 0
 
-        tags = {"generation"}
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the answer of renderer.py; in the place of one that ran into a limit, which limit that was."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._start()
+            line, self._pid = b"", 0  # after a signal, its answer would be taken for that to the next request
+            with contextlib.suppress(BrokenPipeError):
+                self._stdin.write(json.dumps(request).encode() + b"\n")
+                self._stdin.flush()
+                line = self._stdout.readline()
+            if line:
+                self._pid = os.getpid()
+                return json.loads(line)
+            code = self._end() or 0
+            if code > 0:
+                sandbox()
+            late = sys.platform != "win32" and code == -signal.SIGPROF
+            return {"invalid": f"takes more than {SECONDS:g} s" if late else f"ends its process with {code}"}
 
-        def parse(self, parser: Any) -> Any:
-            """A call of `_marked` with what stands between the tag and its end."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Callable[[], str]) -> str:
-            words = caller()
-            mark(words)
-            return words
-
-    environment = sandboxed(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
-    return environment
+    def _start(self) -> None:
+        self._end()
+        command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py"))]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin, self._stdout, self._pid = process.stdin, process.stdout, os.getpid()
+        self._end = weakref.finalize(self, _end, process, self._pid)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None,
-    sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """As the text stands in JSON: Jinja's own filter writes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(process: subprocess.Popen[bytes], owner: int) -> int:
+    """End the process that `owner` has started, and return its exit status."""
+    if os.getpid() != owner:
+        return 0
+    with contextlib.suppress(OSError), process:  # which closes its pipes and waits for it
+        process.kill()
+    return process.returncode
 
 
-def sandbox() -> type[ImmutableSandboxedEnvironment]:
-    """Jinja's sandbox; raises Unavailable when jinja2 is missing or broken."""
+_shared = weakref.WeakValueDictionary[str, _Renderer]()
+
+
+def _renderer() -> _Renderer:
+    """Return the one that all templates of this process share, as long as there is any."""
+    return _shared.setdefault("", _Renderer())
+
+
+def sandbox() -> None:
+    """Raise Unavailable when jinja2 is missing or broken."""
     with needed("jinja2", "pip install 'toyexp[data]'"):
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    return ImmutableSandboxedEnvironment
-
-
-def _refuse(message: Any) -> None:
-    raise BadChat(f"the chat template refuses it ({printable(str(message), 120)})")
+        import jinja2.sandbox  # noqa: F401 - what renderer.py uses
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:

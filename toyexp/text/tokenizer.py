@@ -1,4 +1,4 @@
-"""Text to token ids and back, in forms that GGUF and llama.cpp know: what all tokenizers have.
+"""Text to token ids and back, in forms that GGUF and llama.cpp know: what all tokenizers have; long texts in pieces.
 
 Those that are made here are in byte_level.py. The tokenizer of a GGUF is one of these or a `SentencePiece`
 (sentencepiece.py), and leaves as it came.
@@ -9,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from toyexp.text.literals import WHITE, cut
+from toyexp.base.errors import UserError
+from toyexp.base.memory import available_bytes
+from toyexp.base.signals import interruptible
+from toyexp.base.terminal import complain
 
+WHITE = " \t\n\v\f\r"  # white space to llama.cpp where a special token swallows it
+PIECE = 1 << 15  # characters of a piece at least, and twice as many unless it can only be cut later
+BATCH = 1 << 21  # characters that are tokenized at once, on all cores
+LARGE = PIECE << 9  # characters of a piece that is worth a word
+EACH = 100  # bytes that a character takes while it is tokenized
 END_OF_TEXT = "<|endoftext|>"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 
@@ -93,7 +101,7 @@ class Tokenizer(ABC):
     def _encode_all(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
         """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
         before, behind = self.swallow_before, self.swallow_after
-        texts_cut = [cut(text, self._literals[special], before, behind) for text in texts]
+        texts_cut = [_cut(text, self._literals[special], before, behind) for text in texts]
         starts = [
             n > 0 or first
             for parts, first in zip(texts_cut, begins, strict=True)
@@ -273,3 +281,109 @@ def ids_only(rows: int) -> dict[str, Any]:
         "add_space_prefix": False,
     }
     return {f"ggml.{key}": value for key, value in keys.items()}
+
+
+def _cut(text: str, literals: Mapping[str, int], before: Collection[int], behind: Collection[int]) -> list[str | int]:
+    """Cut special tokens out of a text as llama.cpp does: every literal, in the order given, becomes its id.
+
+    The ids `before` swallow the white space before them, and the ids `behind` the white space after them.
+    """
+    parts: list[str | int] = [text] if text else []
+    for literal, i in literals.items():
+        if literal in text:
+            swallows = i in before, i in behind
+            parts = [
+                new
+                for part in parts
+                for new in (_split(part, literal, i, *swallows) if isinstance(part, str) else [part])
+            ]
+    return parts
+
+
+def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[str | int]:
+    between = text.split(literal)
+    if before:
+        between = [*(part.rstrip(WHITE) for part in between[:-1]), between[-1]]
+    if behind:
+        between = [between[0], *(part.lstrip(WHITE) for part in between[1:])]
+    parts: list[str | int] = [i] * (2 * len(between) - 1)
+    parts[::2] = between
+    return [part for part in parts if part != ""]
+
+
+def cut_up(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[str]:
+    """A text that comes in chunks, in pieces of at most 2 x `size` characters that end where `cuts` allows it.
+
+    `cuts` is given text that goes on, and says where it may be cut, the last place first. Where it finds none, a piece
+    grows, in the end to the whole text.
+    """
+    text, wanted = "", size
+    for chunk in chunks:
+        text += chunk
+        while len(text) > 2 * wanted:
+            place = next(cuts(text[: 2 * wanted]), 0)
+            if place:
+                yield text[:place]
+                text, wanted = text[place:], size
+            else:
+                wanted *= 2
+                _check_memory(wanted)
+    if text:
+        yield text
+
+
+def _check_memory(size: int) -> None:
+    """Raises UserError for a piece that takes more memory than there is; one that takes much is announced."""
+    left = available_bytes() if size >= LARGE else None
+    if left is not None and size * EACH > left:
+        raise UserError(
+            f"{size / 1e6:.0f} million characters in a row have no place where this tokenizer lets them be cut, and in "
+            f"one piece take {size * EACH / 1e9:.3g} GB, of {left / 1e9:.3g} GB: give another data.tokenizer"
+        )
+    if size == LARGE:
+        complain("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
+
+
+def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+    """int32 ids of documents that come in chunks: each begun as `add_bos` says, and followed by the end-of-text id."""
+    start = np.array([tokenizer.bos] if tokenizer.add_bos else [], np.int32)
+    end = np.array([tokenizer.eos], np.int32)
+    for batch in _batches(tokenizer, documents):
+        texts, begins = [part.text for part in batch], [part.begins for part in batch]
+        found = interruptible(partial(tokenizer.encode_pieces, texts, begins))
+        for part, ids in zip(batch, found, strict=True):
+            yield np.concatenate([start[: part.begins], ids, end[: part.ends]])
+
+
+class Part(NamedTuple):
+    """A piece of a document, and whether it is the first and the last."""
+
+    text: str
+    begins: bool
+    ends: bool
+
+
+def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Part]]:
+    """The documents' pieces, as many at a time as are tokenized at once."""
+    batch: list[Part] = []
+    held = 0
+    for chunks in documents:
+        for part in _framed(cut_up(chunks, tokenizer.cuts)):
+            batch.append(part)
+            held += len(part.text)
+            if held >= BATCH:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _framed(pieces: Iterable[str]) -> Iterator[Part]:
+    before, begins = "", True
+    for piece in pieces:
+        if before:
+            yield Part(before, begins, ends=False)
+            begins = False
+        before = piece
+    if before:
+        yield Part(before, begins, ends=True)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pluggy
 
 from toyexp.base.blame import failure
-from toyexp.base.errors import RunFailed, UserError, choose, printable
+from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, choose, printable
 from toyexp.base.signals import hidden_interrupt
 from toyexp.contract.callback import Callback, Schedule, answers_lr, implements
 from toyexp.contract.hooks import RunHooks
-from toyexp.contract.run import Run
+from toyexp.contract.run import Metrics, Run
 
 if TYPE_CHECKING:
-    from toyexp.contract.batch import Batch
+    from toyexp.contract.dataset import Batch
     from toyexp.contract.plan import Plan
     from toyexp.contract.run import Best
 
@@ -66,6 +66,8 @@ class Bus:
         self.log: Path | None = None  # where tracebacks stand
         self._callbacks = tuple(callbacks.values())
         self._ending = False
+        self._metrics: Metrics | None = None  # that callbacks hear of now
+        self._pending: dict[str, float] = {}  # logged meanwhile
         self._failure: Exception | None = None
         for hook in QUESTIONS | OBSERVERS:
             for impl in getattr(self.hook, hook).get_hookimpls():
@@ -108,10 +110,33 @@ class Bus:
             raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
         return float(answer)
 
-    def tell_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
+    def tell_step(self, run: Run, step: int, metrics: Metrics, batch: Batch) -> None:
         """Tells that a step was taken."""
+        self._begin(metrics)
         for call in self._of_steps:
             call(run, step, metrics, batch)
+        self._metrics = None
+
+    def tell_eval(self, run: Run, step: int, metrics: Metrics) -> None:
+        """Tell of an evaluation; callbacks may log scores of their own."""
+        self._begin(metrics)
+        self.hook.on_eval(run=run, step=step, metrics=metrics)
+        self._metrics = None
+
+    def _begin(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        if self._pending:
+            pending, self._pending = self._pending, {}
+            metrics.add(pending)
+
+    def report(self, run: Run, numbers: Mapping[str, float]) -> None:
+        """Add what a callback logs to the metrics of now, or of the next step or eval; at the end it is an event."""
+        if self._metrics is not None:
+            self._metrics.add(numbers)
+        elif self._ending:
+            self.say(run, "log", {"step": self.step, **numbers})
+        else:
+            self._pending |= numbers
 
     def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
         """A hook's functions in the order of the calls, each of which takes what is `given` to all, in this order.
@@ -163,6 +188,9 @@ class Bus:
                 return function(*arguments)
             except (Exception, SystemExit) as error:  # a callback may call sys.exit(); the run fails of it
                 found = failure(name, self._when(), error, self.log)
+                if isinstance(error, SessionError):  # such as a batch of another size
+                    found = PluginFailed(f"{name} {self._when()}: {error}")
+                    found.__cause__ = error
                 if raises or hidden_interrupt(error):
                     raise found from found.__cause__
                 self._failure = self._failure or found

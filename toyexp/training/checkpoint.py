@@ -18,15 +18,14 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import misfit
-from toyexp.base.writing import dump_json, sync_directory, write_synced
+from toyexp.base.files import open_file
+from toyexp.base.writing import dump_json, make_folder, make_fresh, sync_directory, write_synced
 from toyexp.contract.snapshot import SLOT
 
 log = logging.getLogger("toyexp")
@@ -40,6 +39,10 @@ JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
 
 class Damaged(UserError):
     """A checkpoint that is not what was written, with the cause."""
+
+
+class Newer(UserError):
+    """A checkpoint of a later format, which is neither read nor replaced."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,17 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    folder.mkdir(exist_ok=True)  # a run directory that was removed is not made anew
+    make_folder(folder)  # a run directory that was removed is not made anew
     final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir()
+        make_fresh(temporary)
         try:
             save_file(dict(arrays), temporary / ARRAYS)
         except SafetensorError as error:  # which says only in words that the disk is full
             raise OSError(str(error)) from error
         with ThreadPoolExecutor(1) as beside:  # both take long, and wait for other things
             digest = beside.submit(_digest, temporary / ARRAYS)
-            with open(temporary / ARRAYS, "rb") as file:
+            with open(temporary / ARRAYS, "rb+") as file:  # as in in_one_piece
                 os.fsync(file.fileno())
             write_synced(temporary / STATE, dump_json(state).encode())
         digests = {ARRAYS: digest.result(), STATE: _digest(temporary / STATE)}
@@ -97,19 +99,9 @@ def is_bare(path: Path) -> bool:
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    with _open(path) as file:
+    with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()
-
-
-def _open(path: Path) -> BufferedReader:
-    """A regular file for reading: a pipe or a device would be read without end. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    reason = misfit(os.fstat(descriptor).st_mode)
-    if reason:
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, reason)
-    return open(descriptor, "rb")
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -124,7 +116,7 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each newer one that is not."""
+    """Return the newest checkpoint that is whole, and a line about each newer one that is not; raise Newer."""
     damaged: list[str] = []
     for path in steps(folder).values():
         try:
@@ -135,10 +127,13 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read(path: Path, with_state: bool = True) -> Checkpoint:
-    """A checkpoint, held against its manifest, or of its arrays the weights alone; raises Damaged."""
+    """Return a checkpoint that matches its manifest, of its arrays all or the weights alone; raise Damaged or Newer."""
     manifest = read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise Damaged(f"{path}: has format {printable(str(manifest.get('format')))}; this toyexp reads {FORMAT}")
+    if (version := manifest.get("format")) != FORMAT:
+        what = f"{path}: has format {printable(str(version))}; this toyexp reads {FORMAT}"
+        if isinstance(version, int) and version > FORMAT:
+            raise Newer(f"{what}: a newer toyexp wrote it; update toyexp, or move it away to go on from an earlier one")
+        raise Damaged(what)
     files = manifest.get("files")
     if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
         raise Damaged(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
@@ -147,6 +142,8 @@ def read(path: Path, with_state: bool = True) -> Checkpoint:
             found = _digest(path / name)
         except OSError as error:
             raise Damaged(f"{path / name}: {error.strerror}") from None
+        except UserError as error:
+            raise Damaged(str(error)) from None
         said = files[name] if isinstance(files[name], dict) else {}
         if found != (said.get("bytes"), said.get("sha256")):
             raise Damaged(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
@@ -168,13 +165,15 @@ def read(path: Path, with_state: bool = True) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint; raises Damaged."""
     try:
-        with _open(path) as file:
+        with open_file(path) as file:
             text = file.read(JSON_LIMIT + 1)
         if len(text) > JSON_LIMIT:
             raise Damaged(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
         value = json.loads(text)
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
+    except UserError as error:
+        raise Damaged(str(error)) from None
     except (ValueError, RecursionError):
         raise Damaged(f"{path}: is not JSON") from None
     if not isinstance(value, dict):
@@ -182,12 +181,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def result_of(directory: Path) -> dict[str, Any]:
-    """A run's result.json; empty when there is none that can be read."""
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint or run; an empty one if it cannot be read."""
     try:
-        return read_json(directory / "result.json")
+        return read_json(path)
     except Damaged:
         return {}
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    """A run's result.json; empty when there is none that can be read."""
+    return read_if_whole(directory / "result.json")
 
 
 def conforms(value: Any, hint: Any) -> bool:

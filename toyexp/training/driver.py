@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from toyexp.contract.batch import Batch
+from toyexp.contract.dataset import Batch
 from toyexp.contract.engine import Engine
 from toyexp.contract.model import scores_of
 from toyexp.contract.plan import Plan
@@ -150,9 +150,8 @@ def drive_together(
     return [ends[i] for i in range(len(loops))]
 
 
-GoOn = Callable[
-    [], Realize | Step | Evaluate | Rest
-]  # has a loop go on to what it asks for next; StopIteration where it ends
+# Has a loop go on to what it asks for next; StopIteration where it ends.
+GoOn = Callable[[], Realize | Step | Evaluate | Rest]
 
 
 def _answered(loop: Asks[Any], request: Step | Evaluate | Rest, session: Session, behind: int = 0) -> GoOn:

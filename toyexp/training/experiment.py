@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache, partial
@@ -25,21 +26,20 @@ from toyexp.contract.planned import Planned
 from toyexp.contract.recipe import Setup, warmed
 from toyexp.contract.run import Best, Run
 from toyexp.contract.session import Session
-from toyexp.datasets.dropout import Dropout
+from toyexp.datasets.tokens import Dropout
 from toyexp.formats.file_plan import see_as
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
 from toyexp.training.driver import Asks, Realize, Rest, drive
-from toyexp.training.introduction import facts, introduction
 from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
-from toyexp.training.outcome import Outcome, Saver
-from toyexp.training.parts import Config, Prepared, Result
-from toyexp.training.resume import Resumed, identity
+from toyexp.training.parts import Config, Outcome, Prepared, Result, Saver, facts, introduction
+from toyexp.training.provenance import identity, record
+from toyexp.training.resume import Resumed
 from toyexp.training.rundir import RunDir
-from toyexp.training.settings import Interval
+from toyexp.training.settings import Interval, require_utf8
 from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 
 log = logging.getLogger("toyexp")
@@ -47,6 +47,7 @@ log = logging.getLogger("toyexp")
 
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
+    require_utf8(config.plain)
     _require_suited(config)
     accumulate = config.optim.accumulate
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
@@ -55,12 +56,13 @@ def prepare(config: Config) -> Prepared:
     bus = Bus(config.callbacks, config.by_default)
     dataset = _opened(config)
     model, batches = _fitted(config, dataset)
+    _count_steps(config, batches)
     plan = _planned(config, dataset, model, batches)
     optim = given(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
     with blamed(f"optim.{optim.name}", "while it took its tensors"):
         plan = optimised(plan, optim, config.settings.lr)
     _check(config, plan)
-    batches = Dropout(batches, plan) if plan.drops else batches
+    batches = Dropout(batches, plan, config.settings.seed) if plan.drops else batches
     warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
     recomputed = blocks_of(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # a matter between engine and model, neither of which knows the other
@@ -107,7 +109,8 @@ def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     """The model that trains, fitted to the data unless it is a file's, and the data's batches."""
     settings, who, when = config.settings, f"model.{config.model.name}", "while it was fitted to the data"
     fitted = asked(who, when, Model, lambda: config.model.fit(dataset), data=config.data)
-    make = partial(fitted.batches, dataset, settings.batch_size, settings.seed)
+    seed = settings.seed if settings.data_seed is None else settings.data_seed
+    make = partial(fitted.batches, dataset, settings.batch_size, seed)
     if type(fitted).batches is Model.batches:  # which gives the data's own
         who, when = f"data.{config.data.name}", "while it was cut into batches"
     batches = asked(who, when, Batches, make, data=config.data)
@@ -117,12 +120,26 @@ def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     return model, batches
 
 
+def _count_steps(config: Config, batches: Batches) -> None:
+    """Turn `epochs` into steps, which the configuration holds from now on; UserError for data of unknown length."""
+    settings, rows = config.settings, batches.rows_per_epoch
+    if settings.epochs is None:
+        return
+    if not rows:
+        what = f"data={config.data.name} does not say how long one pass is"
+        raise UserError(f"epochs={settings.epochs:g}: {what}; give steps=... instead")
+    settings.steps = math.ceil(settings.epochs * rows / settings.batch_size)
+    config.plain.update(steps=settings.steps, epochs=None)
+    settings.check()
+
+
 def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
     """The recipe's plan, in which no optimiser has a say yet."""
     settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
         model.reads.bounded(batches.inputs, dataset.vocab),
-        settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip, settings.seed,
+        settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip,
+        settings.seed if settings.model_seed is None else settings.model_seed,
         settings.nonfinite == "skip",
     )  # fmt: skip
     check_tensors(f"model.{model.name}", model.tensors)
@@ -163,7 +180,8 @@ def run(
     bus.tell = say
     if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
         check_snapshot(prepared.plan, config.engine)
-    run_dir = RunDir(directory, config.plain, continued=resumed is not None)
+    origin = record(prepared)
+    run_dir = RunDir(directory, config.plain, continued=resumed is not None, origin=origin)
     try:
         for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
             log.info(line)
@@ -200,7 +218,7 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
         plan=prepared.plan,
         session=session,
         dataset=prepared.dataset,
-        facts=facts(prepared, given(dict, session.describe)),
+        facts={**facts(prepared, given(dict, session.describe)), **run_dir.origin},
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
         stops=signals.count,
@@ -282,12 +300,14 @@ class RunSaver(Saver):
         if self._keeper.due(outcome.steps, metrics, last, asked):
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
+                "cwd": self._run.facts["cwd"],
                 "identity": self._identity(),
                 "outcome": asdict(outcome),
                 "callbacks": {name: state for name, state in callbacks.items() if state},
                 "engine": self._run.facts.get("backend", {}),
                 "config": self._run.config,
                 "scores": dict(self._keeper.scores),  # as they are now: it is written later
+                "evals": dict(self._keeper.evals),
                 "metric": self._keeper.metric,
             }
             self._keeper.save(outcome.steps, self._run.session.snapshot, state, self._sync)

@@ -67,6 +67,8 @@ class Keeper:
         state = resumed.state if resumed else {}
         saved = state.get("scores", {}) if state.get("metric", best) == best else {}
         self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
+        evals = state.get("evals", {})
+        self.evals: dict[int, Mapping[str, float]] = {int(step): found for step, found in evals.items()}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
         for stale in folder.glob(".tmp-*") if folder.is_dir() else ():
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
@@ -84,7 +86,7 @@ class Keeper:
         if self.metric and scores:
             self.check(scores)
             if math.isfinite(scores[self.metric]):
-                self.scores[step] = scores[self.metric]
+                self.scores[step], self.evals[step] = scores[self.metric], scores
                 better = self._best_of(self.scores) == step
         waited = time.monotonic() - self._last_time
         return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
@@ -105,7 +107,7 @@ class Keeper:
             return None
         step = self._best_of(scores)
         arrays = read(have[step], with_state=False).arrays if weights and step != present else None
-        return Best(step, str(self.metric), scores[step], arrays)
+        return Best(step, str(self.metric), scores[step], arrays, self.evals.get(step, {}))
 
     def _best_of(self, scores: Mapping[int, float]) -> int:
         """The step with the best of `scores`, the first of several."""
@@ -139,7 +141,8 @@ class Keeper:
             before.join()
         began = time.perf_counter()
         try:
-            if bad := bad_weight(arrays):
+            # Some of an optimiser's state may not be finite, and the run lives on.
+            if bad := next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None):
                 raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             sync()
             path = write(self._folder, step, arrays, state)
@@ -188,8 +191,3 @@ class Keeper:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-def bad_weight(arrays: Mapping[str, np.ndarray]) -> str | None:
-    """The first weight of a snapshot that is not finite; of an optimiser's state some may be, and the run lives on."""
-    return next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None)

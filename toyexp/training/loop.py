@@ -16,21 +16,21 @@ from typing import NoReturn
 import numpy as np
 
 from toyexp.base.blame import OnError, batches_of, blamed
-from toyexp.base.errors import BadBatch, PluginFailed
-from toyexp.contract.batch import Batch, batch_digest
-from toyexp.contract.dataset import Batches
-from toyexp.contract.micro_batches import Ready
-from toyexp.contract.run import Run
-from toyexp.contract.session import StepMetrics
-from toyexp.training.ahead import Ahead
-from toyexp.training.bad_numbers import gave_up
+from toyexp.base.errors import BadBatch, PluginFailed, RunFailed
+from toyexp.base.words import smooth_loss
+from toyexp.contract.dataset import Batch, Batches, batch_digest
+from toyexp.contract.micro_batches import Ready, readied
+from toyexp.contract.plan import Plan
+from toyexp.contract.run import Metrics, Run
+from toyexp.contract.session import Session, StepMetrics
 from toyexp.training.bus import Bus
 from toyexp.training.driver import Asks, Begun, Evaluate, Step, drive
-from toyexp.training.outcome import Outcome, Saver
+from toyexp.training.parts import Outcome, Saver
 
 log = logging.getLogger("toyexp")
 
 SKIPPED_IN_A_ROW = 20  # steps after which a run that skips bad numbers is given up: nothing changes any more
+MOST, BYTES = 32, 1 << 19  # batches made at once, and what they may take
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Training:
             self._ready.append(made)
         return isinstance(made.batch, Ready)
 
-    def _taken(self) -> tuple[dict[str, float], Batch]:
+    def _taken(self) -> tuple[Metrics, Batch]:
         """The first of the steps that are under way; waits for those that were launched together."""
         outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
@@ -194,7 +194,10 @@ class Training:
         if not launched.steps:
             self._under_way.pop(0)
         count = int(np.count_nonzero(step.batch["weights"]))
-        outcome.steps, outcome.train_loss = outcome.steps + 1, loss
+        outcome.steps += 1
+        outcome.train_loss = smooth_loss(outcome.train_loss, loss, outcome.steps)
+        if outcome.steps == 1:
+            outcome.first_train_loss = outcome.train_loss
         outcome.tokens += count
         outcome.training_seconds += launched.seconds
         metrics = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": count}
@@ -202,9 +205,9 @@ class Training:
         if step.factors:
             scaled = {f"{name}_factor": factor for name, factor in step.factors.items()}
             metrics = {**scaled, **self.run.plan.scaled(step.factors), **metrics}
-        return metrics, step.batch
+        return Metrics(metrics), step.batch
 
-    def _tell(self, metrics: Mapping[str, float], batch: Batch) -> None:
+    def _tell(self, metrics: Metrics, batch: Batch) -> None:
         self.bus.tell_step(self.run, self.outcome.steps, metrics, batch)
 
     def _evaluate_if_due(self) -> Asks[bool]:
@@ -228,9 +231,11 @@ class Training:
             outcome.reason = "interrupted"
             return
         outcome.eval_step, outcome.eval_loss, outcome.eval_scores = outcome.steps, loss, scores
+        metrics = Metrics(self._scores(), finite=True)
+        self.bus.tell_eval(self.run, outcome.steps, metrics)
+        outcome.eval_scores = {**scores, **metrics.logged}
         if outcome.first_eval_loss is None:
-            outcome.first_eval_loss, outcome.first_eval_scores = loss, scores
-        self.bus.hook.on_eval(run=self.run, step=outcome.steps, metrics=self._scores())
+            outcome.first_eval_loss, outcome.first_eval_scores = loss, outcome.eval_scores
         self.bus.check()
 
     def _until_stopped(self) -> Iterator[Batch]:
@@ -298,3 +303,61 @@ class _Launched:
 
 class _Stopped(BaseException):
     """A signal came in the middle of an evaluation; no error that someone could be blamed for."""
+
+
+class Ahead:
+    """Gives batch k of a stream, which is a function of k alone, so that none depends on when it was made."""
+
+    def __init__(self, batches: Batches, plan: Plan, steps: int):
+        self._batches, self._plan, self._steps = batches, plan, steps
+        row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
+        few = min(MOST, BYTES // max(row * plan.rows * plan.accumulate, 1))
+        self._count = few if _blocks_are_batches(batches) else 1
+        self._first, self._ready = 0, list[Batch]()
+
+    def batch(self, k: int) -> Batch:
+        """Batch `k`, counted from 0."""
+        if not self._first <= k < self._first + len(self._ready):
+            self._first, self._ready = k, [*self._made(k)]
+        return self._ready[k - self._first]
+
+    def _made(self, k: int) -> Sequence[Batch]:
+        count = min(self._count, self._steps - k)
+        block = self._batches.block(k, count) if count > 1 else None
+        if block is not None:
+            try:
+                return readied(self._plan, block, count)
+            except BadBatch:  # each is refused, or not, when its turn comes
+                self._count = 1
+        return [self._batches.batch(k)]
+
+
+def _blocks_are_batches(batches: Batches) -> bool:
+    """Whether what makes blocks knows what makes batches: another `batch`, put over it, is in no block."""
+    for kind in type(batches).__mro__:
+        if "block" in vars(kind):
+            return kind is not Batches and "batch" not in vars(batches)
+        if "batch" in vars(kind):
+            break
+    return False
+
+
+def gave_up(run: Run, place: str, what: str, batch: Batch, in_a_row: int) -> RunFailed:
+    """The error of the run's last step, with the first tensor that is no number and what may help."""
+    skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
+    skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
+    first = first_bad_tensor(run.session, batch)
+    return RunFailed(f"{place}: {what}{skipped}; {first}; {run.remedy}, optim.grad_clip=1{skip}")
+
+
+def first_bad_tensor(session: Session, batch: Batch) -> str:
+    """Words for where numbers are not finite: the first such weight in the model's order, else the first gradient.
+
+    An engine may have taken the bad step before it was seen, and then weights are no numbers either.
+    """
+    for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
+        for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
+            bad = int((~np.isfinite(values(tensor.name))).sum())
+            if bad:
+                return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
+    return "all weights and gradients are finite, so the loss or the norm itself overflowed"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.base.memory import REMEDY, available_bytes
+from toyexp.base.memory import REMEDY, TO_EVALUATE, available_bytes, running_out
 from toyexp.contract.engine import Engine
 from toyexp.contract.plan import Plan
+from toyexp.contract.session import Session
 from toyexp.contract.snapshot import state_shapes
-from toyexp.reference.forward import numbers_kept
+from toyexp.reference.forward import check_forward, numbers_kept
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
@@ -28,6 +31,20 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
         parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and their optimiser take")]
         most, what = max(parts)
         raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
+
+
+@contextlib.contextmanager
+def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = TO_EVALUATE) -> Iterator[Session]:
+    """Check a plan that trains nothing and yield a session that computes it; `file` is what the model was read from.
+
+    Raises UserError for a plan that cannot be computed, RunFailed with the `remedy` when memory runs out.
+    """
+    check_plan(plan, engine, remedy)
+    engine.check_plan(plan)
+    check_forward(plan, file)
+    with running_out(remedy), engine.realize(plan) as session:
+        session.build()
+        yield session
 
 
 def check_snapshot(plan: Plan, engine: Engine) -> None:

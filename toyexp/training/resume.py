@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.bounds import is_whole
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import absent, require
-from toyexp.base.ownership import SWEEP, Ledger, fingerprint
+from toyexp.base.files import absent, open_file
+from toyexp.base.ownership import SWEEP, Ledger, require_inside, require_left
 from toyexp.base.words import short, typed
 from toyexp.contract.planned import defaults
 from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
-from toyexp.training.outcome import Outcome
-from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Prepared
-from toyexp.training.rundir import require_left, settings_in
+from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Outcome, Prepared
+from toyexp.training.provenance import identity, require_own_checkpoint
+from toyexp.training.rundir import settings_in
 
 if TYPE_CHECKING:
     from toyexp.contract.callback import Callback
@@ -95,13 +93,14 @@ def find_newest(parent: Path, name: str) -> Path | None:
     return max((d for d in found if _saved_config(d).get("name") == name), key=lambda d: d.name, default=None)
 
 
-def _saved_config(directory: Path) -> Mapping[str, Any]:
-    """The settings in the newest checkpoint of a run, or nothing where they cannot be read."""
+def saved_state(directory: Path) -> Mapping[str, Any]:
+    """Return the state in the newest checkpoint of a run; empty if it cannot be read."""
     newest = next(iter(checkpoint.steps(directory / "checkpoints").values()), None)
-    try:
-        config = checkpoint.read_json(newest / checkpoint.STATE).get("config") if newest else None
-    except checkpoint.Damaged:
-        return {}
+    return checkpoint.read_if_whole(newest / checkpoint.STATE) if newest else {}
+
+
+def _saved_config(directory: Path) -> Mapping[str, Any]:
+    config = saved_state(directory).get("config")
     return config if isinstance(config, dict) else {}
 
 
@@ -115,11 +114,13 @@ def recall(directory: Path, data: Data) -> None:
 
 
 def require_run(directory: Path, key: str) -> None:
-    """Raises UserError unless `directory` holds a run to go on with."""
+    """Raise UserError unless `directory` holds a run to go on with, and no link that leads out of it."""
+    if directory.is_dir():
+        require_inside(directory)
     if not (directory / "config.yaml").is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
+    require_left(directory)
     if not checkpoint.steps(directory / "checkpoints"):
-        require_left(directory)  # which may have its first one yet to come
         raise UserError(f"{key}={directory}: that run has no checkpoint; {_why_none(directory / 'config.yaml')}")
 
 
@@ -146,9 +147,6 @@ def _no_run(path: Path, key: str) -> str:
 
 def load(directory: Path, prepared: Prepared) -> Resumed:
     """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
-    for entry in sorted(directory.iterdir()):
-        if entry.exists():  # and not a link to nothing, which nobody waits for
-            require(entry, str(entry), stat.S_IFREG, stat.S_IFDIR)
     found, damaged = checkpoint.newest(directory / "checkpoints")
     if found is None:
         raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
@@ -156,13 +154,14 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     parts = ("outcome", "callbacks", "engine", "config", "identity", "scores")
     if not all(isinstance(state.get(part), dict) for part in parts):
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
+    require_own_checkpoint(found.path, state)
     outcome = _outcome(found)
     plain, filled = prepared.config.plain, with_defaults(state["config"], prepared.config)
     changed = dict(differences(filled, plain))
     new = dict(differences(state["config"], {k: v for k, v in filled.items() if k in plain}))
     added = {k: now for k, (then, now) in new.items() if then is None and k.split(".")[0] not in ASIDE_KEYS}
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE_KEYS}
-    fixed |= {} if fixed else dict(differences(state["identity"], json.loads(json.dumps(identity(prepared)))))
+    fixed |= {} if fixed else dict(_other_sources(state["identity"], json.loads(json.dumps(identity(prepared)))))
     if fixed:
         pairs = list(fixed.items())[:3]
         told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in pairs]
@@ -189,19 +188,23 @@ def _require_own(directory: Path, prepared: Prepared) -> None:
     left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
     for path in Ledger.open(directory).foreign(["result.json", *left]):
         what = f"{short(path)} is not what this run wrote there, and would be replaced"
+        if path.is_file():
+            open_file(path).close()  # or say that it cannot be read
         raise UserError(f"resume={short(directory)}: {what}: move it elsewhere first")
 
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
     """How far training had come; UserError for a state in which that does not stand."""
     try:
-        outcome = checkpoint.rebuilt(Outcome, found.state["outcome"])
+        outcome = checkpoint.rebuilt(Outcome, {"first_train_loss": None, **found.state["outcome"]})
     except ValueError as error:
         raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != found.step:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
-    if not all(is_whole(k, 0, found.step) and isinstance(v, float | None) for k, v in found.state["scores"].items()):
-        raise UserError(f"{found.path / checkpoint.STATE}: its scores are none")
+    for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
+        held = found.state.get(part, {})
+        if not checkpoint.conforms(held, kind) or not all(is_whole(k, 0, found.step) for k in held):
+            raise UserError(f"{found.path / checkpoint.STATE}: its {part} are none")
     return outcome
 
 
@@ -248,6 +251,16 @@ def _filled(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
     return filled
 
 
+def _other_sources(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the differences in data, tensors and files; a checkpoint of an older version may lack some facts."""
+    data, files = (then[part] if isinstance(then.get(part), Mapping) else {} for part in ("data", "files"))
+    data = {key: value for key, value in data.items() if key != "path"}
+    yield from differences(data, {key: value for key, value in now["data"].items() if key in data}, "data")
+    yield from differences(then.get("tensors"), now["tensors"], "tensors")
+    files = {role: files.get(role, files.get("vocabulary")) for role in now["files"]}
+    yield from differences(files, now["files"], "files")
+
+
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     """The dotted keys under which two trees of plain data differ, with both values."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -256,26 +269,3 @@ def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple
             yield from differences(then.get(name), now.get(name), f"{key}.{name}" if key else str(name))
     elif then != now:
         yield key, (then, now)
-
-
-def identity(prepared: Prepared) -> dict[str, Any]:
-    """What a run must share with a checkpoint beside its settings: its data, its tensors, the files it starts from."""
-    recipe = prepared.config.recipe
-    files = {"base": recipe.base_file(), "vocabulary": recipe.vocabulary()}
-    files |= {path.name: path for path in recipe.further_files()}
-    return {
-        "data": prepared.data_facts(),
-        "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
-        "files": {role: _fingerprint(path) for role, path in files.items() if path is not None},
-    }
-
-
-def _fingerprint(path: Path) -> str:
-    """Of a file that runs of one process begin with: what did not change is read once."""
-    status = path.stat()
-    return _read_once(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-@lru_cache(maxsize=64)
-def _read_once(path: Path, *_as_it_stands: int) -> str:
-    return fingerprint(path)

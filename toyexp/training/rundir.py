@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import platform
@@ -15,21 +14,24 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from toyexp.base.errors import UserError, printable
-from toyexp.base.files import cause, read_text
-from toyexp.base.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, require_empty
-from toyexp.base.writing import dump_json, required, write_synced
+from toyexp.base.errors import UserError
+from toyexp.base.files import cause, check_nodes, read_text
+from toyexp.base.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, lock, require_empty, require_inside
+from toyexp.base.writing import dump_json, open_for_writing, required, unwritable, write_synced
 
 log = logging.getLogger("toyexp")
 
 # Where each part of a saved config gets its types from when it is composed again.
 _DEFAULTS = ("model", "data", "recipe", "engine", "optim")
 CONFIG_LIMIT = 1 << 20  # bytes of a config.yaml that is read
+SHALLOW = 8 << 10  # characters of YAML that cannot nest deep enough to overflow libyaml's stack
+DEEPEST = 100  # levels of nesting that are read
 GIT_SECONDS = 5.0  # in which the commit is asked for once
 # Nine times as fast, where libyaml is there.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -43,8 +45,10 @@ class RunDir:
     process writes, and for one that cannot be written; what it had made there is then gone again.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], continued: bool = False):
-        self.path = path
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], continued: bool = False, origin: Mapping[str, Any] | None = None
+    ):
+        self.path, self.origin = path, origin or {}  # what the run is made of, which result.json says too
         self.judged = False  # whether result.json is of this process
         self._lock: int | None = None
         self._log: LogFile | None = None
@@ -53,6 +57,8 @@ class RunDir:
         try:
             if not continued:
                 require_empty(path, "hydra.run.dir")
+            elif path.is_dir():
+                require_inside(path)
             made = [d for d in (path, *path.parents) if not d.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(path)
@@ -78,7 +84,7 @@ class RunDir:
         """Removes what a process that was killed had not finished writing; a config.yaml that was edited is kept."""
         for left in self.path.glob(".*"):
             if TEMPORARY.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+                (shutil.rmtree if left.is_dir() and not left.is_symlink() else os.unlink)(left)
         if changed := Ledger.open(self.path).foreign(["config.yaml"]):
             keep_aside(changed[0])
 
@@ -103,7 +109,7 @@ class RunDir:
     def result(self, fields: Mapping[str, Any]) -> None:
         """Writes result.json: the final numbers; raises RunFailed."""
         with required(self.path / "result.json"):
-            self._write("result.json", dump_json(fields, indent=2) + "\n")
+            self._write("result.json", dump_json({**fields, **self.origin}, indent=2) + "\n")
         self.judged = True
 
     def close(self) -> None:
@@ -117,30 +123,10 @@ class RunDir:
         os.close(self._lock)
 
 
-def require_writable(path: Path, key: str = "hydra.run.dir", continued: bool = False) -> None:
+def require_writable(path: Path, key: str = "hydra.run.dir") -> None:
     """Raises UserError where RunDir would, as far as that is seen without writing anything."""
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
+    if why := unwritable(path / "config.yaml"):
         raise UserError(f"{path}: cannot be written ({why}); choose: {key}=...")
-    if continued:
-        require_left(path)
-
-
-def require_left(path: Path) -> None:
-    """Raises UserError where another process writes the run in `path`."""
-    import fcntl
-
-    if (path / LOCK).exists():
-        with open(path / LOCK, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _owned(path, file.read(100)) from None
-
-
-class Owned(UserError):
-    """Another process writes there."""
 
 
 class LogFile(logging.FileHandler):
@@ -150,6 +136,9 @@ class LogFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._told = False
+
+    def _open(self) -> TextIOWrapper:
+        return open(open_for_writing(Path(self.baseFilename), os.O_APPEND), "a", encoding=self.encoding)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Leaves out what another run says; what none says, as a thread does, stands in the log of each."""
@@ -169,34 +158,6 @@ class LogFile(logging.FileHandler):
 
 # The log of the run that is at work: of runs that share a process each has a context of its own.
 _at_work: ContextVar[LogFile | None] = ContextVar("at_work", default=None)
-
-
-def lock(path: Path) -> int:
-    """Makes this process the only one that writes the run in `path`; the file to close for letting it go.
-
-    The kernel lets a lock go when its process ends, however it ends. Raises UserError when another one has it.
-    """
-    import fcntl
-
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
-            os.ftruncate(file, 0)
-            os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
-    except BlockingIOError:
-        owner = os.read(file, 100)
-        os.close(file)
-        raise _owned(path, owner) from None
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def _owned(path: Path, owner: bytes) -> Owned:
-    name = printable(owner.decode(errors="replace").strip()) or "another process"
-    return Owned(f"{path}: is being written by process {name}; wait for it, or stop it")
 
 
 def runnable(config: Mapping[str, Any]) -> str:
@@ -246,9 +207,27 @@ def escaped(value: Any) -> Any:
 
 
 def settings_in(config: Path) -> dict[str, Any]:
-    """What stands in the config.yaml of a run; nothing where that cannot be read."""
+    """Return the settings in a run's config.yaml; an empty dict if the file cannot be read or is too large."""
     try:
-        saved = _SafeLoader(read_text(config, CONFIG_LIMIT)).get_single_data()
+        text = read_text(config, CONFIG_LIMIT)
+        if len(text) > SHALLOW and _is_deep(text):
+            return {}
+        loader = _SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        check_nodes(node, config)  # before the loader copies what aliases and merge keys repeat
+        saved = loader.construct_document(node)
     except (UserError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, dict) else {}
+
+
+def _is_deep(text: str) -> bool:
+    """Return True if YAML nests deeper than DEEPEST levels: libyaml builds its tree by recursion, and would crash."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            return True
+    return False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from toyexp.base.bounds import require_float32
-from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.bounds import require_float32, require_positive
+from toyexp.base.errors import UserError, choose, printable, require_visible
 from toyexp.base.words import counted
 from toyexp.contract.planned import changed
 
@@ -60,6 +61,20 @@ class Interval:
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 
+def require_utf8(value: Any, key: str = "") -> None:
+    """Raise UserError for a text with bytes that are not UTF-8, as a file's name may have: no config.yaml holds it."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            require_utf8(one, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            require_utf8(one, key)
+    elif isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
+        raise UserError(
+            f"{key}={printable(value)}: holds bytes that are not UTF-8; choose another name, or rename the file"
+        )
+
+
 def evaluations(begins: int, steps: int, every: int) -> int:
     """How many evaluations a run has: at the step that it begins at, every so many steps, and after the last one."""
     if not every:
@@ -72,8 +87,11 @@ class Settings:
     """The keys at the top, but for the parts. conf/config.yaml shows them as they stand here."""
 
     name: str = setting("${recipe.name}-${model.name}", "of the run, its directory and its GGUF", FREE, ASIDE, OF_A_RUN)
-    seed: int = setting(0, "of the initial values and the order of the data")
+    seed: int = setting(0, "of the initial values, the order of the data and dropout")
+    data_seed: int | None = setting(None, "of the order of the data (and images' augmentation); null: seed")
+    model_seed: int | None = setting(None, "of the initial values; null: seed")
     steps: int = setting(200, "optimiser steps", FREE)
+    epochs: float | None = setting(None, "passes over the training data, in place of steps", FREE, ASIDE, OF_A_RUN)
     batch_size: int = setting(8, "sequences (or images) in a step")
     lr: float = setting(0.003, "base learning rate, which the schedule scales", FREE)
     eval_every: int = setting(50, "steps between evals of the held-out data; 0: none", FREE, OF_A_RUN)
@@ -101,9 +119,10 @@ class Settings:
 
     def check(self) -> None:
         """Raises UserError for numbers that cannot work."""
-        for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("eval_every", 0)):
+        seeds = (("seed", 0), ("data_seed", 0), ("model_seed", 0))
+        for name, least in (("steps", 1), ("batch_size", 1), *seeds, ("eval_every", 0)):
             value = getattr(self, name)
-            if not least <= value < 2**63:
+            if value is not None and not least <= value < 2**63:
                 most = f" to {2**63 - 1}" if value > least else ""
                 raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
@@ -117,9 +136,12 @@ class Settings:
             raise UserError(f"{what}: checkpoint_every=0 writes none, leave one of them out")
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
+        if self.epochs is not None:
+            require_positive("epochs", self.epochs)
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise UserError(f"lr={self.lr}: must be a number, 0 or above")
         require_float32("lr", self.lr)
+        require_visible("name", self.name)
         if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
             raise UserError(
                 f"name={self.name!r}: must be 1 to 100 characters on one line, not blank, not start with a dot and "

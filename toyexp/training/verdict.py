@@ -9,6 +9,7 @@ import shlex
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
 from toyexp.base.ownership import SWEEP
@@ -18,8 +19,7 @@ from toyexp.base.words import count, counted, short
 from toyexp.base.writing import bytes_in
 from toyexp.contract.run import Run
 from toyexp.training.checkpoint import steps
-from toyexp.training.outcome import Outcome
-from toyexp.training.parts import Prepared, Result
+from toyexp.training.parts import Outcome, Prepared, Result
 from toyexp.training.rundir import RunDir
 
 log = logging.getLogger("toyexp")
@@ -51,6 +51,8 @@ def judged(
     )  # fmt: skip
     summary = {
         **asdict(outcome),
+        "diverged": outcome.diverged,
+        **_scores_of_export(result),
         "tokens_per_second": outcome.tokens_per_second,
         "artifacts": [str(p) for p in result.artifacts],
         "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
@@ -64,6 +66,18 @@ def judged(
     if wrong := next(filter(None, (*failures, unwritten, signals.last_word())), None):
         raise wrong
     return result
+
+
+def _scores_of_export(result: Result) -> dict[str, Any]:
+    """Return the eval of the best step in place of the last one, if the best weights are those that are exported."""
+    best, outcome = result.best, result.outcome
+    if best is None or best.scores.get("loss") is None:
+        return {}
+    if result.steps_of and best.step not in result.steps_of.values():
+        return {}
+    scores = {name: score for name, score in best.scores.items() if name not in ("loss", "ppl")}
+    last = {"step": outcome.eval_step, "loss": outcome.eval_loss, "scores": outcome.eval_scores}
+    return {"eval_step": best.step, "eval_loss": best.scores["loss"], "eval_scores": scores, "last_eval": last}
 
 
 def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
@@ -102,9 +116,13 @@ def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
 def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     outcome = result.outcome
-    speed = f" · {count(outcome.tokens_per_second)} {result.units}/s" if outcome.tokens_per_second else ""
+    rate = outcome.tokens_per_second
+    speed = f" · {count(rate)} {result.units}/s (training steps alone)" if rate else ""
     how = "stopped" if outcome.reason == "aborted" else outcome.reason  # by a callback, which may have reached its goal
+    how = "diverged" if how == "completed" and outcome.diverged else how
     say(f"{how} after {counted(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
+    if how == "diverged":
+        say(f"smoothed train loss {outcome.first_train_loss:.4f} -> {outcome.train_loss:.4f}; try a lower lr")
     if outcome.why:
         say(f"stopped because {outcome.why}")
     if outcome.skipped:
@@ -112,7 +130,7 @@ def print_result(result: Result) -> None:
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
-        say(f"held-out {name} {outcome.first_eval_scores[name]:.4f} -> {value:.4f}")
+        say(f"held-out {name} {outcome.first_eval_scores.get(name, math.nan):.4f} -> {value:.4f}")
     if result.best and result.best.step != outcome.steps:
         say(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
     say(f"run     {short(result.dir)}")

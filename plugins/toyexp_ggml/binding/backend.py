@@ -1,13 +1,31 @@
-"""A device of ggml that computes, with what computes beside it."""
+"""A device of ggml that computes, and how many threads compute a graph.
+
+ggml's threads wait for each other after every op. One that lost its core holds up all until it has it back: with one
+other busy process on two cores, two threads take longer than one. The numbers are the same for any number of threads.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from toyexp.base import others_running
 from toyexp_ggml.binding.library import GraphError, found, ggml
-from toyexp_ggml.crew import Crew
+
+try:
+    import resource
+except ImportError:  # Windows has no such thing
+    resource = None  # type: ignore[assignment]
+
+WINDOW, LEAST = 0.05, 3  # seconds, and computations, that are looked at together
+CROWDED = 10.0  # cores lost a second: from here on fewer threads are tried
+GAIN = 0.95  # of the time before, for a trial that counts as faster
+REST = 20  # times as long as it took, until the next trial: each costs a few per cent; twice that after one in vain ..
+MOST_IN_VAIN = 3  # .. and again, so many times
 
 
 class Backend:
@@ -70,3 +88,55 @@ def _memory(backend: Any) -> int:
     if device:
         ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
     return total.value
+
+
+class Crew:
+    """The threads of a graph that is computed again and again, up to `most`, by how long it takes; or just as many."""
+
+    def __init__(
+        self,
+        most: int,
+        fixed: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        lost: Callable[[], int] | None = None,
+        others: Callable[[], int] = others_running,
+    ):
+        self._most, self._fixed, self.threads = most, fixed or most == 1, most
+        self._clock, self._lost, self._others = clock, lost or cores_lost, others
+        self._count, self._seconds, self._losses = 0, 0.0, 0  # of the window so far
+        self._before: tuple[int, float] | None = None  # threads, and seconds a computation, while others are tried
+        self._resting, self._in_vain = 0.0, 0  # until when; trials one after another
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around one computation with `threads`; afterwards there may be another number of them."""
+        began, lost = self._clock(), self._lost()
+        yield
+        now = self._clock()
+        self._count, self._seconds = self._count + 1, self._seconds + now - began
+        self._losses += self._lost() - lost
+        if not self._fixed and self._count >= LEAST and self._seconds >= WINDOW:
+            self._judge(now, self._seconds / self._count, self._losses / self._seconds)
+            self._count, self._seconds, self._losses = 0, 0.0, 0
+
+    def _judge(self, now: float, seconds: float, lost: float) -> None:
+        """What a window says: seconds a computation, and cores lost a second."""
+        if self._before is not None:
+            threads, before = self._before
+            faster = seconds < GAIN * before
+            self.threads = self.threads if faster else threads
+            self._in_vain = 0 if faster else min(self._in_vain + 1, MOST_IN_VAIN)
+            self._resting, self._before = now + REST * self._seconds * 2**self._in_vain, None
+        elif now >= self._resting and (other := self._other(lost)) != self.threads:
+            self._before, self.threads = (self.threads, seconds), other
+
+    def _other(self, lost: float) -> int:
+        """How many threads may be faster now."""
+        if lost >= CROWDED and self.threads > 1:
+            return max(1, min(self.threads - 1, self._most - self._others()))
+        return self._most
+
+
+def cores_lost() -> int:
+    """How often a thread of this process had to leave its core to another process; 0 where the system does not tell."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0

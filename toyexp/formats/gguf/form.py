@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from toyexp.base.errors import UserError, printable
 from toyexp.contract.format import ModelFile
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, sizes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,16 +37,35 @@ class GGUFForm(ABC, Generic[M]):
         raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
 
 
+class PlainForm(GGUFForm[Any]):
+    """The form of models whose class names none: their settings as JSON, which no other program reads."""
+
+    def metadata(self, model: Model) -> dict[str, Any]:
+        """Return the settings under one key; raise UserError for what JSON does not hold."""
+        try:
+            return {"settings": json.dumps(sizes_of(model), allow_nan=False)}
+        except (TypeError, ValueError) as error:
+            raise UserError(f"model={model.name}: its settings cannot be written: {error}") from None
+
+    def read(self, cls: type[Any], file: ModelFile) -> Any:
+        """Make the model of its settings; raise UserError for settings of another class."""
+        try:
+            return cls(**json.loads(file.text(f"{file.architecture}.settings")))
+        except (TypeError, ValueError) as error:
+            raise file.error(f"does not hold the settings of model={cls.name}: {printable(str(error))}") from None
+
+
+PLAIN = PlainForm()
+
+
 def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
-    """The form of a model, or of a class of them; UserError for one without."""
-    if "gguf" not in model.forms:
-        raise UserError(f"model={model.name} has no GGUF form: its class names none in forms['gguf']")
-    form: GGUFForm[Any] = model.forms["gguf"]
+    """Return the form of a model, or of a class of them: its own, or else its settings as they are."""
+    form: GGUFForm[Any] = model.forms.get("gguf", PLAIN)
     return form
 
 
 def architecture_of(model: Model | type[Model]) -> str:
-    """Under which architecture it stands in a GGUF; UserError for one that has no form of it."""
+    """Under which architecture it stands in a GGUF."""
     return gguf_form(model).architecture(model)
 
 

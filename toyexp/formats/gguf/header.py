@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import shlex
 import stat
 import struct
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import misfit
+from toyexp.base.files import READING, misfit
+from toyexp.base.words import short
 from toyexp.contract.format import TensorInfo
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
 
@@ -40,9 +42,18 @@ SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 
-PROGRAM, HF_TO_GGUF = "llama.cpp", "convert_hf_to_gguf.py"  # who makes a GGUF of a model of transformers
+OF_IMAGES = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')  # in config.json of transformers and timm
 
 MADE_OF: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
+
+
+def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
+    """Say how a directory of Hugging Face's becomes a GGUF: llama.cpp makes one of language models alone."""
+    config = folder / "config.json"
+    told = config.read_bytes()[:CHUNK] if config.is_file() else b""
+    if OF_IMAGES.search(told) and b'"text_config"' not in told:
+        return f"{short(folder)} holds a model of images, of which toyexp reads those that it trained itself alone"
+    return f"llama.cpp makes one of a language model: python {script} {shlex.quote(short(folder))} --outfile model.gguf"
 
 
 def origin(path: Path) -> Path:
@@ -54,13 +65,21 @@ class GGUFError(UserError):
     """A file that is not a GGUF we can read, with its path and the cause."""
 
 
+def _read_at(file: int, count: int, offset: int) -> bytes:
+    os.lseek(file, offset, os.SEEK_SET)
+    return os.read(file, count)
+
+
+_pread = getattr(os, "pread", _read_at)  # Windows has none
+
+
 class Part:
     """One file on the disk with its header; `spent` is the memory that headers took before it, and then with it."""
 
     def __init__(self, path: Path, spent: int = 0):
         self.path, self.spent = path, spent
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = os.open(path, READING)
         except OSError as error:
             raise self.error(_os_cause(error, path)) from None
         self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
@@ -79,9 +98,9 @@ class Part:
         """So many bytes from there; GGUFError where the file has fewer."""
         if not self.close.alive:
             raise self.error(f"is closed: {what} cannot be read")
-        data = os.pread(self._fd, count, offset)
+        data = _pread(self._fd, count, offset)
         while data and len(data) < count:
-            more = os.pread(self._fd, count - len(data), offset + len(data))
+            more = _pread(self._fd, count - len(data), offset + len(data))
             if not more:
                 break
             data += more
@@ -108,13 +127,11 @@ class Part:
             raise self.error(reason)
         self.size = status.st_size
         cursor = _Cursor(self)
-        start = os.pread(self._fd, 64, 0)
+        start = _pread(self._fd, 64, 0)
         if start.startswith(b"version https://git-lfs"):
             raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
         if start[8:9] == b"{" and not start.startswith(b"GGUF"):
-            command = (
-                f"{PROGRAM} makes one of the directory it came in: python {HF_TO_GGUF} DIRECTORY --outfile model.gguf"
-            )
+            command = how_to_convert(self.path.parent)
             if b'"gguf":' in start:  # the keys of one that was written here
                 command = f"toyexp export {shlex.quote(str(self.path))} --type gguf makes one of it"
             raise self.error(f"is not a GGUF file but safetensors; {command}")

@@ -1,4 +1,4 @@
-"""K-quants, which llama.cpp alone can write: by its program, or by its Python package in a child process."""
+"""The types a GGUF is written in, which tensor gets which as in llama.cpp, and K-quants, which it alone can write."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, Unavailable, printable
+from toyexp.base.errors import RunFailed, Unavailable, UserError, choose, printable
 from toyexp.base.packages import why_not_apart
 from toyexp.base.writing import in_one_piece, required
 
-# It takes the words that llama-quantize takes. llama.cpp may abort, which must not end more than this.
+# general.file_type of llama.cpp. gguf-py encodes the first; the K-quants take llama.cpp itself.
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9}
+K_QUANTS = {
+    "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17,
+    "q6_k": 18,
+}  # fmt: skip
+# The child process takes the words of llama-quantize. llama.cpp may abort, which must not end more than this.
 CHILD = """
 import ctypes, os, sys
 import llama_cpp
@@ -59,3 +66,30 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in run.stdout.splitlines() if line.strip()]
     told = [line for line in lines if "fail" in line.lower() or "error" in line.lower()] or lines
     return printable(told[0] if told else f"it ended with {run.returncode}", 200)
+
+
+def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
+    """Raises UserError unless `kind`, given as `key`, is a type that can be written, and Unavailable without llama.cpp.
+
+    That is needed for the K-quants alone. `others` are what could have been given beside these types.
+    """
+    if kind not in FILE_TYPES | K_QUANTS:
+        raise UserError(f"{key}={kind}: {choose(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
+    if kind in K_QUANTS:
+        quantiser(f"{key}={kind}")
+
+
+def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str:
+    """The ggml type of a tensor in a file of type `kind`, as llama.cpp's quantiser chooses; `tied`: no output.weight.
+
+    Norms, biases and positions stay F32, and rows that cannot be cut into 32s become F16. The output layer matters
+    most: beside types of 4 and 5 bits it is Q8_0, where llama.cpp takes Q6_K, which gguf-py cannot write.
+    """
+    if kind == "f32" or len(shape) < 2 or name.endswith(("_norm.weight", "position_embd.weight")):
+        return "F32"
+    if kind in ("f16", "bf16"):
+        return kind.upper()
+    if shape[-1] % 32:
+        return "F16"
+    is_output = name == "output.weight" or (tied and name == "token_embd.weight")
+    return "Q8_0" if is_output else kind.upper()

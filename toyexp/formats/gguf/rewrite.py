@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.contract.format import ModelFile, TensorInfo
-from toyexp.formats.gguf.encode import checked
-from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS, tensor_type
-from toyexp.formats.gguf.ggml_types import dequantise
-from toyexp.formats.gguf.quantise import quantise
+from toyexp.formats.gguf.ggml_types import checked, dequantise
+from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, quantise, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
 

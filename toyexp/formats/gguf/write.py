@@ -13,15 +13,13 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.writing import in_one_piece, required
-from toyexp.contract.model import Model
+from toyexp.contract.model import Model, sizes_of
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
-from toyexp.formats.gguf.encode import IDS, checked, encoded, fitting, pieces_of
-from toyexp.formats.gguf.file_types import FILE_TYPES, K_QUANTS, check_type, tensor_type
 from toyexp.formats.gguf.form import architecture_of, gguf_form
-from toyexp.formats.gguf.ggml_types import GGUF_TYPES
+from toyexp.formats.gguf.ggml_types import GGUF_TYPES, IDS, checked, encoded, fitting, pieces_of
 from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING
-from toyexp.formats.gguf.quantise import quantise
-from toyexp.formats.gguf.special_tokens import fitting_name
+from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type, quantise, tensor_type
+from toyexp.formats.gguf.tokenizer import fitting_name
 from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
@@ -63,12 +61,18 @@ def write_model(
         "general.quantization_version": 2,
         "general.size_label": size_label(sum(a.size for a in tensors.values())),
         **model_metadata(model, general, data or {}),
-        **(_vocabulary(tokenizer, rows=len(tensors["token_embd.weight"])) if model.reads.text else {}),
+        **(_vocabulary(tokenizer, rows=_ids(model, tensors)) if model.reads.text else {}),
     })  # fmt: skip
     for name, array in {**tensors, **gguf_form(model).constants(model)}.items():
         type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
         writer.add_numbers(name, array.shape, type_name, pieces_of(array))
     return writer.save(path)
+
+
+def _ids(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
+    """Return how many ids a language model tells apart."""
+    table = tensors.get("token_embd.weight")
+    return int(sizes_of(model).get("vocab", 0)) if table is None else len(table)
 
 
 def write_adapter(

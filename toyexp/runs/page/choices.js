@@ -130,9 +130,9 @@ function brushable(svg, key, x, top, foot, taken) {
 function drawImportance() {
   const box = document.getElementById("importance"), found = Object.entries(data.importance);
   box.textContent = "";
-  if (!found.length) return;
-  put(box, "p", "small", data.searched ? "How much each setting mattered for the score, as the search estimates it." :
-    "Share of the scores' variance that the values of each setting account for by themselves.");
+  if (!data.keys.length) return;
+  put(box, "p", "small", found.length ? "How much each setting matters: its share in the order of the points by score." :
+    `How much each setting matters is unknown: ${data.no_importance}.`);
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
     const row = put(box, "div", "row");
     broken(put(row, "span", "label"), key);

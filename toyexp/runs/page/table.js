@@ -3,7 +3,7 @@
 // A run's score by the name that it has in heads.
 function scoreOf(run, head) {
   const name = head.replace("held-out ", "");
-  if (head === "train loss") return run.train_loss;
+  if (head === "smoothed train loss") return run.train_loss;
   return name === "loss" ? run.loss : run.scores[name] ?? (name === "ppl" && run.loss !== null ? Math.exp(run.loss) : null);
 }
 
@@ -11,7 +11,7 @@ function scoreOf(run, head) {
 function columnsOf() {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
-  const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "train loss"].filter((s) => s !== data.metric);
+  const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
   const numbers = [
     ...scores.map((s) => ({ head: s, of: each((r) => scoreOf(r, s)), number: true })),
     { head: "speed", of: each((r) => r.speed), form: (v) => `${counted(v)}/s`, number: true },

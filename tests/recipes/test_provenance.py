@@ -1,0 +1,384 @@
+"""What a run was made of: recorded when it begins, and compared by whatever uses the run afterwards."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny import write_base
+
+import toyexp
+from toyexp.base.ownership import fingerprint
+from toyexp.commands.line import main
+from toyexp.text.byte_level import Bytes
+from toyexp.training.provenance import Record, data_sources, record, record_in
+
+BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
+QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
+         "steps=2", "eval_every=2", "checkpoint_every=1", "lr=0.05"]  # fmt: skip
+NANO = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A base, another one of the same shape, and runs from scratch, of an adapter, and of all weights."""
+    root = tmp_path_factory.mktemp("home")
+    (root / "book.txt").write_text(BOOK)
+    write_base(root / "base.gguf", "llama", tokenizer=Bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert main([*QUICK, *NANO, "hydra.run.dir=plain"]) == 0
+        assert main([*QUICK, "recipe=lora", "recipe.base=base.gguf", "hydra.run.dir=lora"]) == 0
+        assert main([*QUICK, "recipe=full", "recipe.base=base.gguf", "hydra.run.dir=full"]) == 0
+    shutil.copy(root / "full/model.gguf", root / "other.gguf")  # of the same shape, with other values
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(home, tmp_path, monkeypatch):
+    """A directory of one's own in which the runs are not."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def of(run, name="result.json"):
+    text = Path(run, name).read_text()
+    return json.loads(text.splitlines()[0] if name.endswith("l") else text)
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_where_it_was_begun_and_digests_of_what_it_read(home):
+    for run, role, file in (("lora", "base", "base.gguf"), ("full", "base", "base.gguf")):
+        names = ("result.json", "events.jsonl", "checkpoints/step-2/state.json")
+        result, begin, state = (of(home / run, name) for name in names)
+        assert result["cwd"] == begin["cwd"] == state["cwd"] == str(home)
+        assert result["sources"] == begin["sources"]
+        assert result["sources"][role] == fingerprint(home / file)
+        assert result["sources"]["text"] == begin["data"]["text_sha256"][:16]
+        assert str(home) not in (home / run / "config.yaml").read_text()  # paths stand there as typed
+
+
+@pytest.mark.parametrize(
+    ("changed", "differ"),
+    [
+        (
+            ["recipe=warm", "recipe.donor={home}/other.gguf", "model.tied=false"],
+            {"donor", "data", "tokenizer", "tokens"},
+        ),
+        (["data.val_fraction=0.2"], {"data", "tokens"}),
+        (["data.tokenizer=char"], {"data", "tokenizer", "tokens"}),
+        (["data.path=moved.txt"], set()),
+        (["data.path=edited.txt"], {"data", "text", "tokens"}),
+    ],
+)
+def test_sources_differ_where_data_or_files_do(home, changed, differ):
+    Path("moved.txt").write_text(BOOK)
+    Path("edited.txt").write_text(BOOK.replace("April", "March"))
+    words = [*QUICK, *NANO, "steps=1", "eval_every=0", "checkpoint_every=0", "hydra.run.dir=run"]
+    assert main([*words, f"data.path={home}/book.txt", *(word.format(home=home) for word in changed)]) == 0
+    then, now = of(home / "plain")["sources"], of("run")["sources"]
+    assert {role for role in then.keys() | now.keys() if then.get(role) != now.get(role)} - {"vocabulary"} == differ
+
+
+@pytest.mark.parametrize(
+    ("changed", "role"),
+    [({"train_images": 7}, "data"), ({"held_out_images": 3}, "data"), ({"classes_digest": "c2"}, "classes")],
+)
+def test_data_differ_in_how_they_are_split_and_not_in_what_their_classes_are_called(changed, role):
+    facts = {"images_sha256": "ab", "classes_digest": "c1", "train_images": 8, "held_out_images": 2}
+    one, other = data_sources(facts), data_sources({**facts, **changed})
+    assert {key for key in one if one[key] != other[key]} == {role}
+
+
+def test_a_record_finds_paths_from_where_the_run_was_begun(here):
+    Path("there").mkdir()
+    Path("book.txt").write_text(BOOK)
+    Path("there/book.txt").symlink_to(here / "book.txt")  # the same file from both directories
+    Path("there/a.jsonl").write_text("{}")
+    found = Record(here / "there").found
+    assert found("book.txt") == "book.txt" and found("a.jsonl") == f"{here}/there/a.jsonl"
+    assert found("*.jsonl") == f"{here}/there/*.jsonl" and found("*.csv") == "*.csv"
+    assert found(f"{here}/x") == f"{here}/x" and found("") == ""
+
+
+def test_a_record_has_a_directory_if_it_is_absolute():
+    assert record_in({"cwd": "/home"}).cwd == Path("/home")
+    assert record_in({"cwd": "outputs"}).cwd is record_in({}).cwd is None  # relative: from where nobody knows
+
+
+def test_a_run_whose_first_directory_is_gone_was_begun_in_the_present_one(here, monkeypatch):
+    monkeypatch.setattr("toyexp.training.provenance.sources_of", lambda prepared: {})
+    (here / "kept").mkdir()
+    for name, cwd in (("kept", here / "kept"), ("gone", here)):
+        prepared = SimpleNamespace(config=SimpleNamespace(begun=here / name))
+        assert record(prepared)["cwd"] == str(cwd)
+
+
+def test_a_resumed_run_keeps_the_directory_it_was_begun_in(home, monkeypatch):
+    shutil.copytree(home / "plain", "kept")
+    Path("book.txt").write_text(BOOK)
+    assert main(["resume=kept", "steps=3"]) == 0
+    assert of("kept")["cwd"] == str(home) and of("kept")["steps"] == 3
+
+
+# -- what uses a run afterwards ---------------------------------------------------------------------------------------
+
+
+def copied(home):
+    """The same files and runs in the working directory, as if all of it had been moved here."""
+    shutil.copytree(home, "home")
+    for path in Path("home").glob("*/**/*.json*"):
+        if path.suffix == ".jsonl" or path.name == "result.json":
+            path.write_text(path.read_text().replace(str(home), str(Path("home").absolute())))
+    return Path("home").absolute()
+
+
+def told(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main([*words]) == code
+    return "".join(capsys.readouterr())
+
+
+def test_eval_takes_the_runs_own_data_from_where_the_run_was_begun(home, capsys):
+    Path("book.txt").write_text(BOOK.upper())  # of the same name, in the directory where eval is typed
+    for model in ("plain", "full/checkpoints/step-2", "lora"):
+        found = json.loads(told(capsys, "eval", str(home / model), "engine=ggml", "--json"))
+        assert found["own"] and found["path"] == str(home / "book.txt")
+        assert found["loss"] == pytest.approx(of(home / model.split("/")[0])["eval_loss"], abs=2e-5)
+    Path("moved.txt").write_text(BOOK)
+    words = ["eval", str(home / "plain"), "engine=ggml", "--data", "moved.txt"]  # which takes the whole of it
+    assert ", of which the run was trained on a part," in told(capsys, *words)
+    assert ", the run's own," in told(capsys, *words, "data.val_fraction=0.05")
+    assert ", not the run's own," in told(capsys, "eval", str(home / "plain"), "engine=ggml", "--data", "book.txt")
+
+
+def test_eval_refuses_data_that_was_edited_unless_it_is_typed(home, capsys):
+    there = copied(home)
+    (there / "book.txt").write_text(BOOK.replace("April", "March"))
+    for words in ([], ["data.eval_batches=3"], ["data.val_fraction=0.2"]):
+        error = told(capsys, "eval", "home/plain", "engine=ggml", *words, code=2)
+        assert (
+            "other data than the run was trained on: text was " in error and f"type data.path={there}/book.txt" in error
+        )
+    for words in (["--data", f"{there}/book.txt"], [f"data.path={there}/book.txt"]):
+        assert ", not the run's own," in told(capsys, "eval", "home/plain", "engine=ggml", *words)
+
+
+@pytest.mark.parametrize(
+    ("run", "command"),
+    [
+        ("full", "eval {} engine=ggml"),
+        ("lora", "eval {} engine=ggml"),
+        ("lora", "eval other.gguf --adapter {} engine=ggml"),
+        ("full", "export {} --type f16"),
+        ("full", "generate {} --prompt It --tokens 2 --engine ggml"),
+        ("lora", "describe {}"),
+        ("lora", "merge other.gguf {} --out m.gguf"),
+    ],
+)
+def test_a_checkpoint_on_another_base_is_refused(home, capsys, monkeypatch, run, command):
+    shutil.copytree(home, "home")
+    monkeypatch.chdir("home")
+    state = Path(run, "checkpoints/step-1/state.json")
+    Path("base.gguf").write_bytes(Path("other.gguf").read_bytes())
+    monkeypatch.setattr(
+        "toyexp.training.provenance.Record.found", lambda self, typed: typed
+    )  # as if it were begun here
+    error = told(capsys, *command.format(state.parent).split(), code=2)
+    assert "base.gguf: is another file than it was: base was " in error and not Path("m.gguf").exists()
+
+
+def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch):
+    Path("place").mkdir()
+    monkeypatch.chdir("place")
+    shutil.copy(home / "book.txt", "book.txt")
+    shutil.copy(home / "base.gguf", "base.gguf")
+    assert main([*QUICK, "recipe=lora", "recipe.base=base.gguf", "callbacks.gguf_export.merged=false",
+                 "hydra.run.dir=run"]) == 0  # fmt: skip
+    monkeypatch.chdir("..")
+    inputs = np.arange(8)
+    whole = toyexp.open("place/run").logits(inputs, "ggml")
+    assert whole.shape[0] == 8
+    shutil.copy(home / "other.gguf", "place/base.gguf")
+    with pytest.raises(toyexp.UserError, match="base was "):
+        toyexp.open("place/run").logits(inputs, "ggml")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval {home}/lora --adapter {home}/lora engine=ggml",
+        "eval {home}/lora --adapter moved.gguf engine=ggml",
+        "eval {home}/lora/checkpoints/step-1 --adapter {home}/lora engine=ggml",
+        "eval merged.gguf --adapter moved.gguf engine=ggml",
+        "merge {home}/lora {home}/lora --out m.gguf",
+        "generate {home}/lora --adapter moved.gguf --prompt It",
+        "recipe=lora recipe.base={home}/lora recipe.adapter={home}/lora model.context=12",
+    ],
+)
+def test_an_adapter_is_not_put_on_a_model_that_has_it_merged_in(home, capsys, command):
+    shutil.copy(home / "lora/adapter.gguf", "moved.gguf")
+    if "merged.gguf" in command:
+        assert main(["merge", str(home / "base.gguf"), "moved.gguf", "--out", "merged.gguf"]) == 0
+    error = told(capsys, *command.format(home=home).split(), code=2)
+    assert "has this adapter merged in already" in error and not Path("m.gguf").exists()
+
+
+def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
+    adapters = [str(home / "lora/checkpoints/step-1"), str(home / "lora/adapter.gguf")]
+    for base, adapter, out in zip((home / "base.gguf", "one.gguf"), adapters, ("one.gguf", "two.gguf"), strict=True):
+        assert main(["merge", str(base), adapter, "--out", out]) == 0
+    for adapter in adapters:
+        words = ["generate", "two.gguf", "--adapter", adapter, "--prompt", "It", "--tokens", "2", "--engine", "ggml"]
+        assert "has this adapter merged in already" in told(capsys, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval {home}/other.gguf --adapter moved.gguf engine=ggml data=text data.path={home}/book.txt",
+        "merge {home}/other.gguf moved.gguf --out m.gguf",
+        "generate {home}/other.gguf --adapter moved.gguf --prompt It --tokens 2 --engine ggml",
+        "recipe=lora recipe.base={home}/other.gguf recipe.adapter=moved.gguf data=text data.path={home}/book.txt "
+        "steps=1 model.context=12 engine=ggml eval_every=0",
+    ],
+)
+def test_an_adapter_on_another_base_is_told(home, capsys, command):
+    shutil.copy(home / "lora/adapter.gguf", "moved.gguf")
+    assert "moved.gguf: was trained on another file" in told(capsys, *command.format(home=home).split())
+    same = command.format(home=home).replace("other.gguf", "base.gguf").replace("m.gguf", "n.gguf")
+    assert "trained on another" not in told(capsys, *same.split())
+
+
+def test_runs_go_on_and_write_text_from_any_directory(home, capsys, monkeypatch):
+    shutil.copytree(home / "lora", "runs/lora")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert told(capsys, "generate", "../runs/lora/checkpoints/step-1", "--prompt", "It", "--tokens", "2")
+    assert "run     ../runs/lora" in told(capsys, "resume=../runs/lora", "steps=3").replace(str(Path.cwd()) + "/", "")
+    assert of("../runs/lora")["steps"] == 3 and of("../runs/lora")["sources"] == of(home / "lora")["sources"]
+
+
+@pytest.mark.parametrize("command", ["resume={} steps=3", "eval {}", "eval {}/checkpoints/step-1"])
+def test_a_run_from_another_machine_says_where_it_was_begun(home, capsys, command):
+    shutil.copytree(home / "lora", "lora")
+    if "resume" not in command:  # which replaces what the run wrote itself alone
+        result = Path("lora/result.json")
+        result.write_text(result.read_text().replace(str(home), "/gone/elsewhere"))
+    for state in Path("lora").glob("checkpoints/*/state.json"):
+        raw = state.read_text().replace(str(home), "/gone/elsewhere").encode()
+        manifest = of(state.parent, "manifest.json")
+        manifest["files"][state.name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        state.write_bytes(raw)
+        state.with_name("manifest.json").write_text(json.dumps(manifest))
+    words = command.format("lora").split()
+    error = told(capsys, *words, code=2)
+    assert "not found" in error and "; the run was begun in /gone/elsewhere" in error
+    Path("book.txt").write_text(BOOK)
+    shutil.copy(home / "base.gguf", "base.gguf")
+    told(capsys, *words)  # beside the files that it names, it is at home again
+
+
+def test_a_repeated_run_says_that_its_data_is_another(home, capsys):
+    Path("book.txt").write_text(BOOK.upper())
+    words = ["--config-path", str(home / "plain"), "--config-name", "config", "hydra.run.dir=again"]
+    assert "this run repeats it, but text was " in told(capsys, *words)
+    assert of("again")["cwd"] == str(Path.cwd())
+
+
+def test_a_sweep_goes_on_from_another_directory_with_the_same_data(home, capsys, monkeypatch):
+    Path("there").mkdir()
+    monkeypatch.chdir("there")
+    shutil.copy(home / "book.txt", "book.txt")
+    words = [*QUICK, *NANO, "-m", "seed=0,1", "sweep.isolate=false", "hydra.sweep.dir=sweep"]
+    assert main(words) == 0
+    sweep = json.loads(Path("sweep/sweep.json").read_text())
+    sweep["jobs"][1] |= {"status": "waiting", "directory": None, "code": None, "result": {}}
+    shutil.rmtree("sweep/1-scratch-llama")
+    Path("sweep/sweep.json").write_text(json.dumps(sweep))
+    Path("../here").mkdir()
+    monkeypatch.chdir("../here")
+    Path("book.txt").write_text(BOOK.upper())
+    assert "begun in " in told(capsys, "sweep.resume=../there/sweep")
+    first, second = (of(f"../there/sweep/{number}-scratch-llama") for number in (0, 1))
+    assert first["sources"] == second["sources"] and first["cwd"] == second["cwd"] != str(Path.cwd())
+
+
+def test_swapped_folders_of_images_are_noticed(capsys):
+    from PIL import Image
+
+    for name, shade in (("cats", 40), ("dogs", 200)):
+        for i in range(4):
+            Path("pets", name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (shade + i, i, 0)).save(f"pets/{name}/{i}.png")
+    assert main(["experiment=vit_digits", "data=images", "data.path=pets", "data.image_size=8", "data.val_fraction=0.3",
+                 "model.image_size=8", "model.d_model=16", "model.n_layers=1", "steps=1", "batch_size=2", "engine=cpu",
+                 "engine.threads=1", "hydra.run.dir=vit", "eval_every=0", "checkpoint_every=1"]) == 0  # fmt: skip
+    assert ", the run's own," in told(capsys, "eval", "vit", "engine=cpu")
+    Path("pets/cats").rename("pets/x")
+    Path("pets/dogs").rename("pets/cats")
+    Path("pets/x").rename("pets/dogs")
+    assert "images was " in told(capsys, "eval", "vit", "engine=cpu", code=2)
+    Path("pets/cats").rename("pets/x")
+    Path("pets/dogs").rename("pets/cats")
+    Path("pets/x").rename("pets/zebras")  # the same images in the same order under another name
+    words = ["predict", "vit/checkpoints/step-1", "pets/cats/0.png"]
+    assert "classes was " in told(capsys, *words, code=2)
+    assert "classes_digest was " in told(capsys, "resume=vit", "steps=2", code=2)
+
+
+@pytest.mark.parametrize("launcher", ["serial", "stacked"])
+def test_jobs_record_what_they_were_made_of(home, launcher):
+    data = f"data.path={home}/book.txt"
+    words = [*(word for word in QUICK if not word.startswith("data.path")), *NANO, data, "seed=0,1"]
+    assert main(["-m", *words, f"sweep.launcher={launcher}", "hydra.sweep.dir=sweep"]) == 0
+    for number in (0, 1):
+        found = of(f"sweep/{number}-scratch-llama")
+        assert found["cwd"] == str(Path.cwd()) and found["sources"] == of(home / "plain")["sources"]
+
+
+# -- files of a run that were replaced --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["copied", "linked"])
+@pytest.mark.parametrize("command", ["eval run", "describe run", "export run --type f16 --to out.gguf"])
+def test_a_model_that_a_run_did_not_write_is_not_taken_for_its_own(home, capsys, command, how):
+    shutil.copytree(home / "plain", "run")
+    model = Path("run/model.gguf")
+    model.unlink()
+    model.symlink_to(home / "full/model.gguf") if how == "linked" else shutil.copy(home / "full/model.gguf", model)
+    said = told(capsys, *command.split(), code=2)
+    assert "run/model.gguf" in said and "is not what this run wrote" in said and not Path("out.gguf").exists()
+
+
+def test_training_data_that_is_named_for_eval_is_called_so(home, capsys):
+    said = told(capsys, "eval", str(home / "plain"), "--data", str(home / "book.txt"), "engine=ggml")
+    assert "of which the run was trained on a part" in said and "not the run's own" not in said
+
+
+def test_a_pipe_in_the_place_of_a_base_is_refused(home, capsys):
+    shutil.copytree(home / "full", "run")
+    (home / "base.gguf").rename("kept.gguf")
+    try:
+        os.mkfifo(home / "base.gguf")
+        assert "base.gguf" in told(capsys, "eval", "run/checkpoints/step-2", "engine=ggml", code=2)
+    finally:
+        (home / "base.gguf").unlink()
+        Path("kept.gguf").rename(home / "base.gguf")
+
+
+@pytest.mark.parametrize("other", ["full", "seed"])
+@pytest.mark.parametrize("command", ["resume=run steps=3", "eval run/checkpoints/step-2 engine=ggml"])
+def test_a_checkpoint_of_another_run_is_refused(home, capsys, command, other):
+    shutil.copytree(home / "plain", "run")
+    if not (home / other).exists():
+        assert main([*QUICK, *NANO, f"data.path={home}/book.txt", "seed=5", f"hydra.run.dir={home}/seed"]) == 0
+    shutil.rmtree("run/checkpoints/step-2")
+    shutil.copytree(home / other / "checkpoints/step-2", "run/checkpoints/step-2")
+    assert "another" in told(capsys, *command.split(), code=2)

@@ -1,0 +1,141 @@
+"""The process in which chat templates run: it reads a request a line on standard input and answers with a line.
+
+Its memory is limited, and the system ends it when one text takes too long: Jinja's sandbox limits neither. It is a
+script that imports nothing of toyexp, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+MEMORY = 1 << 30  # bytes of address space
+WORDS = 1000  # characters of an error that are passed on
+
+
+class Refused(Exception):
+    """A conversation that the template does not write, and why."""
+
+
+class Compiled:
+    """A chat template in Jinja's sandbox."""
+
+    def __init__(self, text: str):
+        self._now, self._dated, self._length, self._marked = "", False, 0, list[tuple[int, int]]()
+        environment = _environment(self._mark)
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
+        self._template = environment.from_string(text)
+
+    def render(self, asked: Mapping[str, Any], count: int, ask: bool) -> dict[str, Any]:
+        """Return the text of the first messages, the ranges in {% generation %}, and whether the day was asked for."""
+        self._now, self._dated, self._length, self._marked = asked["now"], False, 0, []
+        told = {**asked["told"], "messages": asked["told"]["messages"][:count], "add_generation_prompt": ask}
+        pieces: list[str] = []
+        for piece in self._template.generate(**told):
+            pieces.append(piece)
+            self._length += len(piece)
+            if self._length > asked["limit"]:
+                raise Refused(f"writes more than {asked['limit']} characters")
+        return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
+
+    def _mark(self, words: str) -> None:
+        """Note that the template writes `words` next, in {% generation %}."""
+        self._marked.append((self._length, self._length + len(words)))
+
+    def _strftime_now(self, form: str) -> str:
+        self._dated = True
+        return (datetime.fromisoformat(self._now) if self._now else datetime.now()).strftime(form)
+
+
+def _environment(mark: Callable[[str], None]) -> Any:
+    """Return the sandbox as chat templates expect it; `mark` gets what stands in {% generation %}."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag {% generation %}."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            """Return a call of `_marked` with what stands between the tag and its end."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Callable[[], str]) -> str:
+            words = caller()
+            mark(words)
+            return words
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """Return the value as plain JSON; Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: Any) -> None:
+    raise Refused(f"refuses it ({str(message)[:WORDS]})")
+
+
+compiled = lru_cache(maxsize=8)(Compiled)
+
+
+def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Render each beginning of a conversation that is asked for, or say why the template does not write it."""
+    seconds = asked["seconds"]
+    template = _attempt(seconds, compiled, asked["template"])
+    if isinstance(template, str):
+        return {"invalid": template}
+    return {"answers": [_attempt(seconds, template.render, asked, count, ask) for count, ask in asked["wanted"]]}
+
+
+def _attempt(seconds: float, work: Callable[..., Any], *given: Any) -> Any:
+    """Return the result of `work`, or in words what went wrong; the system ends a process that computes for longer."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return work(*given)
+    except Refused as reason:
+        return str(reason)
+    except MemoryError:
+        return f"takes more than {MEMORY >> 30} GB of memory"
+    except Exception as error:  # a template may fail in all the ways of Python
+        return f"refuses it ({str(error)[:WORDS]})"
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows; macOS may refuse it
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what Ctrl-C does
+    _limit_memory()
+    _environment(lambda words: None)  # ends with an error where jinja2 cannot be loaded
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

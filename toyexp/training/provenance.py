@@ -1,0 +1,159 @@
+"""Provenance: the data and the files that a run was made of, recorded as digests, and the directory it was begun in."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.blame import asked
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import cause, open_file, working_directory
+from toyexp.base.ownership import fingerprint_once
+from toyexp.contract.recipe import Recipe
+from toyexp.training.checkpoint import STATE, read_if_whole, result_of
+from toyexp.training.parts import Prepared
+
+DIGEST = re.compile(r"_?(sha256|digest)$")  # how a fact of the data that is a digest is named
+NAMES = ("tokenizer", "classes")  # digests of what ids stand for, and not of the ids
+LINE = 1 << 20  # bytes of the first event that are read
+
+
+def identity(prepared: Prepared) -> dict[str, Any]:
+    """Return what a run must share with a checkpoint besides its settings: its data, tensors and files."""
+    return {
+        "data": {key: value for key, value in prepared.data_facts().items() if key != "path"},
+        "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
+        "files": file_sources(prepared.config.recipe),
+    }
+
+
+def files(recipe: Recipe) -> dict[str, Path]:
+    """Return the files that the recipe reads by their roles: base, donor or vocabulary, and further ones by name."""
+    base, vocabulary = recipe.base_file(), recipe.vocabulary()
+    role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
+    named = {"base": base, role: None if vocabulary == base else vocabulary}
+    return {k: p for k, p in named.items() if p is not None} | {p.name: p for p in recipe.further_files()}
+
+
+def file_sources(recipe: Recipe) -> dict[str, str]:
+    """Return the digests of these files by role; UserError if one cannot be read."""
+    try:
+        return {role: fingerprint_once(path) for role, path in files(recipe).items()}
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {cause(error)}") from None
+
+
+def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of the data by role: each that `facts` name, and `data`, of all that decides its batches.
+
+    Of text these are `text`, `tokenizer` and `tokens`. Data that names no digest is known by all its facts.
+    """
+    digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
+    told = {role: digest for role, digest in digests.items() if role not in NAMES}
+    told |= {key: value for key, value in facts.items() if key.startswith(("train_", "held_out_"))} if told else {
+        key: value for key, value in facts.items() if key not in ("name", "path", "left_out")
+    }  # fmt: skip
+    text = json.dumps(told, sort_keys=True, default=str)
+    return {**digests, "data": hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]}
+
+
+def sources_of(prepared: Prepared) -> dict[str, str]:
+    """Return the digests of a run's data and files by role."""
+    who = f"data.{prepared.config.data.name}"
+    facts = asked(who, "while it was described", Mapping, prepared.dataset.describe)
+    return {**data_sources(facts), **file_sources(prepared.config.recipe)}
+
+
+def record(prepared: Prepared) -> dict[str, Any]:
+    """Return what a run's result.json, run_start and checkpoints say of its origin: `cwd` and `sources`.
+
+    A run that is resumed keeps its `cwd` as long as that directory is there.
+    """
+    begun = prepared.config.begun
+    cwd = begun if begun and begun.is_dir() else working_directory()
+    return {"cwd": str(cwd), "sources": sources_of(prepared)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run or a checkpoint says of its origin; runs of older versions have no `cwd`."""
+
+    cwd: Path | None = None  # where the run was begun
+    sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
+
+    def found(self, typed: str) -> str:
+        """Return a path as typed where the run was begun: absolute if it is relative and leads somewhere from there."""
+        if self.cwd is None or not typed or Path(typed).is_absolute():
+            return typed
+        there, pattern = self.cwd / typed, f"{glob.escape(str(self.cwd))}/{typed}"
+        if os.path.lexists(there):
+            same = there.exists() and Path(typed).exists() and there.samefile(typed)
+            return typed if same else str(there)
+        matched = glob.has_magic(typed) and next(glob.iglob(pattern, recursive=True), None)  # noqa: PTH207
+        return pattern if matched else typed
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Name the directory that the run was begun in, behind an error about a path that was not found."""
+        try:
+            yield
+        except UserError as error:
+            if self.cwd and re.search("not found|matches no file", str(error)):
+                where = f"the run was begun in {printable(str(self.cwd))}"
+                error.args = (f"{error}; {where}; cd to the directory that has its files now",)
+            raise
+
+    def differing(self, now: Mapping[str, str]) -> list[str]:
+        """Return which of the sources that both know are others now, each with both digests."""
+        both = [role for role in now if role in self.sources and self.sources[role] != now[role]]
+        return [f"{role} was {printable(self.sources[role])} and is {now[role]}" for role in both]
+
+
+def recorded(path: Path) -> Record:
+    """Return what the checkpoint or run in the directory `path` says of its origin, as far as it can be read."""
+    told = read_if_whole(path / STATE) if (path / STATE).is_file() else result_of(path)
+    return record_in(told if told.get("identity") or told.get("sources") else first_event(path))
+
+
+def record_in(told: Mapping[str, Any]) -> Record:
+    """Return what a checkpoint's state, a result or the event run_start says of the origin of a run."""
+    parts = [told, told.get("identity"), told.get("sources")]
+    state, same, sources = (part if isinstance(part, Mapping) else {} for part in parts)
+    data, named = (found if isinstance(found := (same or state).get(key), Mapping) else {} for key in ("data", "files"))
+    sources = sources or {**(data_sources(data) if data else {}), **named}
+    cwd = Path(state["cwd"]) if isinstance(state.get("cwd"), str) else None
+    known = {role: digest for role, digest in sources.items() if isinstance(digest, str)}
+    return Record(cwd if cwd and cwd.is_absolute() else None, known)
+
+
+def first_event(run: Path) -> dict[str, Any]:
+    """Return the first event of a run; empty if it cannot be read."""
+    try:
+        with open_file(run / "events.jsonl") as file:
+            found = json.loads(file.readline(LINE))
+    except (UserError, OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise UserError if the checkpoint in the directory `path` is of another run than the one that it lies in."""
+    begun = first_event(path.absolute().parents[1])
+    then, now = record_in(begun), record_in(state)
+    changes = then.differing(now.sources)
+    if then.sources and now.sources:
+        roles = {"base", "donor"} & {*then.sources} ^ {"base", "donor"} & {*now.sources}
+        changes += [f"only one of them has a {role}" for role in sorted(roles)]
+    seeds = [told.get("seed") for part in (begun, state) if isinstance(told := part.get("config"), Mapping)]
+    if len(seeds) == 2 and seeds[0] != seeds[1]:
+        changes.append(f"seed was {printable(str(seeds[0]))} and is {printable(str(seeds[1]))}")
+    if changes:
+        raise UserError(f"{path}: is a checkpoint of another run: {changes[0]}; put the run's own back, or remove it")

@@ -32,7 +32,8 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         assert main([*QUICK, *NANO, "hydra.run.dir=plain"]) == 0
-        assert main([*QUICK, "recipe=lora", "recipe.base=base.gguf", "hydra.run.dir=lora"]) == 0
+        assert main([*QUICK, "recipe=lora", "recipe.base=base.gguf", "callbacks=[default,hf_export]",
+                     "hydra.run.dir=lora"]) == 0  # fmt: skip
         assert main([*QUICK, "recipe=full", "recipe.base=base.gguf", "hydra.run.dir=full"]) == 0
     shutil.copy(root / "full/model.gguf", root / "other.gguf")  # of the same shape, with other values
     return root
@@ -219,6 +220,8 @@ def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch)
         "eval merged.gguf --adapter moved.gguf engine=ggml",
         "merge {home}/lora {home}/lora --out m.gguf",
         "generate {home}/lora --adapter moved.gguf --prompt It",
+        "merge merged.gguf {home}/lora/adapter-hf --out m.gguf",
+        "eval {home}/lora/checkpoints/step-1 --adapter {home}/lora/adapter-hf engine=ggml",
         "recipe=lora recipe.base={home}/lora recipe.adapter={home}/lora model.context=12",
     ],
 )
@@ -244,6 +247,7 @@ def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
     [
         "eval {home}/other.gguf --adapter moved.gguf engine=ggml data=text data.path={home}/book.txt",
         "merge {home}/other.gguf moved.gguf --out m.gguf",
+        "merge {home}/other.gguf moved-hf --out m.gguf",
         "generate {home}/other.gguf --adapter moved.gguf --prompt It --tokens 2 --engine ggml",
         "recipe=lora recipe.base={home}/other.gguf recipe.adapter=moved.gguf data=text data.path={home}/book.txt "
         "steps=1 model.context=12 engine=ggml eval_every=0",
@@ -251,7 +255,9 @@ def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
 )
 def test_an_adapter_on_another_base_is_told(home, capsys, command):
     shutil.copy(home / "lora/adapter.gguf", "moved.gguf")
-    assert "moved.gguf: was trained on another file" in told(capsys, *command.format(home=home).split())
+    shutil.copytree(home / "lora/adapter-hf", "moved-hf")
+    adapter = "moved-hf" if "moved-hf" in command else "moved.gguf"
+    assert f"{adapter}: was trained on another file (base) than " in told(capsys, *command.format(home=home).split())
     same = command.format(home=home).replace("other.gguf", "base.gguf").replace("m.gguf", "n.gguf")
     assert "trained on another" not in told(capsys, *same.split())
 

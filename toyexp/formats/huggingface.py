@@ -20,6 +20,7 @@ from toyexp.contract.format import Exported
 from toyexp.contract.model import Model
 from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
+from toyexp.formats.peft import ORIGIN
 from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
 from toyexp.text.byte_level import BPE, Bytes, Characters
@@ -118,7 +119,8 @@ def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str
     with _directory(path) as folder:
         write_synced(folder / "adapter_config.json", dump_json(config, indent=2).encode())
         write_synced(folder / "README.md", model_card(exported, adapter=True).encode())
-        return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA)
+        origin = {f"general.{key}": str(exported.general[key]) for key in ORIGIN if key in exported.general}
+        return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA | origin)
 
 
 def model_card(exported: Exported, adapter: bool = False) -> str:

@@ -20,6 +20,9 @@ from toyexp.formats.safetensors import TensorsFile
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes
+# Keys of `general` that tell an adapter's base and run. They are metadata of the tensors: of some versions PEFT refuses
+# a configuration with a key that it does not know.
+ORIGIN = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 # Settings of an adapter that is more than alpha / r * B A on its base, or on another base, where they are not empty.
 MORE = ("use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
@@ -27,8 +30,8 @@ MORE = ("use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replica
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that take from the base what they give the adapter
 
 
-def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray]]:
-    """The adapter in PEFT's directory, of a model that transformers has: its alpha, and its pairs under our names.
+def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
+    """Return the alpha, the pairs under our names and the origin of an adapter in PEFT's directory.
 
     Each pair counts alpha / rank * B A, rank the rows of A; B's rows stand in the model's order. Raises UserError for
     what is more than that, what is damaged, and what is on another model.
@@ -55,7 +58,7 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray]]
             pairs[b] = _in_our_order(array, place) * np.float32(_of_one(config, found["module"], array, alpha, folder))
     if not pairs:
         raise file.error("holds no tensors")
-    return alpha, pairs
+    return alpha, pairs, {key: str(told) for key in ORIGIN if (told := file.metadata.get(f"general.{key}"))}
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from toyexp.base import (
     require_words,
     started_ranks,
 )
+from toyexp.formats import in_place
 
 if TYPE_CHECKING:
     import types
@@ -57,16 +58,22 @@ class TorchEngine(Engine):
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
     compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
     deterministic: bool = False  # only kernels that repeat to the bit; some are slower
-    packed: bool = False  # keep frozen matrices in their GGUF's type, and make numbers of them where they are used
+    packed: bool = False  # keep frozen matrices in their GGUF's type, and unpack them at each use
     recompute: bool = False  # hold the activations of one block at a time and compute them twice
     devices: str = "1"  # that compute together, each its rows of a batch; all: as many as there are here
     shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That nothing is there to be kept in its file's type."""
-        frozen = [t for t in planned.plan.tensors if not t.trainable and isinstance(t.values, toyexp.FromGGUF)]
-        if self.packed and not frozen:
-            yield "engine.packed=true: is of frozen tensors that come from a GGUF file; in this run there are none"
+        """Say that no tensor of the run is kept packed, or of which types none is."""
+        if self.packed:
+            import_torch()
+            from toyexp_torch.unpack import KINDS
+
+            types = {info.type for tensor in planned.plan.tensors if (info := in_place(tensor))} - {"F32"}
+            if not types:
+                yield "engine.packed=true: no frozen matrix of this run comes from a GGUF file that has it packed"
+            elif whole := sorted(types - {*KINDS}):
+                yield f"engine.packed=true: {', '.join(whole)} is held as numbers; packed are {', '.join(KINDS)}"
         if self.shard and self.count() == 1:
             yield "engine.shard=true: there is one device, which keeps all of the optimiser's state"
 

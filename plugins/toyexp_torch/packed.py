@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toyexp import FromGGUF, PlanTensor
 from toyexp.formats import in_place, opened
-from toyexp_torch.unpack import table_of, unpacked
+from toyexp_torch.unpack import KINDS, unpacked
 
 
 class Packed:
@@ -25,14 +25,12 @@ class Packed:
 
     def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
         self.raw, self.kind, self._dtype = raw, kind, dtype
-        table = table_of(kind)
-        self._table = None if table is None else table.to(raw.device)
 
     @classmethod
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
-        """The tensor as it stands in its file; None for F32, where there is nothing to gain, and for what cannot be."""
+        """Return the tensor in its file's bytes; None for a type that is not one of the `KINDS`, such as F32."""
         info = in_place(tensor)
-        if info is None or info.type == "F32":
+        if info is None or info.type not in KINDS:
             return None
         assert isinstance(tensor.values, FromGGUF)
         raw = opened(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
@@ -43,11 +41,11 @@ class Packed:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """All of it in that type, [out, in]."""
-        return unpacked(self.raw, self.kind, self._table, dtype)
+        return unpacked(self.raw, self.kind, dtype)
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The chosen rows, [n, in]."""
-        return unpacked(self.raw[rows], self.kind, self._table, self._dtype)
+        return unpacked(self.raw[rows], self.kind, self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x [.., in] times its transpose -> [.., out], in the precision that products have; only x has a gradient."""

@@ -16,21 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toyexp.formats import GGUF_TYPES
+
+SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF_TYPES.values()}
+
 # To a program: 32 numbers a thread were the fastest of nine pairs on an H200, by 5 to 13 % on a large matrix of Q8_0,
 # Q4_K or Q6_K; a small one still has many programs.
 NUMBERS, WARPS = 2048, 2
-# IQ4_NL's 16 numbers and 128, a byte each, the first lowest.
-LOWER, UPPER = tl.constexpr(0x766A5D4F3F2D1801), tl.constexpr(-0x0E263A4A5966727F)
 EXACT = tl.constexpr(1 << 23)  # from here on a float32 has no bits behind the point
 EXACT_BITS = tl.constexpr(0x4B000000)
 
 
-def unpacked(flat: Tensor, kind: str, sizes: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Blocks of bytes, one after the other, as numbers, [blocks * numbers of a block].
-
-    `kind` is one of `KERNELS`, `sizes` the numbers of a block and its bytes.
-    """
-    (numbers_of, group), (per_block, block_bytes) = KERNELS[kind], sizes
+def unpacked(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return blocks of bytes of one of the `KERNELS`, one after the other, as numbers [blocks * numbers of a block]."""
+    (numbers_of, group), (per_block, block_bytes) = KERNELS[kind], SIZES[kind]
     count, blocks = flat.numel() // block_bytes, NUMBERS // per_block
     out = torch.empty(count * per_block, dtype=dtype, device=flat.device)
     _unpack[(triton.cdiv(count, blocks),)](
@@ -128,17 +127,6 @@ def _q8_0(b, g, i):
     return _scaled(_byte(b[:, None] + 2 + i) ^ 128, 128, _half(b))
 
 
-@triton.jit
-def _iq4_nl(b, g, i):
-    return _scaled(_looked_up(_nibbles(b + 2, i)), 128, _half(b))
-
-
-@triton.jit
-def _looked_up(codes):
-    """IQ4_NL's numbers and 128."""
-    return (tl.where(codes < 8, LOWER, UPPER) >> (codes % 8 * 8).to(tl.int64)).to(tl.int32) & 255
-
-
 # -- blocks of 256 ----------------------------------------------------------------------------------------------------
 
 
@@ -192,14 +180,7 @@ def _q6_k(b, g, i):
     return _scaled(low | _pairs(b + 128, g, i) << 4, 32, _half(b + 208) * _signed_byte(b + 192 + g))
 
 
-@triton.jit
-def _iq4_xs(b, g, i):
-    scale = _byte(b + 4 + g // 2) >> g % 2 * 4 & 15 | (_byte(b + 2 + g // 4) >> g % 4 * 2 & 3) << 4
-    return _scaled(_looked_up(_nibbles(b + 8 + g * 16, i)), 128, _half(b) * (scale - 32))
-
-
 KERNELS = {  # by type: the numbers of a tile, and how many of them a group has
     "Q4_0": (_q4_0, 32), "Q4_1": (_q4_1, 32), "Q5_0": (_q5_0, 32), "Q5_1": (_q5_1, 32), "Q8_0": (_q8_0, 32),
-    "IQ4_NL": (_iq4_nl, 32), "Q2_K": (_q2_k, 16), "Q3_K": (_q3_k, 16), "Q4_K": (_q4_k, 32), "Q5_K": (_q5_k, 32),
-    "Q6_K": (_q6_k, 16), "IQ4_XS": (_iq4_xs, 32),
+    "Q2_K": (_q2_k, 16), "Q3_K": (_q3_k, 16), "Q4_K": (_q4_k, 32), "Q5_K": (_q5_k, 32), "Q6_K": (_q6_k, 16),
 }  # fmt: skip

@@ -181,7 +181,6 @@ def test_engines_say_which_of_their_settings_have_nothing_to_do():
         (GGMLCPU(threads=1), bare, None),
         (TorchCPU(packed=True), bare, "engine.packed=true"),
         (TorchCUDA(packed=True), bare, "engine.packed=true"),
-        (TorchCPU(packed=True), packed, None),
         (GGMLMetal(threads=2), bare, "engine.threads=2"),
         (GGMLMetal(threads=2, emulate=True), bare, None),
         (GGMLCUDA(tf32=True, emulate=True), bare, "engine.tf32=true"),

@@ -1,21 +1,32 @@
 """Bytes of ggml's types made into numbers by torch, against gguf-py to the bit, and products with such matrices."""
 
 import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from requantised import q4_k
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from requantised import q4_k, requantised
+from tiny import batches, write_base
 
+import toyexp_torch
+from toyexp import Planned, Setup
+from toyexp.contract.plan import optimised
 from toyexp.formats import GGUF_TYPES, dequantise
+from toyexp_optimisers.adamw import AdamWOptimiser
+from toyexp_recipes.lora import Lora
 from toyexp_torch import unpack
+from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import computed_twice
 from toyexp_torch.packed import Packed
 
-KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name != "F32"}
+KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name in unpack.KINDS}
 CPU = torch.device("cpu")
-IN_TRITON = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+IN_TRITON = [kind for kind in KINDS if kind not in unpack.WHOLE]
 
 
 def bytes_of(kind, rows=40, below=256):
@@ -45,53 +56,33 @@ def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
         assert_same_bits(packed.dense(ids), expected[[80, 0, 0, 41]].to(dtype))
 
 
-def test_scales_of_powers_of_two_reach_below_normal_numbers():
-    raw = np.tile(bytes_of("MXFP4", rows=1), (256, 1))
-    raw[:, 0] = raw[:, 17] = np.arange(256)
-    expected = torch.from_numpy(dequantise(raw, KINDS["MXFP4"]))
-    assert_same_bits(Packed(torch.from_numpy(raw), "MXFP4", torch.float32).dense(), expected)
+def test_other_types_are_read_as_numbers(tmp_path):
+    model = write_base(tmp_path / "base.gguf", "llama", d_model=256, d_ff=512)
+    for name, kept in (("Q8_0", True), ("MXFP4", False)):
+        kind = GGMLQuantizationType[name]
+        path = requantised(tmp_path / "base.gguf", tmp_path / f"{name}.gguf", kind, lambda x, k=kind: quantize(x, k))
+        plan = Lora(base=str(path), rank=4).plan(model, Setup(batches().inputs, rows=3))
+        engine = TorchCPU(packed=True)
+        with engine.realize(optimised(plan, AdamWOptimiser().settled("lora"), 1e-2)) as session:
+            held = session._tensors["blk.0.attn_q.weight"]
+        assert isinstance(held, Packed) is kept
+        told = list(engine.warnings(Planned({}, None, None, plan)))
+        assert told == [] if kept else "MXFP4 is held as numbers" in told[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q4_K", "IQ4_NL"])
-def test_one_compiled_kernel_makes_the_same_of_any_number_of_blocks(kind):
-    raw, table = torch.from_numpy(bytes_of(kind, below=0x3C)), unpack.table_of(kind)
-    expected = Packed(raw, kind, torch.float32).dense()
-    kernel = unpack._in_one_kernel(kind, torch.float32, CPU)
-    assert kernel is not unpack._unpacked
-    for rows in (1, 7, 40):
-        assert_same_bits(kernel(raw[:rows].flatten(), kind, table, torch.float32).view(rows, -1), expected[:rows])
+def test_where_a_kernel_in_triton_fails_the_ops_do_it(monkeypatch, caplog):
+    def fails(*args):
+        raise RuntimeError("this GPU is too old\nand more")
 
-
-def test_where_nothing_can_be_compiled_the_ops_do_it(monkeypatch, caplog):
-    def broken(function, **options):
-        def fails(*args):
-            raise RuntimeError("no compiler here\nand more")
-
-        return fails
-
-    monkeypatch.setattr(torch, "compile", broken)
+    kernels = types.SimpleNamespace(unpacked=fails)
+    monkeypatch.setitem(sys.modules, "toyexp_torch.unpack_kernels", kernels)
+    monkeypatch.setattr(toyexp_torch, "unpack_kernels", kernels, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **how: zeros(*size, **how))
     with caplog.at_level("INFO", "toyexp"):
-        assert unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, CPU) is unpack._unpacked
-    assert caplog.messages == ["Q4_0 is unpacked op by op, which is slower: no compiler here"]
-
-
-def test_where_a_kernel_in_triton_fails_the_compiler_makes_one(monkeypatch, caplog):
-    def broken(*args):
-        raise RuntimeError("this GPU is too old")
-
-    monkeypatch.setattr(unpack, "_written", lambda kind, device: broken)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    raw = torch.from_numpy(bytes_of("Q4_0"))
-    with caplog.at_level("INFO", "toyexp"):
-        kernel = unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, CPU)
-    assert caplog.messages == [
-        "Q4_0 is unpacked by a kernel that the compiler makes, which is slower: this GPU is too old"
-    ]
-    assert kernel is not unpack._unpacked
-    assert_same_bits(
-        kernel(raw.flatten(), "Q4_0", None, torch.float32), Packed(raw, "Q4_0", torch.float32).dense().flatten()
-    )
+        assert unpack._in_one_kernel.__wrapped__("Q4_0", torch.float32, torch.device("cuda")) is unpack._unpacked
+    assert caplog.messages == ["Q4_0 is unpacked op by op, which is slower: this GPU is too old"]
 
 
 @pytest.fixture
@@ -118,13 +109,13 @@ def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels
         expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
         with np.errstate(all="ignore"):  # scales that are no numbers
             flat = torch.from_numpy(blocks[:count]).flatten()
-            found = kernels.unpacked(flat, kind, (per_block, block_bytes), getattr(torch, dtype))
+            found = kernels.unpacked(flat, kind, getattr(torch, dtype))
         assert_same_bits(found, expected.flatten().to(found.dtype))
 
 
 def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():
-    raw, table = torch.from_numpy(bytes_of("IQ4_NL", below=0x3C)), unpack.table_of("IQ4_NL")
-    torch.library.opcheck(unpack.as_one_op, (raw, "IQ4_NL", table, torch.bfloat16))
+    raw = torch.from_numpy(bytes_of("Q5_K", below=0x3C))
+    torch.library.opcheck(unpack.as_one_op, (raw, "Q5_K", torch.bfloat16))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------

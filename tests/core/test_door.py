@@ -151,6 +151,32 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(trained, here):
         toyexp.run(resume=part, quiet=True)
 
 
+def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
+    given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", quiet=True)
+    weights, held = given.parameters, {"held_out": given.held_out, "settings": given.settings, "best": given.best}
+    opened, begun = toyexp.open(given), repr(given)
+    longer = toyexp.run(resume=given, steps=12, quiet=True)
+    for result in (given, opened):
+        assert repr(result) == begun and result.steps == len(result.history.loss) == 8 and not result.warnings
+        assert {name: getattr(result, name) for name in held} == held
+        for look in (lambda r: r.files, lambda r: r.parameters["output_norm.weight"], lambda r: r.logits("It was"),
+                     lambda r: r.generate("It"), lambda _: weights["output_norm.weight"]):  # fmt: skip
+            with pytest.raises(UserError, match=r"was resumed, .* read; toyexp\.open\(.*\) shows it as it is now"):
+                look(result)
+    assert longer.steps == len(longer.history.loss) == 12 and "checkpoints/step-12" in longer.files
+    assert toyexp.open(given.directory / "checkpoints" / "step-8").logits("It was").ndim == 2
+
+
+def test_a_sweep_s_result_stays_what_it_was_when_one_of_its_runs_goes_on(here):
+    swept = toyexp.sweep(*WORDS, model=MODEL, **SETTINGS, seed=[0, 1], sweep={"isolate": False}, quiet=True)
+    best, before = swept.best, swept.best.held_out
+    toyexp.run(resume=best, steps=12, quiet=True)
+    assert best is swept.best and (best.steps, best.held_out) == (8, before) and "| 12" not in repr(swept)
+    assert {str(row["seed"]) for row in swept.table} == {"0", "1"} and {row["steps"] for row in swept.table} == {8}
+    with pytest.raises(UserError, match="was resumed"):
+        best.history  # noqa: B018
+
+
 @dataclass(eq=False)
 class Interrupting(Callback):
     """Does as a person who presses Ctrl-C."""

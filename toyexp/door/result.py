@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,16 +35,34 @@ FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries a
 
 
 class Result:
-    """A run's directory, read when it is asked for; a run that goes on elsewhere is looked at as it stands.
+    """A run as it stood when this object was made; files and weights are read from its directory when asked for.
 
-    It may stand wherever a path may: `toyexp.run(resume=result)`.
+    Once the run was resumed, its weights and files are others: asking for them raises UserError. A result may stand
+    wherever a path may: `toyexp.run(resume=result)`. One of a sweep, which may have thousands, reads its events `late`.
     """
 
-    def __init__(self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None):
+    def __init__(
+        self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None, late: bool = False
+    ):
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
-        self._look = look(self.directory)
+        self._when, self._look = self._begun(), look(self.directory)
+        self.best: dict[str, Any] | None = result_of(directory).get("best")  # step, metric, score: `checkpoint_best`
+        if not late:
+            self.lines()  # which reads settings, history and warnings
+
+    def _begun(self) -> list[int]:
+        """Return when training last began: each process that trains the run writes its config.yaml anew."""
+        return [path.stat().st_mtime_ns for path in self.directory.glob("config.yaml")]
+
+    @property
+    def _place(self) -> Path:
+        """The run's directory; UserError if the run was resumed since."""
+        if self._when != self._begun():
+            now = f"toyexp.open({str(self.directory)!r}) shows it as it is now"
+            raise UserError(f"{short(self.directory)}: was resumed, or moved, since this result was read; {now}")
+        return self.directory
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of it opens the directory again, with the plugins that are found there."""
@@ -84,11 +102,6 @@ class Result:
         return {**loss, **self._look.scores}
 
     @property
-    def best(self) -> dict[str, Any] | None:
-        """Of a run that keeps its best weights (`checkpoint_best`): their step, metric and score."""
-        return result_of(self.directory).get("best")
-
-    @property
     def seconds(self) -> float | None:
         """How long it took in all."""
         return self._look.seconds
@@ -101,22 +114,22 @@ class Result:
     @cached_property
     def history(self) -> History:
         """Its numbers step by step, as arrays."""
-        return History.of(self.directory)
+        return History.of(self._place)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
-        return values(self.directory)
+        return values(self._place)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it recorded as it began: engine, machine, model, data."""
-        return start_of(self.directory)
+        return start_of(self._place)
 
     @cached_property
     def warnings(self) -> list[str]:
         """What it was warned of, a sentence each."""
-        events = events_in(self.directory / "events.jsonl")
+        events = events_in(self._place / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
@@ -124,7 +137,7 @@ class Result:
         """Its files by their names below its directory; a checkpoint is a directory: files["checkpoints/step-200"]."""
         found: dict[str, Path] = {}
         with contextlib.suppress(OSError):
-            for path in sorted(self.directory.iterdir()):
+            for path in sorted(self._place.iterdir()):
                 inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
                 shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK, LEDGER)]
                 found |= {str(p.relative_to(self.directory)): p for p in shown}
@@ -150,7 +163,7 @@ class Result:
         """
         from toyexp.formats.file_plan import frozen_tensors
 
-        return Parameters(frozen_tensors(self.model, *self._weights)[0])
+        return Parameters(frozen_tensors(self.model, *self._weights)[0], lambda: self._place)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -232,12 +245,12 @@ class Result:
 
     # -- how it is done --
 
-    @cached_property
+    @property
     def _weights(self) -> tuple[Path, Path | None]:
         """The file of the model, and that of an adapter on it; UserError where nothing is left."""
         from toyexp.config.restored import ADAPTER, MODEL, file_of
 
-        where, adapter = self.checkpoint or self.directory, self.directory / ADAPTER
+        where, adapter = self.checkpoint or self._place, self._place / ADAPTER
         if (where / MODEL).exists():
             return file_of(where, registry=self._registry), None
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
@@ -331,10 +344,11 @@ class Result:
 class Parameters(Mapping[str, np.ndarray]):
     """Tensors by their names, each read from its file when it is asked for."""
 
-    def __init__(self, tensors: Sequence[PlanTensor]):
-        self._tensors = {tensor.name: tensor for tensor in tensors}
+    def __init__(self, tensors: Sequence[PlanTensor], check: Callable[[], object]):
+        self._tensors, self._check = {tensor.name: tensor for tensor in tensors}, check
 
     def __getitem__(self, name: str) -> np.ndarray:
+        self._check()
         tensor = self._tensors[name]
         return np.asarray(tensor.values.draw(tensor.shape, 0, name), np.float32)
 

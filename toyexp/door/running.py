@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -159,15 +160,16 @@ class SweepResult(Sequence[Result]):
         self._registry = registry or load()
         self._all, asked = remembered(self.directory)
         self._ranking: Ranking[Job] = ranked(self._all, asked["sweep"])
+        self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """See Result."""
         return SweepResult, (self.directory, None)
 
-    @cached_property
+    @property
     def runs(self) -> list[Result]:
         """Its runs, the best first; a job that did not begin has none."""
-        return [result for job, _ in self._ranking.jobs() if (result := self._result(job))]
+        return [result for result in self._results.values() if result]
 
     @property
     def best(self) -> Result | None:
@@ -188,12 +190,14 @@ class SweepResult(Sequence[Result]):
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._all for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():
-            result, found = self._result(job), job.result
-            own = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
+            result, found = self._results[job.number], job.result
+            known: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
+            with contextlib.suppress(UserError):  # of a run that was resumed since
+                known |= result.settings if result else {}
             scores = {f"held_out_{name}": value for name, value in (found.get("eval_scores") or {}).items()}
             rows.append({
                 "job": job.number,
-                **{key: result.settings.get(key, own.get(key)) if result else own.get(key) for key in keys},
+                **{key: known.get(key) for key in keys},
                 "state": str(job.status), "steps": found.get("steps"), "loss": found.get("train_loss"),
                 "held_out_loss": found.get("eval_loss"), **scores, "seconds": found.get("seconds"),
                 "mean": point.mean if point.values else None, "deviation": point.deviation, "error": job.error,
@@ -224,7 +228,7 @@ class SweepResult(Sequence[Result]):
             require_run(self.directory / job.directory)
         except UserError:  # it ended before it wrote anything
             return None
-        return Result(self.directory / job.directory, self._registry)
+        return Result(self.directory / job.directory, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:
         return self.runs[index]

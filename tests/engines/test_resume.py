@@ -122,13 +122,13 @@ def test_files_that_changed_since_are_noticed(capsys):
     Path("book.txt").write_text(TEXT.replace("April", "March"))
     capsys.readouterr()
     assert main(["resume=first", "steps=4"]) == 2
-    assert "data.text_sha256 was " in capsys.readouterr().err
+    assert "text was " in capsys.readouterr().err
     Path("book.txt").write_text(TEXT)
     run("resume=first", "steps=4")
     shutil.copy("first/model.gguf", "base.gguf")  # of other values now
     capsys.readouterr()
     assert main(["resume=second", "steps=4"]) == 2
-    assert "files.base was " in capsys.readouterr().err
+    assert "base was " in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(capsys):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.commands.line import main
 from toyexp.text.byte_level import Bytes
-from toyexp.training.provenance import Record, data_sources, record, record_in
+from toyexp.training.provenance import Record, data_sources, record_in
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -113,12 +112,40 @@ def test_a_record_has_a_directory_if_it_is_absolute():
     assert record_in({"cwd": "outputs"}).cwd is record_in({}).cwd is None  # relative: from where nobody knows
 
 
-def test_a_run_whose_first_directory_is_gone_was_begun_in_the_present_one(here, monkeypatch):
-    monkeypatch.setattr("toyexp.training.provenance.sources_of", lambda prepared: {})
-    (here / "kept").mkdir()
-    for name, cwd in (("kept", here / "kept"), ("gone", here)):
-        prepared = SimpleNamespace(config=SimpleNamespace(begun=here / name))
-        assert record(prepared)["cwd"] == str(cwd)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_that_was_resumed_elsewhere_says_where_it_was_begun(here, home, capsys, monkeypatch, there):
+    (here / "first").mkdir()
+    (here / "second").mkdir()
+    shutil.copy(home / "book.txt", "first/book.txt")
+    monkeypatch.chdir("first")
+    assert main([*QUICK, *NANO, "hydra.run.dir=../run"]) == 0
+    Path("book.txt").rename(here / "second/book.txt")
+    monkeypatch.chdir("../second")
+    if not there:
+        Path("../first").rmdir()
+    assert main(["resume=../run", "steps=3"]) == 0 and of("../run")["cwd"] == str(here / "first")
+    Path("book.txt").unlink()
+    for words in (["resume=../run", "steps=4"], ["eval", "../run"]):
+        said = told(capsys, *words, code=2)
+        where = f"the run was begun in {here / 'first'}{'' if there else ', which is gone'}; cd to "
+        assert where in said and "or type data.path=PATH" in said
+
+
+def test_data_and_a_base_that_were_moved_are_taken_by_their_bytes(here, home, capsys, monkeypatch):
+    shutil.copytree(home / "full", "run")
+    (here / "moved").mkdir()
+    monkeypatch.chdir("moved")
+    shutil.copy(home / "book.txt", "text.txt")
+    shutil.copy(home / "base.gguf", "b.gguf")
+    words = ["resume=../run", "steps=3", "data.path=text.txt", "recipe.base=b.gguf"]
+    Path("other.txt").write_text(BOOK.replace("April", "March"))
+    assert "text was " in told(capsys, *words[:2], "data.path=other.txt", code=2)
+    assert "base was " in told(capsys, *words[:2], f"recipe.base={home}/other.gguf", code=2)
+    said = told(capsys, *words)
+    assert "data.path book.txt -> /" in said and "recipe.base base.gguf -> /" in said and "takes its place" not in said
+    assert of("../run")["sources"] == of(home / "full")["sources"]
+    monkeypatch.chdir("..")  # from where a relative path would not lead there
+    assert ", the run's own," in told(capsys, "eval", "run", "engine=ggml")
 
 
 def test_a_resumed_run_keeps_the_directory_it_was_begun_in(home, monkeypatch):
@@ -336,7 +363,7 @@ def test_swapped_folders_of_images_are_noticed(capsys):
     Path("pets/x").rename("pets/zebras")  # the same images in the same order under another name
     words = ["predict", "vit/checkpoints/step-1", "pets/cats/0.png"]
     assert "classes was " in told(capsys, *words, code=2)
-    assert "classes_digest was " in told(capsys, "resume=vit", "steps=2", code=2)
+    assert "classes was " in told(capsys, "resume=vit", "steps=2", code=2)
 
 
 @pytest.mark.parametrize("launcher", ["serial", "stacked"])

@@ -137,7 +137,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         complain(f"warning: {warning}")
     chosen = _data(model, path, typed, registry, trained, data)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
-    with trained.record.told() if trained else nullcontext():
+    with trained.record.told(["data.path"]) if trained else nullcontext():
         built = request.before(*chosen, *batch_size).without("model.context").parts()
     built.engine.check_rows(built.settings.batch_size, 1)
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)

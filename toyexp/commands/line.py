@@ -254,14 +254,14 @@ def ready(
     from toyexp.base.memory import running_out
     from toyexp.base.ownership import require_empty
     from toyexp.training.experiment import prepare
-    from toyexp.training.provenance import recorded
+    from toyexp.training.provenance import MOVED, recorded
     from toyexp.training.resume import load as load_run
     from toyexp.training.resume import recall
 
     status("starting the engine")
     source = composed.source
     begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
-    with running_out(), begun.told():
+    with running_out(), begun.told(MOVED):
         built = composed.parts()
         if TRIAL in os.environ:
             from toyexp.sweep.pruning import taken  # deferred: a run of no search need not load what a search does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,12 @@ from toyexp.base.errors import UserError
 from toyexp.config.compose import Composed, compose
 from toyexp.config.engines import read_label
 from toyexp.config.schema import Source, store_schemas
-from toyexp.config.words import lines, parse
+from toyexp.config.words import lines, parse, setting
 from toyexp.contract.command import modules_in
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
 from toyexp.training.parts import Config
+from toyexp.training.provenance import MOVED
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,11 @@ class Request:
 
     def of_run(self, directory: Path) -> Request:
         """The same on the saved configuration of a run; UserError where that is of another model, data or recipe."""
-        return replace(self, source=Source.of_run(directory, self.values, self.registry, self.modules))
+        source = Source.of_run(directory, self.values, self.registry, self.modules)
+        typed = {} if source.begun.cwd in (None, Path.cwd()) else self.values
+        here = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
+        settings = [o for o in self.settings if o.key_or_group not in here]
+        return replace(self, settings=[*settings, *parse([setting(*pair) for pair in here.items()])], source=source)
 
     def on_engines(self, labels: Sequence[str]) -> dict[str, Request]:
         """The same on each engine of `name[:key=value...]`, by the label; engine.key=value is a setting of all."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,14 @@ from toyexp.training.parts import Prepared
 DIGEST = re.compile(r"_?(sha256|digest)$")  # how a fact of the data that is a digest is named
 NAMES = ("tokenizer", "classes")  # digests of what ids stand for, and not of the ids
 LINE = 1 << 20  # bytes of the first event that are read
+# Settings that a resumed run may change, as a file that was moved has a new path, and the digests that tell the file.
+MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",)}
 
 
 def identity(prepared: Prepared) -> dict[str, Any]:
-    """Return what a run must share with a checkpoint besides its settings: its data, tensors and files."""
-    return {
-        "data": {key: value for key, value in prepared.data_facts().items() if key != "path"},
-        "tensors": {t.name: [*t.shape, t.trainable] for t in prepared.plan.tensors},
-        "files": file_sources(prepared.config.recipe),
-    }
+    """Return what a run must share with a checkpoint besides its settings: its data and files."""
+    data = {key: value for key, value in prepared.data_facts().items() if key != "path"}
+    return {"data": data, "files": file_sources(prepared.config.recipe)}
 
 
 def files(recipe: Recipe) -> dict[str, Path]:
@@ -75,11 +74,9 @@ def sources_of(prepared: Prepared) -> dict[str, str]:
 def record(prepared: Prepared) -> dict[str, Any]:
     """Return what a run's result.json, run_start and checkpoints say of its origin: `cwd` and `sources`.
 
-    A run that is resumed keeps its `cwd` as long as that directory is there.
+    A run that is resumed keeps its `cwd`.
     """
-    begun = prepared.config.begun
-    cwd = begun if begun and begun.is_dir() else working_directory()
-    return {"cwd": str(cwd), "sources": sources_of(prepared)}
+    return {"cwd": str(prepared.config.begun or working_directory()), "sources": sources_of(prepared)}
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,18 @@ class Record:
         return pattern if matched else typed
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Name the directory that the run was begun in, behind an error about a path that was not found."""
+    def told(self, moved: Collection[str] = ()) -> Iterator[None]:
+        """Name the directory that the run was begun in, behind an error about a path that was not found.
+
+        Of a path that may be typed anew, whose setting is one of `moved`, say so.
+        """
         try:
             yield
         except UserError as error:
             if self.cwd and re.search("not found|matches no file", str(error)):
-                where = f"the run was begun in {printable(str(self.cwd))}"
-                error.args = (f"{error}; {where}; cd to the directory that has its files now",)
+                where = printable(str(self.cwd), 500) + ("" if self.cwd.is_dir() else ", which is gone")
+                anew = f", or type {key}=PATH" if (key := str(error).partition("=")[0]) in moved else ""
+                error.args = (f"{error}; the run was begun in {where}; cd to where its files are now{anew}",)
             raise
 
     def differing(self, now: Mapping[str, str]) -> list[str]:

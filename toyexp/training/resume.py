@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from toyexp.contract.planned import defaults
 from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Outcome, Prepared
-from toyexp.training.provenance import identity, require_own_checkpoint
+from toyexp.training.provenance import MOVED, identity, record_in, require_own_checkpoint
 from toyexp.training.rundir import settings_in
 
 if TYPE_CHECKING:
@@ -155,18 +154,18 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if not all(isinstance(state.get(part), dict) for part in parts):
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
     require_own_checkpoint(found.path, state)
-    outcome = _outcome(found)
+    outcome, then = _outcome(found), record_in(state)
     plain, filled = prepared.config.plain, with_defaults(state["config"], prepared.config)
     changed = dict(differences(filled, plain))
     new = dict(differences(state["config"], {k: v for k, v in filled.items() if k in plain}))
     added = {k: now for k, (then, now) in new.items() if then is None and k.split(".")[0] not in ASIDE_KEYS}
-    fixed = {k: v for k, v in changed.items() if k.split(".")[0] not in FREE_KEYS}
-    fixed |= {} if fixed else dict(_other_sources(state["identity"], json.loads(json.dumps(identity(prepared)))))
-    if fixed:
-        pairs = list(fixed.items())[:3]
-        told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in pairs]
-        more = f", and {len(fixed) - 3} more" if len(fixed) > 3 else ""
-        raise OtherExperiment(f"resume={short(directory)}: that run is another experiment: {'; '.join(told)}{more}")
+    free = {*FREE_KEYS, *(key for key, roles in MOVED.items() if then.sources.keys() & {*roles})}
+    fixed = {k: v for k, v in changed.items() if not {k, k.split(".")[0]} & free}
+    told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in fixed.items()]
+    if told := told or then.differing(_sources_now(prepared, state["identity"])):
+        more = f", and {len(told) - 3} more" if len(told) > 3 else ""
+        what = f"that run is another experiment: {'; '.join(told[:3])}{more}"
+        raise OtherExperiment(f"resume={short(directory)}: {what}")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     if found.step == settings.steps and _completed(directory):
@@ -251,14 +250,11 @@ def _filled(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
     return filled
 
 
-def _other_sources(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the differences in data, tensors and files; a checkpoint of an older version may lack some facts."""
-    data, files = (then[part] if isinstance(then.get(part), Mapping) else {} for part in ("data", "files"))
-    data = {key: value for key, value in data.items() if key != "path"}
-    yield from differences(data, {key: value for key, value in now["data"].items() if key in data}, "data")
-    yield from differences(then.get("tensors"), now["tensors"], "tensors")
-    files = {role: files.get(role, files.get("vocabulary")) for role in now["files"]}
-    yield from differences(files, now["files"], "files")
+def _sources_now(prepared: Prepared, then: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the digests of a run's data and files, by the facts that a checkpoint of an older version has too."""
+    now, known = identity(prepared), then.get("data")
+    data = {key: value for key, value in now["data"].items() if isinstance(known, Mapping) and key in known}
+    return record_in({"identity": {**now, "data": data}}).sources
 
 
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -144,7 +144,7 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
         ("--type q8_0", "takes one file or run directory, and a type"),
         ("model.gguf other.gguf --type q4_0", "and a type: toyexp export model.gguf --type q4_0 --to other.gguf"),
         ("model.gguf --type q8_0 --to=", "export --to '': is empty (a variable that is not set?); leave it out, or"),
-        ("model.gguf --type q8_0 --to pipe --force", "--to pipe: is a device or a pipe, which no file takes the place"),
+        ("model.gguf --type q8_0 --to pipe --force", "--to pipe: is already there and no file of a model"),
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),
         ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
         ("model.gguf --type q8", "did you mean q8_0?"),
@@ -158,11 +158,12 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
         ("empty --type q8_0", "empty: is a directory without model.gguf"),
         ("book.txt --type q8_0", "book.txt: is not a GGUF file"),
         ("model.gguf --type q8_0 --to nowhere/x.gguf", "--to nowhere/x.gguf: there is no directory nowhere"),
-        ("model.gguf --type q8_0 --to empty", "--to empty: is a directory; name a file in it"),
-        (
-            "model.gguf --type q8_0 --to there.gguf",
-            "there.gguf: is already there; write elsewhere with --to, or replace",
-        ),
+        ("model.gguf --type q8_0 --to empty", "no file of a model, which alone --force replaces; name a file in it"),
+        ("model.gguf --type q8_0 --to other.gguf", "--to other.gguf: is already there; write elsewhere, or replace it"),
+        ("model.gguf --type q8_0 --to there.gguf --force", "there.gguf: is already there and no file of a model"),
+        ("model.gguf --type q8_0 --to config.yaml --force", "config.yaml: is already there and no file of a model"),
+        ("model.gguf --type safetensors --to config.yaml --force", "and no file of a model, which alone --force repl"),
+        ("model.gguf --type hf --to card --force", "--to card: is already there and no directory that was written so"),
         ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is what is read; write elsewhere"),
         ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
         ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; there is: gemma, gpt2, llama"),
@@ -176,7 +177,10 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
     (source.parent / "empty").mkdir()
     os.mkfifo(source.parent / "pipe")
     (source.parent / "book.txt").write_text("It was a bright cold day in April.")
-    (source.parent / "there.gguf").write_bytes(b"mine")
+    for name in ("there.gguf", "config.yaml"):
+        (source.parent / name).write_bytes(b"mine")
+    (source.parent / "card").mkdir()
+    (source.parent / "card/README.md").write_bytes(b"mine")
     for name, key, value in (
         ("adapter", "general.type", "adapter"),
         ("other", "general.architecture", "mamba"),
@@ -191,11 +195,12 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1, err
     assert sorted(p.name for p in source.parent.rglob("*")) == before and (source.parent / "pipe").is_fifo()
-    assert (source.parent / "there.gguf").read_bytes() == b"mine"
+    for name in ("there.gguf", "config.yaml", "card/README.md"):
+        assert (source.parent / name).read_bytes() == b"mine"
 
 
 def test_force_replaces_the_file_in_one_piece(source):
-    (source.parent / "there.gguf").write_bytes(b"mine")
+    (source.parent / "there.gguf").write_bytes(b"GGUF, damaged")
     assert main(["export", "model.gguf", "--type", "q8_0", "--to", "there.gguf", "--force"]) == 0
     assert tensors("there.gguf")["blk.0.attn_q.weight"][0] == "Q8_0"
     assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
@@ -210,11 +215,11 @@ sys.exit(main(["export", "model.gguf", "--type", "f16", "--to", "there.gguf", "-
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(source):
-    (source.parent / "there.gguf").write_bytes(b"mine")
+    (source.parent / "there.gguf").write_bytes(b"GGUF, mine")
     run = subprocess.run([sys.executable, "-W", "error", "-c", FULL_DISK], capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == "toyexp: error: there.gguf: could not be written: File too large\n"
-    assert (source.parent / "there.gguf").read_bytes() == b"mine"
+    assert (source.parent / "there.gguf").read_bytes() == b"GGUF, mine"
     assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
 
 

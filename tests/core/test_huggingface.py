@@ -4,6 +4,7 @@ That transformers computes the same from them is tests/judge/test_huggingface.py
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,9 +186,11 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
     assert names("out") == FILES and names() == ["m.gguf", "out"]
     Path("out/mine.txt").write_text("mine")
     Path("file").write_text("mine")
-    for target in ("out", "file", "m.gguf"):
+    for target in ("out", "file"):
         assert main(["export", "m.gguf", "--type", "hf", "--to", target, "--force"]) == 2
-        assert f"--to {target}: is already there, and no directory that was written so" in capsys.readouterr().err
+        assert f"--to {target}: is already there and no directory that was written so" in capsys.readouterr().err
+    assert main(["export", "m.gguf", "--type", "hf", "--to", "m.gguf", "--force"]) == 2
+    assert "--to m.gguf: --type hf is written as *-hf" in capsys.readouterr().err
     assert Path("out/mine.txt").read_text() == Path("file").read_text() == "mine"
 
 
@@ -381,7 +384,12 @@ RUN = [
 
 def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
-    words = ["recipe=scratch", "callbacks=[default,hf_export]", "callbacks.hf_export.every=2"]
+    words = [
+        "recipe=scratch",
+        "callbacks=[default,hf_export]",
+        "callbacks.hf_export.every=2",
+        "callbacks.gguf_export.every=2",
+    ]
     assert main([*RUN, *words, "callbacks.hf_export.dtype=bfloat16"]) == 0
     assert names("run/model-hf") == names("run/model-2-hf") == FILES
     card, score = Path("run/model-hf", CARD).read_text(), json_of("run/result.json")["eval_loss"]
@@ -389,6 +397,19 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0"):
         assert f"| {row} |" in card
     assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
+    for what in ("run", "run/model.gguf"):
+        assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
+        again = {line for line in card.splitlines() if "| held-out ppl |" not in line}
+        assert {*Path("again", CARD).read_text().splitlines()} == again
+    shutil.copytree("run", "other")
+    Path("other/config.yaml").write_text(Path("run/config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    for what in (
+        "run/model-2.gguf",
+        "other/model.gguf",
+    ):  # of a step without an eval, and beside another run's settings
+        assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
+        assert "held-out" not in Path("again", CARD).read_text()
+    assert "data file" not in Path("again", CARD).read_text()
     assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
     assert f"model-hf  {size / 1e6:.2f} MB" in capsys.readouterr().out
@@ -403,6 +424,15 @@ def test_a_card_names_the_licence_and_the_repository_of_the_base():
     card = model_card(Exported(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
     assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
     assert "PeftModel.from_pretrained(base" in card
+
+
+@pytest.mark.parametrize("url", ["https://example.org/base", "https://huggingface.co/org/base/tree/main", ""])
+@pytest.mark.parametrize("base", ["outputs/run-1", "base.gguf", "/models/org/base"])
+def test_a_card_names_a_base_without_a_repository_in_its_text_alone(url, base):
+    general = {"base_model.0.repo_url": url, "base_model.0.name": "Small One"}
+    for about, row in (({"base": base}, base), ({"base": None}, "Small One")):
+        card = model_card(Exported(Llama(d_model=16), {}, general=general, about=about))
+        assert "base_model:" not in card and f"| base | {row} |" in card
 
 
 @pytest.mark.parametrize("merged", ["true", "false"])

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import write_base
 
+from toyexp.base.ownership import fingerprint
 from toyexp.commands.line import main
 from toyexp.config.restored import adapter_of
 from toyexp.formats.gguf.form import read_model
@@ -233,8 +234,34 @@ def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(c
     main(["merge", "w.gguf", "run", "--out", "again.gguf", "--type", to])
     assert ("tensors that the adapter changes are" in capsys.readouterr().out) is (kind != to)
     with GGUFFile("w.gguf") as one, GGUFFile("m.gguf") as other:
-        assert other.metadata.pop("general.adapter_digest")  # the one key that is new
+        came = {key: other.metadata.pop(key) for key in [*other.metadata] if key not in one.metadata}
         assert str(dict(one.metadata)) == str(dict(other.metadata))
+        assert came.pop("general.adapter_digest") and came.pop("general.base_model.0.digest") == fingerprint("w.gguf")
+    assert came == {
+        "general.name": "w + lora-llama", "general.base_model.count": 1, "general.base_model.0.name": "w",
+        "general.description": "w with the LoRA adapter lora-llama of run run merged in",
+    }  # fmt: skip
+    main(["describe", "m.gguf"])
+    assert "about       w with the LoRA adapter lora-llama of run run" in capsys.readouterr().out
+
+
+def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
+    general = {
+        "name": "One", "run_id": "2026-11-21", "step": 7, "config_sha256": "ab", "license": "mit", "version": "2",
+        "repo_url": "https://huggingface.co/org/one", "base_model.0.name": "Zero", "tags": ["a"],
+    }  # fmt: skip
+    write_base(Path("w.gguf"), "llama", tokenizer=Bytes(), general=general)
+    assert main(["merge", "w.gguf", "run/adapter-hf", "--out", "m.gguf"]) == 0
+    with GGUFFile("m.gguf") as file:
+        keys = file.metadata
+        assert not {"general.run_id", "general.step", "general.config_sha256", "general.repo_url"} & keys.keys()
+        assert (keys["general.license"], keys["general.tags"]) == ("mit", ["a"])
+        assert (keys["general.name"], keys["general.base_model.0.name"]) == ("One + lora-llama", "One")
+    capsys.readouterr()
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
+    card = Path("m-hf/README.md").read_text()
+    assert "\nlicense: mit\nbase_model: org/one\n" in card and "| base | One |" in card and "| run |" not in card
+    assert "| description | One with the LoRA adapter lora-llama of run run merged in |" in card
 
 
 def test_the_merged_model_scores_and_writes_what_base_and_adapter_do(capsys):
@@ -275,7 +302,7 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["base.gguf", "run", "--out", "away/m.gguf"], "there is no directory away"),
     (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is what is read"),
     (["base.gguf", "run", "--out", "there.gguf"], "replace it with --force"),
-    (["base.gguf", "run", "--out", "notes.gguf", "--force"], "is already there and no GGUF file"),
+    (["base.gguf", "run", "--out", "notes.gguf", "--force"], "is already there and no file of a model"),
     (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),
     (["other.gguf", "run", "--out", "m.gguf"], "blk.0.ffn_down.weight is 32 x 32"),
     (["gpt2.gguf", "run", "--out", "m.gguf"], "is an adapter of llama, the model is gpt2"),

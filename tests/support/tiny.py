@@ -56,7 +56,7 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
     return (recipe or Scratch()).plan(model, setup)
 
 
-def write_base(path, name, kind="f32", tokenizer=None, spoil=None, **sizes):
+def write_base(path, name, kind="f32", tokenizer=None, spoil=None, general=None, **sizes):
     """A GGUF of random values to start from, one of them no number in the tensor `spoil`, and its model."""
     model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
@@ -64,7 +64,7 @@ def write_base(path, name, kind="f32", tokenizer=None, spoil=None, **sizes):
         values[name] *= 15  # so that its logits differ
     if spoil:
         values[spoil].flat[5] = np.nan
-    write_model(path, model, values, tokenizer, kind)
+    write_model(path, model, values, tokenizer, kind, general)
     return model
 
 

@@ -283,6 +283,7 @@ def _general(file: GGUFFile) -> dict[str, str]:
         "licence": said("license", "license.link"),
         "base model": said("base_model.0.name", "base_model.0.organization", "base_model.0.repo_url"),
         "made by": ", ".join(made),
+        "about": said("description"),
     }
     return {name: text for name, text in shown.items() if text}
 

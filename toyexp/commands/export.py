@@ -7,17 +7,19 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.blame import blamed, sentences
 from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
+from toyexp.base.files import head
 from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
 from toyexp.contract.command import Arguments
+from toyexp.contract.exporter import card_facts
 from toyexp.contract.format import Exported, Format, require_written
 from toyexp.contract.plugins import load
 from toyexp.contract.registry import Registry
@@ -26,6 +28,10 @@ from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import require_exact
 from toyexp.formats.layout import HF_TYPES
+from toyexp.runs.found import look
+from toyexp.training.checkpoint import result_of
+from toyexp.training.parts import config_hash
+from toyexp.training.rundir import settings_in
 
 
 def help_text(modules: Sequence[str]) -> str:
@@ -53,7 +59,7 @@ From GGUF to GGUF every key is kept as it is, but general.file_type and general.
 positions are written in f32. A split model, given by its first part, becomes one file.
 
 options
-  --to PATH      where to; an existing file is replaced only with --force
+  --to PATH      where to; what is there already is replaced only with --force, and only if it is a model
   --requantize   round numbers again that were already rounded to a quantised type
   --json         print what was written as JSON"""
 
@@ -132,14 +138,15 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
 def export(what: Path, settings: Sequence[str], arguments: Arguments, registry: Registry) -> Written:
     """Writes the file; UserError for what cannot be, before anything is written."""
     word, to = arguments.values["--type"], arguments.values.get("--to")
-    place = None if to is None else Path(to)
     form = asked(word, settings, registry)
     # What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
     with GGUFFile(file_of(what, registry=registry)) as file:
-        target = choose_target(file, ending, place, "--force" in arguments.switches, form.contents)
+        target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
+        read = [*file.paths, origin(file.path)]
+        require_free(f"--to {target}", target, read, "--force" in arguments.switches, form.suffix, form.contents)
         try:
             exported, problems = _write(form, file, target, "--requantize" in arguments.switches, registry)
         except UserError as error:
@@ -170,9 +177,21 @@ def _write(
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
-            return exported, [*exported.lacks, *require_written(form, place, form.write(exported, place))]
+            told = require_written(form, place, form.write(replace(exported, about=_about(file)), place))
+            return exported, [*exported.lacks, *told]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(place), str(target))) from error
+
+
+def _about(file: GGUFFile) -> dict[str, Any]:
+    """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
+    run = _beside(file).parent
+    config, found = settings_in(run / "config.yaml"), look(run)
+    if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
+        return {}
+    same = result_of(run).get("eval_step") == file.metadata.get("general.step")
+    loss = {"loss": found.loss} if found.loss is not None else {}
+    return card_facts(config, found.engine, {**loss, **found.scores} if same else {})
 
 
 def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:
@@ -181,33 +200,36 @@ def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:
     return exported_of(file, registry.models()).lacks if converted else ()
 
 
-def choose_target(
-    file: GGUFFile, ending: str, to: Path | None = None, force: bool = False, contents: frozenset[str] = frozenset()
-) -> Path:
-    """Where a file goes, or a directory of `contents`; UserError for a place that cannot be, or that is taken."""
-    target = _path(file, ending, to)
+def require_free(
+    asked: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
+) -> None:
+    """Raise UserError unless nothing is at `target`, or with `force` a model's file or directory that is not `read`."""
+    require_place(asked, target)
     if not os.path.lexists(target):
-        return target
+        return
     if contents:
-        if target.is_symlink() or not target.is_dir() or {f.name for f in target.iterdir()} - contents:
-            raise UserError(f"--to {target}: is already there, and no directory that was written so")
-    elif target.is_dir():
-        raise UserError(f"--to {target}: is a directory; name a file in it")
-    elif target.exists() and any(target.samefile(path) for path in (*file.paths, origin(file.path))):
-        raise UserError(f"{target}: is what is read; write elsewhere: --to other{target.suffix}")
-    elif target.exists() and not target.is_file():
-        raise UserError(f"--to {target}: is a device or a pipe, which no file takes the place of; name a file")
+        names = {f.name for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {""}
+        ours = names <= {*contents} and names != {"README.md"}
+    else:
+        ours = head(target, 4) == b"GGUF" or (suffix != ".gguf" and target.is_file() and target.name.endswith(suffix))
+    if not ours:
+        what = "directory that was written so" if contents else "file of a model"
+        hint = "name a file in it" if target.is_dir() and not contents else "write elsewhere"
+        raise UserError(f"{asked}: is already there and no {what}, which alone --force replaces; {hint}")
+    if any(target.samefile(path) for path in read):
+        raise UserError(f"{asked}: is what is read; write elsewhere")
     if not force:
-        raise UserError(f"{target}: is already there; write elsewhere with --to, or replace it with --force")
-    return target
+        raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
 
 
-def _path(file: GGUFFile, ending: str, to: Path | None) -> Path:
-    """Where to; UserError when there is no directory."""
-    beside = file.path
-    if (made_of := origin(file.path)) != file.path:  # what lies in a checkpoint's directory goes with it
-        beside = (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
+def default_target(file: GGUFFile, ending: str) -> Path:
+    """Where a file goes unless `--to` says it: beside the model, a part of whose name is left out if it is split."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    target = to or beside.with_name(f"{stem}{ending}")
-    require_place(f"--to {target}", target)
-    return target
+    return _beside(file).with_name(f"{stem}{ending}")
+
+
+def _beside(file: GGUFFile) -> Path:
+    """Return the path beside which a new file goes: of what lies in a checkpoint's directory that of its run."""
+    if (made_of := origin(file.path)) == file.path:
+        return file.path
+    return (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name

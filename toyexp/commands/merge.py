@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.base.errors import UserError, choose, for_terminal
-from toyexp.base.files import head
-from toyexp.base.writing import bytes_in, require_place
+from toyexp.base.writing import bytes_in
+from toyexp.commands.export import require_free
 from toyexp.commands.options import Answer, refuse_settings
 from toyexp.config.restored import adapter_of, check_base, file_of
 from toyexp.contract.command import Arguments
@@ -23,7 +22,7 @@ from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.ggml_types import fitting, pieces_of
 from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.open_model import PARENT, inherited_keys, model_in
 from toyexp.formats.gguf.quantise import FILE_TYPES, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
@@ -42,11 +41,13 @@ adapter.gguf, or a directory of PEFT's.
 --type TYPE       of the weights that the adapter changes: f32, exact, unless told; f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1
 --json            print what was written as JSON
 
-All other tensors, and all keys, stay as they are, in their types. A chat template that the adapter was trained with
-takes the place of the base's, and general.adapter_digest says what is merged in."""
+All other tensors, and all keys but those that say where the base comes from, stay as they are, in their types. A chat
+template that the adapter was trained with takes the place of the base's. general.description, base_model.0.* and
+adapter_digest say what was merged."""
 
-MAGIC = b"GGUF"
 TYPES = tuple(FILE_TYPES)
+# Keys of the base that are not true of what it becomes a part of, by how they begin.
+OF_BASE = ("split.", *(f"general.{key}" for key in ("run_id", "step", "config_sha256", "base_model.", *PARENT)))
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def run(arguments: Arguments) -> int:
     kind = arguments.values.get("--type", "f32")
     if kind not in TYPES:
         raise UserError(f"--type {kind}: {choose(kind, TYPES)}")
-    base, adapter = map(Path, arguments.rest)
-    return merge(base, adapter, Path(out), kind, "--force" in arguments.switches, load(arguments.modules)).show(
-        arguments
-    )
+    if not out.endswith(".gguf"):
+        raise UserError(f"--out {out}: is written as *.gguf; other formats: toyexp export")
+    base, adapter, force = *map(Path, arguments.rest), "--force" in arguments.switches
+    return merge(base, adapter, Path(out), kind, force, load(arguments.modules)).show(arguments)
 
 
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> Merged:
@@ -100,7 +101,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
         for tensor in pairs:
             tensor.values.check_finite()
         with GGUFFile(put_on) as there:
-            _check_place(out, [*file.paths, origin(file.path), put_on, origin(put_on)], force)
+            require_free(f"--out {out}", out, [*file.paths, origin(file.path), put_on, origin(put_on)], force)
             scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
             writer = _merged(file, there, scales, kind)
             before = dict(Counter(file.tensors[name].type for name in scales))
@@ -117,10 +118,15 @@ def _merged(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: s
     writer = Writer()
     template = read_chat_template(adapter)
     for key, value in file.metadata.items():
-        if not key.startswith("split."):
+        if not key.startswith(OF_BASE):
             writer.add(key, value, file.kinds[key])
-    pairs = {name: adapter.weights(name) for name in adapter.tensors}
-    writer.add("general.adapter_digest", adapter_digest(pairs, file.text("general.adapter_digest") or ""))
+    pairs, came = {name: adapter.weights(name) for name in adapter.tensors}, dict(inherited_keys(file))
+    base, added = came["base_model.0.name"], adapter.text("general.name") or origin(adapter.path).stem
+    of_run = f" of run {run}" if (run := adapter.text("general.run_id")) else ""
+    came |= {"name": f"{base} + {added}", "description": f"{base} with the LoRA adapter {added}{of_run} merged in",
+             "adapter_digest": adapter_digest(pairs, came.get("adapter_digest", ""))}  # fmt: skip
+    for key, value in came.items():
+        writer.add(f"general.{key}", value)
     if template:
         writer.add("tokenizer.chat_template", template)
     tied = "output.weight" not in file.tensors
@@ -142,20 +148,3 @@ def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> n
     """W + scale B A in float64, rounded to float32."""
     a, b = (adapter.read(name).astype(np.float64) for name in lora_names(info.name))
     return (file.read(info.name) + scale * (b @ a)).astype(np.float32)
-
-
-def _check_place(out: Path, read: list[Path], force: bool) -> None:
-    """Raises UserError for a place that cannot be, or that is taken."""
-    if out.suffix != ".gguf":
-        raise UserError(f"--out {out}: is written as *.gguf; other formats: toyexp export")
-    require_place(f"--out {out}", out)
-    if not os.path.lexists(out):
-        return
-    if out.exists() and any(path.exists() and out.samefile(path) for path in read):
-        raise UserError(f"--out {out}: is what is read; write elsewhere")
-    if head(out, len(MAGIC)) != MAGIC:
-        raise UserError(
-            f"--out {out}: is already there and no GGUF file, which --force replaces alone; choose another name"
-        )
-    if not force:
-        raise UserError(f"--out {out}: is already there; choose another name, or replace it with --force")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from toyexp.base.errors import UserError, printable
-from toyexp.commands.export import choose_target
+from toyexp.commands.export import default_target, require_free
 from toyexp.contract.compatibility import misfit, of_kind
 from toyexp.contract.data import Data
 from toyexp.contract.kind import IMAGES, TOKENS
@@ -195,7 +195,8 @@ class Offers:
         reason = None
         for kind in ("f32",) if quantised else EXPORTS:
             try:
-                choose_target(self._file, f"-{kind}.gguf")
+                target = default_target(self._file, f"-{kind}.gguf")
+                require_free(f"--to {target}", target, [], force=False)
             except UserError as error:
                 reason = reason or _reason(error, self._file)
             else:

@@ -134,18 +134,8 @@ class Exporter(Callback):
         if self._pairs:
             general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
         parts = (run.plan.model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
-        return Exported(*parts, self._about(run))
-
-    def _about(self, run: Run) -> dict[str, Any]:
-        """Return what a model card says of the run, by words."""
-        recipe, data = (run.config.get(part) or {} for part in ("recipe", "data"))
-        told = {
-            "recipe": recipe.get("name"), "base": recipe.get("base"), "data": data.get("name"),
-            "data file": Path(data.get("path") or "").name or None, "batch size": run.config.get("batch_size"),
-            "learning rate": run.lr, "seed": run.seed, "engine": run.engine,
-        }  # fmt: skip
         best = {self._best.metric: self._best.score} if self._best else {}
-        return told | {f"held-out {name}": f"{value:.6g}" for name, value in self._scores.get(self._step, best).items()}
+        return Exported(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _tell(self, run: Run, path: Path, kind: str, problems: list[str]) -> None:
         """Says what was written, and loudly what is wrong with it: it is kept, as all that a long run may leave."""
@@ -189,6 +179,17 @@ class AdapterExporter(Exporter):
             self._tell(run, adapter, "f32", problems)
         if self.merged or not names:
             super()._export(run, path)
+
+
+def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a model card says of a run with this configuration and these held-out scores, by words."""
+    recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
+    told = {
+        "recipe": recipe.get("name"), "base": recipe.get("base"), "data": data.get("name"),
+        "data file": Path(data.get("path") or "").name or None, "batch size": config.get("batch_size"),
+        "learning rate": config.get("lr"), "seed": config.get("seed"), "engine": engine,
+    }  # fmt: skip
+    return told | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items()}
 
 
 def _adapter_tensors(plan: Plan) -> list[str]:

@@ -29,7 +29,7 @@ from toyexp.text.tokenizer import Tokenizer
 
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 METADATA = {"format": "pt"}  # transformers insists on it
-HUB = "https://huggingface.co/"
+HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 OF_TEXT = "AutoModelForCausalLM", "text-generation"
 OF_IMAGES = "AutoModelForImageClassification", "image-classification"
 
@@ -106,7 +106,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if plan.model.reads.text else None,
-        "base_model_name_or_path": _base(exported),
+        "base_model_name_or_path": _repository(exported) or exported.about.get("base"),
         "inference_mode": True,
         "r": rank,
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
@@ -125,13 +125,15 @@ def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str
 
 def model_card(exported: Exported, adapter: bool = False) -> str:
     """Return the text of README.md: what the model is, where it comes from, its scores, and how to load it."""
-    model, general, base = exported.model, exported.general, _base(exported)
+    model, general, repository = exported.model, exported.general, _repository(exported)
     (auto, task), licence = OF_TEXT if model.reads.text else OF_IMAGES, str(general.get("license", ""))
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
     front += [f"license: {licence}"] if re.fullmatch(r"[a-z0-9.-]+", licence) else []
-    front += [f"base_model: {base}"] if base and not base.endswith(".gguf") else []
+    front += [f"base_model: {repository}"] if repository else []
     what = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
-    told = {"run": general.get("run_id"), "step": general.get("step"), **exported.about}
+    keys = {"description": "description", "run": "run_id", "step": "step", "base": "base_model.0.name"}
+    told = {name: general.get(key) for name, key in keys.items()}
+    told |= {key: value for key, value in exported.about.items() if value is not None}
     cells = {key: printable(str(value)).replace("|", " ") for key, value in told.items() if value is not None}
     load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
     if adapter:
@@ -145,10 +147,10 @@ def model_card(exported: Exported, adapter: bool = False) -> str:
     ])  # fmt: skip
 
 
-def _base(exported: Exported) -> str | None:
-    """What an adapter's base is called: its repository, if its file names one at Hugging Face, or its path."""
-    url = str(exported.general.get("base_model.0.repo_url", ""))
-    return url.removeprefix(HUB) if url.startswith(HUB) else exported.about.get("base")
+def _repository(exported: Exported) -> str | None:
+    """Return the base's repository at Hugging Face, OWNER/NAME, if the base's file names one."""
+    found = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
+    return found[1] if found else None
 
 
 def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.ndarray:

@@ -25,7 +25,7 @@ from toyexp.text.tokenizer import Tokenizer
 
 # Keys of `general` that are about the file and not about the model.
 OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
-_PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
+PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
 
 
 def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
@@ -142,14 +142,14 @@ class FromGGUF(Values):
     def passed_on(self) -> Mapping[str, Any]:
         """The licence of the file's model, and what that was; an adapter has none but that of its base."""
         file = opened(self.path)
-        return {} if file.metadata.get("general.type") == "adapter" else _inherited(file)
+        return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
 
-def _inherited(base: GGUFFile) -> Mapping[str, Any]:
+def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
     """Return the `general.*` keys, without that prefix, of a model trained from `base`: its licence and its origin."""
     passed = ("license", "license.name", "license.link", "adapter_digest")
     found = {key: base.text(f"general.{key}") for key in passed}
-    parent = {key: base.text(f"general.{key}") for key in _PARENT} | {"digest": fingerprint_once(base.path)}
+    parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": fingerprint_once(base.path)}
     parent["name"] = parent["name"] or base.path.stem
     found |= {f"base_model.0.{key}": value for key, value in parent.items()}
     return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}

@@ -299,6 +299,24 @@ def test_what_is_no_directory_is_said_to_be_none(trained, given):
         toyexp.run(quiet="no")
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\ud800"])
+def test_a_name_that_no_file_can_have_is_bad_input_wherever_it_is_given(trained, name):
+    calls = [
+        lambda: toyexp.open(name),
+        lambda: toyexp.compare(name),
+        lambda: toyexp.run(resume=name),
+        lambda: toyexp.run(f"resume={name}"),
+        lambda: toyexp.run(*WORDS, name=name),
+        lambda: toyexp.run(*WORDS, directory=name),
+        lambda: toyexp.sweep(resume=name),
+        lambda: toyexp.evaluate(trained, data=name),
+    ]
+    for call in calls:
+        with pytest.raises(UserError) as caught:
+            call()
+        assert len(str(caught.value).splitlines()) == 1
+
+
 def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
     found = toyexp.evaluate(trained, **ON_GGML)
     assert found.loss == pytest.approx(trained.held_out["loss"], abs=1e-6) and found.own
@@ -322,6 +340,7 @@ def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
         ),
         (lambda run: toyexp.predict(run), "takes images"),
         (lambda run: toyexp.compare(run, metric="mine"), "metric mine: no run here has such a score"),
+        (lambda run: toyexp.compare(run, metric=5), "metric 5: no run here has such a score"),
         (lambda run: toyexp.compare("nowhere"), "nowhere"),
         (lambda run: run.generate("a", chat=True), "has no chat template; leave chat out"),
         (lambda run: run.generate("a", system="Be brief."), "system='Be brief.': takes a text, with chat=True"),

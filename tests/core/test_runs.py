@@ -21,6 +21,7 @@ from toyexp.commands.line import main
 from toyexp.runs.chosen import divided, filtered, ordered
 from toyexp.runs.comparison import Comparison
 from toyexp.runs.found import Run, look, unzipped
+from toyexp.runs.report import Report, title
 from toyexp.training.rundir import lock
 
 
@@ -476,11 +477,37 @@ def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
     assert means[0] == means[1]
 
 
+def test_of_a_zip_the_archives_name_is_told_and_no_temporary_directory(here, capsys):
+    shutil.make_archive("class", "zip", "outputs")
+    archive("none.zip", **{"a/config.yaml": "a: 1"})
+    assert {run["path"] for run in listed(capsys, "class.zip", "seed=9")} == {"class.zip/killed"}
+    told = [answered(capsys, *words) for words in (
+        ["runs", "class.zip"], ["runs", "class.zip", "--csv"], ["compare", "class.zip", "--csv"],
+        ["compare", "class.zip", "--json"], ["compare", "class.zip", "--plot", "x.svg"])]  # fmt: skip
+    assert all("class.zip/sweep/3" in text for text in told[:4])
+    assert main(["compare", "none.zip"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("toyexp: error: compare none.zip: holds no run")
+    with unzipped(["class.zip"]) as (place,):
+        assert title([place]) == "class.zip"
+        data = Report("")._data(Comparison.of([look(Path(place, "killed"))]), 100)
+        assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
+    assert "toyexp-" not in "".join([*told, error, (here / "x.svg").read_text()])
+
+
+@pytest.mark.parametrize("words", [["runs"], ["compare"], ["resume="], ["sweep.resume="]])
+def test_a_name_that_is_too_long_is_bad_input(here, capsys, words):
+    for name in ("x" * 300, "x" * 300 + ".zip"):
+        assert main([f"{words[0]}{name}"] if "=" in words[0] else [*words, name]) == 2
+        error = capsys.readouterr().err
+        assert "File name too long" in error and error.count("\n") == 1 and len(error) < 300
+
+
 def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(here / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (here / "tmp").mkdir()
-    monkeypatch.setattr("toyexp.runs.found.UNZIPPED", 1000)
+    monkeypatch.setattr("toyexp.runs.found.MOST_UNZIPPED", 1000)
     archive("out.zip", **{"../config.yaml": "a: 1"})
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
     (here / "bad.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)

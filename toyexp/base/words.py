@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+UNZIPPED = "toyexp-zip-"  # begins the name of a directory that stands for a zip archive
 
 
 def count(n: float) -> str:
@@ -18,9 +21,14 @@ def count(n: float) -> str:
     return f"{n:.0f}"
 
 
+def shown(path: Path | str) -> str:
+    """Return a path as people know it: in a zip archive, below the archive's name."""
+    return re.sub(rf"^(.*[/\\])?{UNZIPPED}\w+[/\\]", "", str(path))
+
+
 def short(path: Path) -> str:
     """Relative to here when it is below here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def typed(value: Any) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import KINDS
 
 
@@ -52,6 +52,17 @@ def required(path: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error) or "the disk may be full"
         raise RunFailed(f"{path}: could not be written: {why}") from error
+
+
+@contextlib.contextmanager
+def possible_names() -> Iterator[None]:
+    """Raise UserError for a name that no file can have: it is too long, or holds half a character."""
+    try:
+        yield
+    except (OSError, UnicodeEncodeError) as error:
+        if getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"no file can have such a name: {printable(str(error), 120)}") from None
 
 
 def unwritable(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short
+from toyexp.base.writing import possible_names
 from toyexp.commands.flags import SHOWING, read, request_of
 from toyexp.commands.table import COMMANDS, find
 from toyexp.contract.command import Command, modules_in
@@ -53,6 +54,7 @@ def _owners() -> Mapping[type, str]:
     return OWNERS
 
 
+@possible_names()
 @of_a_part(_owners)
 def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""

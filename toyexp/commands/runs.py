@@ -13,7 +13,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.terminal import tell_aside
-from toyexp.base.words import as_csv, columns, counted, short
+from toyexp.base.words import as_csv, columns, counted, short, shown
 from toyexp.commands.options import Answer, aligned, fits, number, room, without, wrapped
 from toyexp.contract.command import Arguments
 from toyexp.runs.chosen import Filter, divided, filtered, ordered
@@ -88,8 +88,8 @@ class Runs(Answer):
         """The same as a table of every column."""
         scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
         table = [["path", *COLUMNS, *scores]]
-        table += [[str(r.path), *(_cell(getattr(r, c)) for c in COLUMNS), *(_cell(r.scores.get(s)) for s in scores)]
-                  for r in self.runs]  # fmt: skip
+        rows = [[shown(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs]
+        table += [["" if cell is None else str(cell) for cell in row] for row in rows]
         return as_csv(table)
 
 
@@ -174,7 +174,3 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
     cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
     return cut, notes
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -17,6 +17,7 @@ from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import silent, status
 from toyexp.base.threads import available_cores
 from toyexp.base.words import short, typed
+from toyexp.base.writing import possible_names
 
 CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
 CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
@@ -40,7 +41,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was():
+    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was(), possible_names():
         try:
             yield
         except UserError as error:

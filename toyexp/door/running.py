@@ -17,6 +17,7 @@ from toyexp.base.ownership import SWEEP
 from toyexp.base.packages import needed
 from toyexp.base.signals import whole_imports
 from toyexp.base.words import columns, counted, short
+from toyexp.base.writing import possible_names
 from toyexp.commands.flags import read, request_of, split
 from toyexp.commands.line import carry_out, many_runs, one_run
 from toyexp.config.restored import is_checkpoint
@@ -264,6 +265,7 @@ def _text(value: Any) -> str:
 # -- finished models and runs -----------------------------------------------------------------------------------------
 
 
+@possible_names()
 @whole_imports()
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
     """Return the run in a directory, whatever became of it, or the sweep; of a job of a sweep, that run.
@@ -329,4 +331,4 @@ def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool
         from toyexp.runs.chosen import divided
 
         places, filters = divided([os.fspath(place("toyexp.compare", run)) for run in runs])
-        return compared(places, filters, metric, pool)
+        return compared(places, filters, None if metric is None else str(metric), pool)

@@ -21,7 +21,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, cause, open_file
 from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
-from toyexp.base.words import smooth_loss, typed
+from toyexp.base.words import UNZIPPED, shown, smooth_loss, typed
 from toyexp.sweep.directory import NUMBERS, PRUNES
 from toyexp.sweep.ranking import METRIC
 from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
@@ -30,7 +30,7 @@ from toyexp.training.rundir import settings_in
 HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
 TAIL = 1 << 16  # bytes of the events of a run without a result
 DEPTH = 8  # of directories below the one that is searched
-UNZIPPED = 1 << 30  # bytes that are extracted from an archive
+MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
 RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
 INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
 SIGNS = {"events.jsonl", "result.json", LOCK}  # beside config.yaml they make a directory a run
@@ -73,7 +73,7 @@ class Run:
 
     def plain(self) -> dict[str, Any]:
         """As plain data."""
-        return {"path": str(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
+        return {"path": shown(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
 
 
 COLUMNS = ("name", "when", "sweep", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of",
@@ -121,7 +121,7 @@ def named(command: str, words: Sequence[str]) -> list[Path]:
             what = "holds no run" if exists else "matches no run" if glob.has_magic(word) else absent(Path(word))
             if exists and (Path(word) / SWEEP).is_file():
                 what = "is a sweep of which no run has begun"
-            raise UserError(f"{command} {word}: {what}; what is here: toyexp runs")
+            raise UserError(f"{command} {shown(word)}: {what}; what is here: toyexp runs")
         found.update(dict.fromkeys(runs))
     return list(found)
 
@@ -133,13 +133,11 @@ def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
     Raises UserError for an archive that is damaged or too large, and for one that names a place outside itself.
     """
     with contextlib.ExitStack() as stack:
-        places = []
-        for word in words:
+        places = list(words)
+        for number, word in enumerate(words):
             if word.lower().endswith(".zip") and Path(word).is_file():
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toyexp-"))
-                places.append(str(_extract(Path(word), Path(folder) / Path(word).name)))
-            else:
-                places.append(word)
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=UNZIPPED))
+                places[number] = str(_extract(Path(word), Path(folder, Path(word).name)))
         yield places
 
 
@@ -151,8 +149,8 @@ def _extract(archive: Path, folder: Path) -> Path:
             for name in (info.filename for info in wanted):
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
                     raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
-            if sum(info.file_size for info in wanted) > UNZIPPED:
-                raise UserError(f"{archive}: its runs take more than {UNZIPPED >> 20} MiB; unzip it yourself")
+            if sum(info.file_size for info in wanted) > MOST_UNZIPPED:
+                raise UserError(f"{archive}: its runs take more than {MOST_UNZIPPED >> 20} MiB; unzip it yourself")
             found.extractall(folder, wanted)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{archive}: is no zip archive that can be read: {printable(str(error))}") from None

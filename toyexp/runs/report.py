@@ -21,7 +21,7 @@ from toyexp.base.errors import Unavailable
 from toyexp.base.files import head
 from toyexp.base.packages import needed
 from toyexp.base.terminal import say
-from toyexp.base.words import parameters_of, short
+from toyexp.base.words import parameters_of, short, shown
 from toyexp.base.writing import dump_json, in_one_piece, make_folder, required
 from toyexp.contract.model import lower_is_better
 from toyexp.runs.comparison import Comparison, Entry
@@ -51,6 +51,7 @@ def require() -> None:
 
 def title(places: Sequence[str]) -> str:
     """What a page is called: what it is about."""
+    places = [shown(place) for place in places]
     return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
 
 
@@ -137,7 +138,8 @@ class Report:
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why,
             "points": [
-                {"label": comparison.label(point.jobs[0]), "mean": _known(point.mean), "deviation": point.deviation,
+                {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
+                 "mean": point.mean if math.isfinite(point.mean) else None,
                  "counted": len(point.values),
                  "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
                 for point in ranking.points
@@ -149,10 +151,10 @@ class Report:
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
         run = entry.run
         return {
-            **run.plain(), "path": str(run.path.absolute()), "point": point, "counts": run.state in DONE,
+            **run.plain(), "path": shown(run.path.absolute()), "point": point, "counts": run.state in DONE,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": dict(entry.settings), "facts": _environment(entry),
-            "again": shlex.join(["toyexp", "--config-path", str(run.path.absolute()), "--config-name", "config"]),
+            "again": shlex.join(["toyexp", "--config-path", shown(run.path.absolute()), "--config-name", "config"]),
             **self._told(run.path, most),
         }  # fmt: skip
 
@@ -185,7 +187,7 @@ def _shown(history: History, most: int) -> dict[str, Any]:
             **{name: _curve(getattr(history, name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
         },
         "clock": _clock(history),
-        "held": {name: [c.steps.tolist(), _short(c.values)] for name, c in _few(history.held_out, fewer)},
+        "held": {name: _few(curve, fewer) for name, curve in history.held_out.items()},
         "samples": history.samples, "warnings": history.warnings, "warned": history.warned,
     }  # fmt: skip
 
@@ -225,15 +227,11 @@ def _clock(history: History) -> list[Sequence[float]]:
     ]
 
 
-def _few(held_out: Mapping[str, Curve], most: int) -> Iterable[tuple[str, Curve]]:
-    """Held-out scores, where there are many every so many-th and the last."""
-    for name, curve in held_out.items():
-        every = -(-len(curve.steps) // most) or 1
-        places = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1}) if curve.steps else []
-        fewer = Curve()
-        for place in places:
-            fewer.add(curve.steps[place], curve.values[place])
-        yield name, fewer
+def _few(curve: Curve, most: int) -> list[list[float]]:
+    """Return the steps and values of held-out scores, of many only every so many-th and the last."""
+    count = len(curve.steps)
+    places = sorted({*range(0, count, -(-count // most) or 1), count - 1}) if count else []
+    return [[curve.steps[place] for place in places], _short(curve.values[place] for place in places)]
 
 
 def _differences(steps: Sequence[int]) -> list[int]:
@@ -272,10 +270,6 @@ def importance_of(search: Path) -> Importance | None:
     """Return how much each setting matters, as a search has found it; None in other directories."""
     found = Search.of(search)
     return (found.importances, found.no_importances) if found else None
-
-
-def _known(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 # -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
